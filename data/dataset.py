@@ -1,0 +1,95 @@
+"""Packed token shards as a PyTorch dataset of (tokens, targets) pairs."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from data.errors import DataError
+from data.shards import read_description
+from data.tokenizer import TOKENIZER_FILE
+
+SCAN_BYTES = 1 << 30  # a split up to this size is checked whole at start, in well under a second
+
+
+class PackedDataset(Dataset):
+    """The shards of one split, seen as one stream of tokens cut into sequences of seq_len.
+
+    Sample i is tokens[i·seq_len : (i+1)·seq_len] with the targets one token further; the stream does not care where
+    one shard ends and the next begins. Shards are memory-mapped: what is read can be dropped again by the system, so
+    memory does not grow with the corpus.
+
+    Raises:
+        DataError: the folder is not sound prepared data (see `read_description`), or shorter than one sequence.
+    """
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int):
+        self.folder, self.split, self.seq_len = Path(folder), split, seq_len
+        self.description = read_description(folder)
+        part = self.description["splits"][split]
+        self.n_tokens = part["tokens"]
+        self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
+        self.vocab_size = self.description["vocab_size"]
+        self.tokenizer_path = self.folder / TOKENIZER_FILE
+        # starts[i] is the position in the stream at which shard i begins, starts[-1] the length of the stream
+        self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
+        self._maps: list[np.memmap] | None = None
+        if len(self) < 1:
+            raise DataError(
+                f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs max_seq_len + 1 = "
+                f"{seq_len + 1}: use a shorter --max_seq_len, more text, or another --val_fraction when preparing"
+            )
+
+    def __len__(self) -> int:
+        return max(0, self.n_tokens - 1) // self.seq_len
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), both int64 of shape (seq_len,).
+
+        Raises:
+            DataError: a token is outside the vocabulary.
+        """
+        window = self._read(i * self.seq_len, self.seq_len + 1)
+        self._check(window)
+        window = torch.from_numpy(window.astype(np.int64))
+        return window[:-1], window[1:]
+
+    def scan(self) -> None:
+        """Look for ids outside the vocabulary in the whole split, unless it is larger than SCAN_BYTES.
+
+        Raises:
+            DataError: there is one.
+        """
+        if self.n_tokens * self._shards()[0].itemsize <= SCAN_BYTES:
+            for shard in self._shards():
+                self._check(shard)
+
+    def _check(self, tokens: np.ndarray) -> None:
+        if (largest := tokens.max()) >= self.vocab_size:
+            raise DataError(
+                f"{self.folder}: token id {largest} in the {self.split} split is outside the vocabulary of "
+                f"{self.vocab_size}: the shards are damaged or of another tokenizer; prepare the data again"
+            )
+
+    def _read(self, start: int, length: int) -> np.ndarray:
+        pieces = []
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while length:
+            offset = start - self._starts[shard]
+            piece = self._shards()[shard][offset : offset + length]
+            pieces.append(piece)
+            start, length, shard = start + len(piece), length - len(piece), shard + 1
+        return np.concatenate(pieces)
+
+    def _shards(self) -> list[np.memmap]:
+        if self._maps is None:
+            shards = self.description["splits"][self.split]["shards"]
+            self._maps = [
+                np.memmap(self.folder / shard["file"], self.description["dtype"], mode="r") for shard in shards
+            ]
+        return self._maps
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_maps": None}  # a pickled memmap would carry the data itself along

@@ -1,0 +1,5 @@
+"""The one exception of this package: something about the user's data is wrong."""
+
+
+class DataError(ValueError):
+    """Says which file (and line or byte), what is wrong with it, and what to do, in one line."""

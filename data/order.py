@@ -1,0 +1,86 @@
+"""In which order samples are read: a shuffle that needs no list, and its division among processes.
+
+The position in the data is one number, the samples consumed by all processes together since the start. What comes at
+a position depends on it and on the seed alone, so training continues with the same samples after a stop, or on
+another number of processes.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+ROUNDS = 6
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele et al., 2014): every input bit changes every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a shuffle of range(n) puts the given positions; the shuffle is a function of (seed, epoch).
+
+    A Feistel network permutes the numbers below the next power of four, and a result of n or more is permuted again
+    until it falls below n (cycle walking; Black and Rogaway, 2002). So a shuffle of a billion samples takes no memory
+    and its middle is reached at once, where a list of it would take gigabytes on every process.
+
+    Args:
+        positions: int64 array, each in [0, n).
+        n: length of the shuffled range.
+        seed, epoch: whole numbers; each pair names another shuffle.
+
+    Returns:
+        int64 array of the same shape; over all positions every number below n occurs once.
+    """
+    half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
+    mask = np.uint64((1 << int(half_bits)) - 1)
+    keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
+
+    def permute(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half_bits, x & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << half_bits) | right
+
+    out = permute(positions.astype(np.uint64))
+    while (outside := out >= n).any():
+        out[outside] = permute(out[outside])
+    return out.astype(np.int64)
+
+
+class MicroBatchSampler:
+    """Endless stream of one process's micro-batches, each a list of sample indices.
+
+    Epochs follow each other without a seam: a global batch that reaches past the end of one is filled from the start
+    of the next, so no batch is ever smaller than the others, and none is lost.
+
+    Args:
+        n_samples: samples in the data set.
+        batch_size: samples in a micro-batch of one process.
+        rank, world_size: this process's number and how many there are.
+        seed: of the shuffles.
+        start: samples consumed before, by all processes together.
+    """
+
+    def __init__(
+        self, n_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, start: int = 0
+    ):
+        self.n_samples, self.batch_size, self.seed, self.start = n_samples, batch_size, seed, start
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.start + self.rank * self.batch_size
+        while True:
+            yield self.indices(np.arange(first, first + self.batch_size)).tolist()
+            first += self.world_size * self.batch_size
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """The samples at these positions of the stream of all epochs."""
+        epochs, within = np.divmod(positions, self.n_samples)
+        out = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            out[chosen] = shuffled(within[chosen], self.n_samples, self.seed, int(epoch))
+        return out

@@ -1,0 +1,113 @@
+"""SentencePiece tokenizer: lossless BPE with byte fallback, trained on a sample of the corpus."""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+
+from data.errors import DataError
+
+TOKENIZER_FILE = "tokenizer.model"
+UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
+RESERVED_PIECES = 3 + 256  # unknown, begin, end of document; one piece per byte
+SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
+
+
+class Tokenizer:
+    """Text to ids and back; decoding what was encoded returns the text exactly.
+
+    Raises:
+        DataError: the file is missing or no SentencePiece model with begin and end pieces.
+    """
+
+    def __init__(self, path: str | Path):
+        if not Path(path).is_file():
+            raise DataError(f"{path}: no such tokenizer file")
+        self.path = str(path)
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
+        except (RuntimeError, OSError) as error:
+            raise DataError(f"{path}: not a SentencePiece model") from error
+        if self._model.bos_id() < 0 or self._model.eos_id() < 0:
+            raise DataError(f"{path}: has no <s> and </s> pieces to mark where documents begin and end")
+        # A literal U+2581 would come back as a space, so it is spelled in bytes where the model can.
+        self._space_symbol_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size()
+
+    @property
+    def bos_id(self) -> int:
+        return self._model.bos_id()
+
+    @property
+    def eos_id(self) -> int:
+        return self._model.eos_id()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without begin and end pieces."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        batch = self._model.encode(texts)
+        for i, text in enumerate(texts):
+            if SPACE_SYMBOL in text and self._model.unk_id() not in self._space_symbol_ids:
+                first, *others = self._model.encode(text.split(SPACE_SYMBOL))
+                batch[i] = first + [id for part in others for id in (*self._space_symbol_ids, *part)]
+        return batch
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of the ids; bytes that form no UTF-8 character become U+FFFD, begin and end pieces nothing."""
+        return self._model.decode(ids)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
+    """Train a BPE tokenizer on texts and write it to path.
+
+    At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese corpus has ten
+    thousand) are spelled in bytes, so that nothing is ever unknown.
+
+    Raises:
+        DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
+    """
+    if vocab_size <= RESERVED_PIECES + 2:
+        raise DataError(f"vocab_size {vocab_size} is too small: {RESERVED_PIECES} pieces are bytes and markers")
+    texts = list(texts)
+    counts = Counter()
+    for text in texts:
+        counts.update(text)
+    room = max(1, (vocab_size - RESERVED_PIECES) // 2)
+    # SentencePiece reserves NUL for itself, and a literal U+2581 is spelled in bytes (see Tokenizer).
+    rare = {ord(char): "\n" for char, _ in counts.most_common()[room:]} | {0: "\n", ord(SPACE_SYMBOL): "\n"}
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.translate(rare).splitlines(True)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=1.0,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 16,
+            unk_id=UNK_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        limit = re.search(r"value <= (\d+)", str(error))
+        if limit:
+            raise DataError(
+                f"the text is too short for {vocab_size} pieces: pass --vocab_size {limit[1]} or less"
+            ) from error
+        raise DataError(f"SentencePiece cannot train on this text: {error}") from error
+    Path(path).write_bytes(model.getvalue())

@@ -1,0 +1,23 @@
+"""A small Llama-like transformer in plain PyTorch."""
+
+from model.attention import Attention, repeat_kv
+from model.config import ConfigError, LMConfig
+from model.feed_forward import FeedForward
+from model.norm import RMSNorm
+from model.rotary import apply_rotary_emb, precompute_pos_cis
+from model.transformer import IGNORE_INDEX, Transformer, TransformerBlock, TransformerOutput
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Attention",
+    "ConfigError",
+    "FeedForward",
+    "LMConfig",
+    "RMSNorm",
+    "Transformer",
+    "TransformerBlock",
+    "TransformerOutput",
+    "apply_rotary_emb",
+    "precompute_pos_cis",
+    "repeat_kv",
+]

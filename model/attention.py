@@ -1,0 +1,72 @@
+"""Causal self-attention with grouped key/value heads and rotary positions."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.config import LMConfig
+from model.rotary import apply_rotary_emb
+
+
+def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
+    """(batch, seq_len, n_kv_heads, head_dim) → (batch, seq_len, n_kv_heads · n_rep, head_dim).
+
+    Each head is repeated n_rep times in place, so query head h finds its key/value head at index h.
+    """
+    if n_rep == 1:
+        return x
+    batch, seq_len, n_kv_heads, head_dim = x.shape
+    x = x[:, :, :, None, :].expand(batch, seq_len, n_kv_heads, n_rep, head_dim)
+    return x.reshape(batch, seq_len, n_kv_heads * n_rep, head_dim)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past. All (B, H, T, head_dim).
+
+    The scores are T × T per head and live in memory: the readable reference for the fused kernels.
+    """
+    seq_len = q.shape[-2]
+    scores = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5
+    future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
+    weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+    return F.dropout(weights, dropout).type_as(v) @ v
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """The same function through PyTorch's fused kernels: flash attention on a GPU, its CPU counterpart elsewhere."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: n_heads query heads, each n_heads / n_kv_heads of them share one key/value head.
+
+    Source: Ainslie et al., https://arxiv.org/abs/2305.13245. With n_kv_heads = n_heads it is multi-head attention.
+    """
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.n_kv_heads = config.n_kv_heads
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        self.dropout = config.dropout
+        self.residual_dropout = nn.Dropout(config.dropout)
+        self.attend = flash_attention if config.use_flash_attn else plain_attention
+
+    def forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
+        """(B, T, dim) and the rotations of its T positions, (T, head_dim/2) → (B, T, dim)."""
+        batch, seq_len, _ = x.shape
+        q = self.wq(x).view(batch, seq_len, self.n_heads, self.head_dim)
+        k = self.wk(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
+        v = self.wv(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
+        q, k = apply_rotary_emb(q, k, pos_cis)
+
+        group = self.n_heads // self.n_kv_heads
+        k, v = repeat_kv(k, group), repeat_kv(v, group)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
+        out = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        out = out.transpose(1, 2).reshape(batch, seq_len, -1)  # (B, T, H · head_dim)
+        return self.residual_dropout(self.wo(out))

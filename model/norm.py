@@ -1,0 +1,22 @@
+"""RMSNorm: divide by the root mean square, then scale each channel."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension.
+
+    The mean square is taken in fp32 whatever the dtype of x: squares of bf16 lose most of their digits. The result
+    has the dtype of x. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight).type_as(x)

@@ -1,0 +1,62 @@
+"""Weights to use elsewhere: a folder with model.safetensors (fp32) and config.json, loadable without this trainer."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.config import ConfigError, LMConfig
+from model.transformer import Transformer
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+
+
+def save_portable(folder: str | Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
+    """Write the folder. weights: name → tensor as in `named_parameters()`, so a tied matrix is there once."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def load_portable(folder: str | Path) -> Transformer:
+    """The model of such a folder, in evaluation mode, on the CPU, in fp32.
+
+    Raises:
+        ConfigError: files missing or damaged, or weights that do not fit the config; names what is wrong.
+    """
+    folder = Path(folder)
+    try:
+        config = LMConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+        weights = load_file(folder / WEIGHTS_FILE)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{folder}: no readable weights ({error})") from error
+    model = Transformer(config)
+    load_weights(model, weights, str(folder))
+    return model.eval()
+
+
+def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) -> None:
+    """Copy weights into the model's parameters.
+
+    Raises:
+        ConfigError: a name or shape on one side has no equal on the other.
+    """
+    parameters = dict(model.named_parameters())
+    weights = dict(weights)
+    if model.config.tie_embeddings:
+        weights.pop("output.weight", None)  # the same matrix as tok_embeddings.weight
+    for name in sorted(parameters.keys() ^ weights.keys()):
+        raise ConfigError(f"{source}: {name} is {'missing' if name in parameters else 'not in this model'}")
+    for name, parameter in parameters.items():
+        if parameter.shape != weights[name].shape:
+            raise ConfigError(
+                f"{source}: {name} is {tuple(weights[name].shape)}, the model has {tuple(parameter.shape)}"
+            )
+        parameter.data.copy_(weights[name])

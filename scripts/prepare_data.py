@@ -1,0 +1,105 @@
+"""Turn text into a tokenizer and packed token shards: python -m scripts.prepare_data --data my.jsonl"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data.corpus import BUILTIN, SUFFIXES, find_files
+from data.errors import DataError
+from data.packing import PackingOptions, describe_sources, prepare
+from data.shards import DESCRIPTION_FILE, read_description
+from training.errors import UsageError, one_line_errors
+
+
+def default_out(data: str) -> Path:
+    """out/data/NAME, NAME being the file's or folder's own without its suffix."""
+    name = Path(data).resolve().name if data != BUILTIN else BUILTIN
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+        name = name.removesuffix(suffix)
+    return Path("out/data") / name
+
+
+def cpu_count() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="prepare_data", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--data", default=BUILTIN, help=f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
+    )
+    parser.add_argument("--out", type=Path, help="folder to write (default: out/data/ and the name of the data)")
+    parser.add_argument("--vocab_size", type=int, default=6400, help="pieces of the tokenizer to train")
+    parser.add_argument("--tokenizer", help="a SentencePiece model to use instead of training one")
+    parser.add_argument("--val_fraction", type=float, default=0.02, help="share of documents for validation")
+    parser.add_argument("--workers", type=int, default=cpu_count(), help="encoding processes")
+    parser.add_argument("--skip_bad_lines", action="store_true", help="count documents that cannot be read, go on")
+    parser.add_argument("--overwrite", action="store_true", help="replace data prepared from other text")
+    args = parser.parse_args(argv)
+    if not 0 <= args.val_fraction < 1:
+        parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
+    if args.workers < 1:
+        parser.error(f"--workers must be at least 1, not {args.workers}")
+    args.out = args.out or default_out(args.data)
+    return args
+
+
+def already_prepared(out: Path, source: dict) -> bool:
+    """True if out holds whole shards made from exactly this source with these settings."""
+    try:
+        return read_description(out)["prepared_from"] == source
+    except (DataError, KeyError):
+        return False
+
+
+def report(description: dict, out: Path, seconds: float, workers: int) -> str:
+    splits = description["splits"]
+    n_bytes = sum(split["bytes"] for split in splits.values())
+    tokens = sum(split["tokens"] for split in splits.values())
+    lines = [
+        f"{out}: {n_bytes / 1e6:.1f} MB of text in {seconds:.1f} s "
+        f"({n_bytes / 1e6 / seconds:.1f} MB/s with {workers} processes)"
+    ]
+    for name, split in splits.items():
+        lines.append(f"  {name:5} {split['documents']:>9,} documents {split['tokens']:>13,} tokens")
+    lines.append(f"  vocabulary {description['vocab_size']:,}, {n_bytes / max(tokens, 1):.2f} bytes per token")
+    if description["bad_documents"]:
+        lines.append(
+            f"  skipped {description['bad_documents']:,} bad documents, the first: {description['first_bad_document']}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    with one_line_errors("prepare_data", UsageError, DataError, PermissionError):
+        files = find_files(args.data)
+        options = PackingOptions(
+            args.vocab_size, args.val_fraction, args.workers, args.skip_bad_lines, args.tokenizer
+        )
+        if already_prepared(args.out, json.loads(json.dumps(describe_sources(files, options)))):
+            print(f"{args.out}: already prepared from this text")
+            return
+        if args.out.exists() and not args.overwrite:
+            what = "was prepared from other text or with other settings"
+            if not (args.out / DESCRIPTION_FILE).exists():
+                what = "exists and is no prepared data"
+            raise UsageError(f"{args.out} {what}: pass --overwrite to replace it, or another --out")
+        total = sum(map(os.path.getsize, files))
+        packed = any(path.endswith(".gz") for path in files)
+        start = time.perf_counter()
+        with tqdm(
+            total=None if packed else total, unit="B", unit_scale=True, desc="encoding", mininterval=0.5
+        ) as bar:
+            description = prepare(files, args.out, options, bar.update)
+        print(report(description, args.out, time.perf_counter() - start, args.workers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Every flag of the training script: default, meaning and check in one place.
+
+The model's flags come from `LMConfig`, the others from `TrainingArguments`; `--help` and the table in README.md are
+generated from the same fields (`python -m training.arguments` prints the table).
+"""
+
+import argparse
+import math
+import types
+from dataclasses import dataclass, fields
+
+from model.config import LMConfig, setting
+from training.errors import UsageError
+
+DTYPES = ("bfloat16", "float16", "float32")
+SCHEDULES = ("cosine", "constant", "wsd")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
+
+
+@dataclass
+class TrainingArguments:
+    """How to train. Intervals and durations count optimizer steps.
+
+    Raises:
+        UsageError: a value that cannot work; the message names the flag.
+    """
+
+    data: str = setting("out/data/builtin", "folder made by scripts.prepare_data", group="data and output")
+    out_dir: str = setting("out/runs", "where run folders are made")
+    run_name: str | None = setting(None, "name of the run folder (default: date and time)")
+    resume: str | None = setting(None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint")
+    num_workers: int = setting(0, "extra processes that read batches; 0 reads in the training process")
+
+    epochs: int = setting(1, "passes over the data", group="training")
+    max_steps: int | None = setting(None, "stop after this many steps (default: decided by epochs)")
+    batch_size: int = setting(8, "sequences per process in one micro-batch")
+    accumulation_steps: int = setting(1, "micro-batches per optimizer step")
+    learning_rate: float = setting(5e-4, "peak learning rate")
+    lr_schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
+    warmup_steps: int | None = setting(None, "linear warm-up (default: a twentieth of all steps, at most 2000)")
+    min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak")
+    decay_fraction: float = setting(0.2, "share of all steps that 'wsd' decays over, at the end")
+    weight_decay: float = setting(0.1, "AdamW's decay, on matrices only")
+    beta1: float = setting(0.9, "AdamW's average of the gradient")
+    beta2: float = setting(0.95, "AdamW's average of its square")
+    grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as it is")
+    dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
+    seed: int = setting(42, "of initial weights, order of the data, dropout and samples")
+
+    log_interval: int = setting(10, "steps between log lines", group="reports")
+    log_with: str = setting("tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}")
+    eval_interval: int = setting(500, "steps between validations; 0 validates at the end only")
+    eval_samples: int = setting(1024, "sequences of a validation, spread over the split; 0 takes all")
+    save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only")
+    profile: bool = setting(False, "measure the phases of a step and write a trace, every profile_interval steps")
+    profile_interval: int = setting(100, "steps between profiled steps")
+    sample_prompt: str = setting("def ", "prompt that the finished model continues")
+    sample_tokens: int = setting(100, "tokens of that continuation")
+
+    def __post_init__(self):
+        for name in ("batch_size", "accumulation_steps", "epochs", "log_interval", "profile_interval"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("max_steps", self.max_steps is None or self.max_steps >= 1, "at least 1")
+        self._require("warmup_steps", self.warmup_steps is None or self.warmup_steps >= 0, "at least 0")
+        self._require("learning_rate", 0 < self.learning_rate < math.inf, "positive and finite")
+        for name in ("weight_decay", "grad_clip"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
+        for name in ("min_lr_ratio", "decay_fraction"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        for name in ("beta1", "beta2"):
+            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        if self.run_name is not None:
+            plain = self.run_name.strip() and "/" not in self.run_name and self.run_name not in (".", "..")
+            self._require("run_name", plain, "a plain folder name")
+        unknown = set(self.trackers) - set(TRACKERS)
+        self._require("log_with", not unknown, f"a list of {', '.join(TRACKERS)}")
+
+    @property
+    def trackers(self) -> list[str]:
+        return [name.strip() for name in self.log_with.split(",")]
+
+    def _require(self, name: str, holds, what: str) -> None:
+        if not holds:
+            raise UsageError(f"--{name} must be {what}, not {getattr(self, name)!r}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UsageError(f"{message} (see --help)")
+
+
+def _flags(dataclass_type):
+    """(field, group title) of every field that is a flag."""
+    group = "model"
+    for item in fields(dataclass_type):
+        group = item.metadata.get("group", group)
+        if item.metadata.get("flag", True):
+            yield item, group
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_pretrain_accelerate.py",
+        description="Pretrain a small Llama-like model on packed tokens.",
+        allow_abbrev=False,
+    )
+    groups = {}
+    for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
+        group = groups.setdefault(title, parser.add_argument_group(title))
+        options = {"default": item.default, "help": _help(item)}
+        if item.type is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            is_optional = isinstance(item.type, types.UnionType)
+            options["type"] = item.type.__args__[0] if is_optional else item.type
+            options["choices"] = item.metadata.get("choices")
+            options["metavar"] = options["type"].__name__.upper() if not options["choices"] else None
+        group.add_argument(f"--{item.name}", **options)
+    return parser
+
+
+def _help(item) -> str:
+    text = item.metadata["help"].replace("%", "%%")
+    return text if item.default is None else f"{text} (default: {_show(item.default)})"
+
+
+def _show(value) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, dict]:
+    """The training arguments, and the model settings still lacking the vocabulary, which comes with the data.
+
+    Raises:
+        UsageError: unknown flags or values that cannot work.
+        ConfigError: a model shape that cannot work.
+    """
+    values = vars(build_parser().parse_args(argv))
+    model_settings = {item.name: values.pop(item.name) for item, _ in _flags(LMConfig)}
+    LMConfig(**model_settings)  # a shape that cannot work is refused before anything is read or started
+    return TrainingArguments(**values), model_settings
+
+
+def flag_table() -> str:
+    """All flags as Markdown, one table per group."""
+    lines, last = [], None
+    for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
+        if title != last:
+            lines += ["", f"**{title.capitalize()}**", "", "| flag | default | meaning |", "|---|---|---|"]
+            last = title
+        meaning = item.metadata["help"]
+        if choices := item.metadata.get("choices"):
+            meaning += f": {', '.join(choices)}"
+        default = "" if item.default is None else f"`{_show(item.default)}`"
+        lines.append(f"| `--{item.name}` | {default} | {meaning} |")
+    return "\n".join(lines).strip()
+
+
+if __name__ == "__main__":
+    print(flag_table())

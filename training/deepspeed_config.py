@@ -1,0 +1,120 @@
+"""DeepSpeed's JSON file and the command line, made one: flags fill "auto", and a contradiction is an error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from training.arguments import TrainingArguments
+from training.errors import UsageError
+
+# Fields that other people's files leave to the Hugging Face Trainer. Buckets as in ds_config.json, in elements.
+AUTO_DEFAULTS = {
+    "zero_optimization.overlap_comm": True,
+    "zero_optimization.reduce_bucket_size": 50_000_000,
+    "zero_optimization.allgather_bucket_size": 50_000_000,
+    "optimizer.params.eps": 1e-8,
+}
+# DeepSpeed optimizers that it compiles at first use, and the value that has torch's own used instead.
+COMPILED_OPTIMIZERS = ("Adam", "AdamW")
+
+
+def read_config(path: str) -> dict:
+    """Raises UsageError: not there, not JSON, or without "zero_optimization"."""
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"DeepSpeed configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"DeepSpeed configuration {path}: not JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
+    return config
+
+
+def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
+    """A copy of the configuration with every "auto" replaced by what the flags say.
+
+    Accelerate could fill most of them too, but not all, and clips at 1.0 whatever the script asked.
+
+    Args:
+        config: contents of the file.
+        args: the flags.
+        world_size: number of processes.
+        source: the file's name, for messages.
+
+    Raises:
+        UsageError: a number in the file contradicts a flag, an "auto" that nothing fills, or a field that this
+            script decides.
+    """
+    config = json.loads(json.dumps(config))
+    if "scheduler" in config:
+        raise UsageError(f'{source}: remove "scheduler", the learning rate follows --lr_schedule')
+    wanted = {
+        "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
+        "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
+        "train_batch_size": (
+            "--batch_size × --accumulation_steps × processes",
+            args.batch_size * args.accumulation_steps * world_size,
+        ),
+        "gradient_clipping": ("--grad_clip", args.grad_clip),
+        "bf16.enabled": ("--dtype " + args.dtype, args.dtype == "bfloat16"),
+        "fp16.enabled": ("--dtype " + args.dtype, args.dtype == "float16"),
+    }
+    if "optimizer" in config:
+        wanted |= {
+            "optimizer.params.lr": ("--learning_rate", args.learning_rate),
+            "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
+            "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
+        }
+    for key, (flag, value) in wanted.items():
+        section, name = _section(config, key, source)
+        given = section.setdefault(name, value)
+        if given == "auto":
+            section[name] = value
+        elif given != value:
+            raise UsageError(
+                f'{source} says "{key}": {json.dumps(given)}, but {flag} gives {json.dumps(value)}: '
+                'write "auto" in the file, or make them equal'
+            )
+    for key, value in AUTO_DEFAULTS.items():
+        section, name = _section(config, key, source)
+        if section.get(name) == "auto":
+            section[name] = value
+    for key in _autos(config):
+        raise UsageError(f'{source}: "{key}": "auto" is nothing this script can fill in, write a value')
+    _require_compiler(config, source)
+    return config
+
+
+def _section(config: dict, key: str, source: str) -> tuple[dict, str]:
+    *parents, name = key.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+        if not isinstance(config, dict):
+            raise UsageError(f'{source}: "{parent}" must be a section in braces')
+    return config, name
+
+
+def _autos(config: dict, prefix: str = ""):
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == "auto":
+            yield prefix + key
+
+
+def _require_compiler(config: dict, source: str) -> None:
+    """DeepSpeed compiles its own Adam at first use; without a compiler it ends in a long traceback."""
+    optimizer = config.get("optimizer", {})
+    params = optimizer.get("params", {})
+    if optimizer.get("type") not in COMPILED_OPTIMIZERS or params.get("torch_adam"):
+        return
+    tools = ["ninja", "nvcc"] if torch.cuda.is_available() else ["ninja", "c++"]
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        raise UsageError(
+            f"{source} asks for DeepSpeed's own {optimizer['type']}, which it compiles with {' and '.join(missing)}, "
+            'not found here: write "torch_adam": true under "optimizer", "params" to use PyTorch\'s'
+        )

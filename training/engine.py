@@ -1,0 +1,135 @@
+"""Who does the training: DeepSpeed, DistributedDataParallel or a single process, as the launcher said.
+
+Accelerate decides by environment variables that its launcher sets. What it does without a word, this module says or
+refuses: a precision that would be ignored, a number of processes that would not come about, DeepSpeed switched off.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+
+from training.arguments import TrainingArguments
+from training.deepspeed_config import read_config, resolve
+from training.errors import UsageError
+
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+ZERO_2_HINT = "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..."
+
+
+@dataclass
+class Engine:
+    accelerator: Accelerator
+    name: str  # for people, e.g. "DeepSpeed ZeRO-2"
+    zero_stage: int | None  # None without DeepSpeed
+
+
+def build_engine(args: TrainingArguments) -> Engine:
+    """The Accelerator for this launch.
+
+    Raises:
+        UsageError: launcher, configuration file, flags and machine do not go together.
+    """
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    has_gpu = torch.cuda.is_available()
+    _check_launch(args, deepspeed, has_gpu)
+    plugin, handlers = None, []
+    if deepspeed:
+        plugin = _deepspeed_plugin(args)
+        if not has_gpu:
+            # Without a backend named, every rank would take itself for rank 0 of 1.
+            handlers = [InitProcessGroupKwargs(backend="gloo")]
+            _skip_compiled_communication()
+    elif not has_gpu:
+        _use_all_cores()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        accelerator = Accelerator(
+            mixed_precision=PRECISIONS[args.dtype],
+            gradient_accumulation_steps=args.accumulation_steps,
+            deepspeed_plugin=plugin,
+            kwargs_handlers=handlers,
+            cpu=not has_gpu and not deepspeed,
+            step_scheduler_with_optimizer=False,
+        )
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UsageError(f"the processes cannot meet at {address}: {str(error).splitlines()[0]}") from error
+    if accelerator.num_processes != world_size:
+        raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {accelerator.num_processes}")
+    if deepspeed and not has_gpu:
+        _use_all_cores()
+    zero_stage = plugin.zero_stage if deepspeed else None
+    return Engine(accelerator, _name(accelerator, zero_stage), zero_stage)
+
+
+def _name(accelerator: Accelerator, zero_stage: int | None) -> str:
+    if zero_stage is not None:
+        return f"DeepSpeed ZeRO-{zero_stage}"
+    if accelerator.num_processes > 1:
+        return f"DDP, not DeepSpeed ({ZERO_2_HINT})"
+    return "single process, no engine"
+
+
+def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> None:
+    environ = os.environ
+    wants_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    launched = environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is also what a silent launcher sets
+    if launched not in ("no", PRECISIONS[args.dtype]):
+        raise UsageError(f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}")
+    if args.dtype == "float16" and not has_gpu:
+        raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
+    if args.dtype == "bfloat16" and has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float16")
+    if deepspeed and wants_cpu:
+        raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out")
+    if "MASTER_PORT" in environ and "RANK" not in environ and wants_cpu:
+        raise UsageError(
+            "accelerate launch --cpu starts a single process, whatever --num_processes says: "
+            "leave --cpu out and pass --multi_gpu (DDP, on CPUs too) or --use_deepspeed"
+        )
+    steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if steps not in ("auto", str(args.accumulation_steps)):
+        raise UsageError(
+            f"the launcher says --gradient_accumulation_steps {steps}, but --accumulation_steps is "
+            f"{args.accumulation_steps}"
+        )
+    if has_gpu and int(environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+        raise UsageError(
+            f"{environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: "
+            f"pass --num_processes {torch.cuda.device_count()} to accelerate launch"
+        )
+
+
+def _deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    try:
+        if path == "none":  # the launcher's own flags, such as --zero_stage
+            config, source = DeepSpeedPlugin().deepspeed_config, "accelerate launch"
+        else:
+            config, source = read_config(path), path
+        config = resolve(config, args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        # The launcher's values must not fill or override what is now explicit.
+        for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
+            os.environ.pop(f"ACCELERATE_{name}", None)
+        return DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=args.accumulation_steps)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"Accelerate rejects the DeepSpeed configuration {path}: {error}") from error
+
+
+def _skip_compiled_communication() -> None:
+    """DeepSpeed compiles a shared-memory operation at start that only its inference calls, and needs a compiler."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _use_all_cores() -> None:
+    """Divide this machine's cores among its processes; torchrun gives each a single one."""
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

@@ -1,0 +1,149 @@
+"""What a run tells while it trains: progress bar, log lines, metrics.jsonl and trackers."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from training.hardware import device_name, mfu, peak_flops
+
+
+class TrainingLog:
+    """Collects each step's loss and reports every `log_interval` steps.
+
+    Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts training only, not
+    what happens inside `pause()`.
+
+    Args:
+        accelerator: after `prepare`; only its main process writes.
+        path: metrics.jsonl.
+        log_interval: steps between reports; the first and the last step report too.
+        tokens_per_step: of all processes together.
+        flops_per_token: see `Transformer.flops_per_token`.
+        total_steps: of the run.
+        first_step: the first one of this start.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        log_interval: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        total_steps: int,
+        first_step: int,
+    ):
+        self.accelerator = accelerator
+        self.total_steps, self.first_step, self.log_interval = total_steps, first_step, log_interval
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+        self.peak = peak_flops(device_name(accelerator.device))
+        self._file = open(path, "a", encoding="utf-8") if accelerator.is_main_process else None
+        self.bar = tqdm(
+            total=total_steps,
+            initial=first_step - 1,
+            desc="step",
+            unit="step",
+            dynamic_ncols=True,
+            # A file or a pipe keeps every redrawing of the bar, so there it is redrawn seldom.
+            mininterval=0.5 if sys.stderr.isatty() else 15,
+            disable=not accelerator.is_main_process,
+        )
+        self._loss_sum, self._losses, self._steps = torch.zeros((), device=accelerator.device), 0, 0
+        self._started = self._last = time.perf_counter()
+        self._paused = self._paused_since_last = 0.0
+
+    def micro_batch(self, loss: Tensor) -> None:
+        """One micro-batch's mean loss, detached, still on the device."""
+        self._loss_sum += loss
+        self._losses += 1
+
+    def step(self, step: int, learning_rate: float, grad_norm: Tensor | float | None, epoch: float) -> None:
+        """An optimizer step has ended."""
+        self._steps += 1
+        self.bar.update()
+        if step % self.log_interval and step not in (self.first_step, self.total_steps):
+            return
+        loss = self.accelerator.reduce(self._loss_sum / self._losses, "mean").item()
+        now = time.perf_counter()
+        seconds = now - self._last - self._paused_since_last
+        tokens_per_second = self._steps * self.tokens_per_step / seconds
+        utilisation = mfu(tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes)
+        values = {
+            "step": step,
+            "epoch": round(epoch, 4),
+            "tokens": step * self.tokens_per_step,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "step_seconds": round(seconds / self._steps, 4),
+            "mfu": utilisation,
+            "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
+        }
+        self._write(values, "train")
+        per_step = (now - self._started - self._paused) / (step - self.first_step + 1)
+        left = int(per_step * (self.total_steps - step))
+        self.say(
+            f"step {step}/{self.total_steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
+            f"grad_norm {float(grad_norm or 0):.3f}  {tokens_per_second:,.0f} tokens/s  "
+            f"MFU {'n/a' if utilisation is None else f'{utilisation:.1%}'}  left {left // 60}:{left % 60:02d}"
+        )
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s")
+        self._loss_sum.zero_()
+        self._losses = self._steps = 0
+        self._last, self._paused_since_last = time.perf_counter(), 0.0
+
+    def validation(self, step: int, result: dict) -> None:
+        self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
+        self.say(
+            f"step {step}/{self.total_steps}  validation loss {result['loss']:.4f}  "
+            f"perplexity {result['perplexity']:.2f}  bits per byte {result['bits_per_byte']:.4f}"
+        )
+
+    def profile(self, step: int, seconds: dict[str, float], report: str) -> None:
+        self._write({"step": step} | {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}, "profile")
+        self.say(report)
+
+    def say(self, text: str) -> None:
+        """Print on the main process without tearing the progress bar."""
+        if self.accelerator.is_main_process:
+            self.bar.clear()
+            print(text, flush=True)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time in here does not count as training."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+        self._paused_since_last += time.perf_counter() - start
+
+    def close(self) -> None:
+        self.bar.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, values: dict, section: str) -> None:
+        if self._file is None:
+            return
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()  # a killed run loses nothing that was said
+        scalars = {k.removeprefix("val_"): v for k, v in values.items() if k != "step" and v is not None}
+        self.accelerator.log({f"{section}/{k}": v for k, v in scalars.items()}, step=values["step"])
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory so far: of the GPU's allocator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes

@@ -1,0 +1,51 @@
+"""The learning rate as a function of the step, so that a resumed run needs nothing restored."""
+
+import math
+from dataclasses import dataclass
+
+from training.arguments import TrainingArguments
+
+MAX_DEFAULT_WARMUP = 2000
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Learning rate of an optimizer step, counted from 1.
+
+    Linear warm-up reaches the peak at step `warmup_steps`. Then
+    - cosine: half a cosine wave down to min_ratio·peak at the last step (Loshchilov and Hutter,
+      https://arxiv.org/abs/1608.03983);
+    - constant: the peak;
+    - wsd: the peak, and over the last decay_fraction of all steps linearly down to min_ratio·peak
+      (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395).
+    """
+
+    peak: float
+    total_steps: int
+    warmup_steps: int
+    schedule: str = "cosine"
+    min_ratio: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __call__(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.schedule == "wsd":
+            start = max(start, self.total_steps - round(self.decay_fraction * self.total_steps))
+            if step <= start:
+                return self.peak
+        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        share = 1 - progress if self.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
+
+    @classmethod
+    def from_arguments(cls, args: TrainingArguments, total_steps: int) -> "LearningRate":
+        warmup = args.warmup_steps
+        if warmup is None:
+            warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
+        return cls(
+            args.learning_rate, total_steps, warmup, args.lr_schedule, args.min_lr_ratio, args.decay_fraction
+        )

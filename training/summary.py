@@ -1,0 +1,76 @@
+"""The block printed at start: everything that is in use, so that nothing is in use silently."""
+
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+
+from data.dataset import PackedDataset
+from model import LMConfig
+from training.arguments import TrainingArguments
+from training.engine import Engine
+from training.hardware import device_name
+from training.memory import GIB, activation_bytes, model_state_bytes
+from training.run_folder import RunFolder
+from training.schedule import LearningRate
+
+
+def attention_kernel(config: LMConfig, accelerator: Accelerator) -> str:
+    """Which attention will run."""
+    if not config.use_flash_attn:
+        return "plain matrix products (--use_flash_attn for fused kernels)"
+    if accelerator.device.type != "cuda":
+        return "PyTorch's fused CPU kernel"
+    if accelerator.mixed_precision == "no":
+        return "memory-efficient kernel (flash attention needs 16 bits)"
+    kernels = [
+        name
+        for name, enabled in (
+            ("cuDNN", torch.backends.cuda.cudnn_sdp_enabled()),
+            ("flash attention", torch.backends.cuda.flash_sdp_enabled()),
+        )
+        if enabled
+    ]
+    return f"PyTorch's fused kernels ({' or '.join(kernels)})"
+
+
+def start_block(
+    args: TrainingArguments,
+    config: LMConfig,
+    engine: Engine,
+    train_set: PackedDataset,
+    val_loader: DataLoader | None,
+    model: nn.Module,
+    learning_rate: LearningRate,
+    run: RunFolder,
+    checkpoint: Path | None,
+) -> str:
+    """One line per fact, names aligned."""
+    accelerator = engine.accelerator
+    samples_per_step = args.batch_size * args.accumulation_steps * accelerator.num_processes
+    n_parameters = engine.accelerator.unwrap_model(model).num_parameters()
+    states = model_state_bytes(n_parameters, args.dtype, engine.zero_stage, accelerator.num_processes)
+    activations = activation_bytes(config, args.batch_size, args.dtype)
+    fields = {
+        "run folder": f"{run.path}{f', resumed from {checkpoint.name}' if checkpoint else ''}",
+        "engine": engine.name,
+        "processes": f"{accelerator.num_processes} ({accelerator.state.backend or 'no process group'})",
+        "device": device_name(accelerator.device),
+        "precision": {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}[accelerator.mixed_precision],
+        "attention": attention_kernel(config, accelerator),
+        "compiled": "no",
+        "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, {config.n_layers} layers, "
+        f"{config.n_heads} heads, {config.n_kv_heads} kv heads, vocabulary {config.vocab_size:,})",
+        "data": f"{args.data}: {train_set.n_tokens:,} tokens, {len(train_set):,} sequences of {config.max_seq_len}"
+        + (f"; validation on {len(val_loader.dataset):,}" if val_loader else "; no validation split"),
+        "global batch": f"{samples_per_step:,} sequences = {samples_per_step * config.max_seq_len:,} tokens per step "
+        f"({args.batch_size} × {args.accumulation_steps} accumulation × {accelerator.num_processes} processes)",
+        "steps": f"{learning_rate.total_steps:,} "
+        f"({learning_rate.total_steps * samples_per_step / len(train_set):.2f} epochs), learning rate "
+        f"{args.learning_rate:g} after {learning_rate.warmup_steps:,} warm-up steps, {args.lr_schedule}",
+        "memory": f"about {(states + activations) / GIB:.2f} GiB per process expected "
+        f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations)",
+    }
+    return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())

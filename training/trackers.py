@@ -1,0 +1,33 @@
+"""Accelerate's experiment trackers, checked before anything is started."""
+
+import importlib.util
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.tracking import filter_trackers
+
+from training.errors import UsageError
+
+
+def require_trackers(names: list[str]) -> None:
+    """Raises UsageError: a tracker's package is not installed."""
+    for name in names:
+        if name != "none" and importlib.util.find_spec(name) is None:
+            raise UsageError(f"--log_with {name}: the package is not installed (pip install {name})")
+
+
+def start_trackers(accelerator: Accelerator, names: list[str], run: Path, settings: dict) -> None:
+    """Give the accelerator its trackers; `accelerator.log` then reaches all of them."""
+    names = [name for name in names if name != "none"]
+    if not names:
+        return
+    accelerator.log_with = filter_trackers(names, str(run))
+    accelerator.project_configuration.logging_dir = str(run)
+    options = {"wandb": {"name": run.name, "dir": str(run)}, "swanlab": {"experiment_name": run.name}}
+    # Trackers store plain values only.
+    config = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+    accelerator.init_trackers(
+        "tensorboard" if names == ["tensorboard"] else "pretrain",
+        config=config,
+        init_kwargs={name: options[name] for name in names if name in options},
+    )
