@@ -68,9 +68,17 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
     block = start_block(args, config, engine, train_set, val_loader, model, learning_rate, run, checkpoint)
     run.write_settings(args, config, engine)
     start_trackers(accelerator, args.trackers, run.path, vars(args) | config.to_dict())
-    log = TrainingLog(accelerator, run.metrics, args.log_interval, samples_per_step * config.max_seq_len,
-                      flops_per_token, total_steps, first_step=step + 1)  # fmt: skip
-    log.say(block)
+    if accelerator.is_main_process:
+        print(block, flush=True)
+    log = TrainingLog(
+        accelerator,
+        run.metrics,
+        args.log_interval,
+        tokens_per_step=samples_per_step * config.max_seq_len,
+        flops_per_token=flops_per_token,
+        total_steps=total_steps,
+        first_step=step + 1,
+    )
     profiler = StepProfiler(accelerator, model, run.profile, args)
 
     model.train()

@@ -47,14 +47,16 @@ class TrainingLog:
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak = peak_flops(device_name(accelerator.device))
         self._file = open(path, "a", encoding="utf-8") if accelerator.is_main_process else None
+        on_terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=total_steps,
             initial=first_step - 1,
             desc="step",
             unit="step",
             dynamic_ncols=True,
-            # A file or a pipe keeps every redrawing of the bar, so there it is redrawn seldom.
-            mininterval=0.5 if sys.stderr.isatty() else 15,
+            # A file or a pipe keeps every drawing of the bar: there it comes seldom, on a line of its own.
+            mininterval=0.5 if on_terminal else 15,
+            bar_format=None if on_terminal else "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left\n",
             disable=not accelerator.is_main_process,
         )
         self._loss_sum, self._losses, self._steps = torch.zeros((), device=accelerator.device), 0, 0
@@ -97,7 +99,7 @@ class TrainingLog:
             f"grad_norm {float(grad_norm or 0):.3f}  {tokens_per_second:,.0f} tokens/s  "
             f"MFU {'n/a' if utilisation is None else f'{utilisation:.1%}'}  left {left // 60}:{left % 60:02d}"
         )
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s")
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
         self._loss_sum.zero_()
         self._losses = self._steps = 0
         self._last, self._paused_since_last = time.perf_counter(), 0.0
@@ -116,7 +118,8 @@ class TrainingLog:
     def say(self, text: str) -> None:
         """Print on the main process without tearing the progress bar."""
         if self.accelerator.is_main_process:
-            self.bar.clear()
+            if sys.stderr.isatty():
+                self.bar.clear()
             print(text, flush=True)
 
     @contextmanager
