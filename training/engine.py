@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
+from training.allocator import keep_freed_memory
 from training.arguments import TrainingArguments
 from training.deepspeed_config import read_config, resolve
 from training.errors import UsageError
@@ -35,6 +36,8 @@ def build_engine(args: TrainingArguments) -> Engine:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     has_gpu = torch.cuda.is_available()
     _check_launch(args, deepspeed, has_gpu)
+    if not has_gpu:
+        keep_freed_memory()
     plugin, handlers = None, []
     if deepspeed:
         plugin = _deepspeed_plugin(args)
