@@ -1,10 +1,11 @@
 """Pretrain a small Llama-like model on packed tokens.
 
-    accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py --batch_size 24 ...
+    accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py --batch_size
+    24 ...
 
-Reads what `python -m scripts.prepare_data` wrote, trains through Accelerate on whatever engine the launcher chose
-(DeepSpeed ZeRO, DDP, or a single process) and leaves everything in one run folder. A step always means an optimizer
-step; a micro-batch is what one process feeds forward at once.
+Reads what `python -m scripts.prepare_data` wrote, trains through Accelerate on whatever engine the
+launcher chose (DeepSpeed ZeRO, DDP, or a single process) and leaves everything in one run folder. A
+step always means an optimizer step; a micro-batch is what one process feeds forward at once.
 """
 
 import math
@@ -56,16 +57,22 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
     flops_per_token = model.flops_per_token(config.max_seq_len)
     optimizer = build_optimizer(model, args, accelerator)
     model, optimizer = accelerator.prepare(model, optimizer)
-    seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on every process
+    seed_everything(
+        args.seed, rank=accelerator.process_index
+    )  # other dropout masks on every process
 
     samples_per_step = args.batch_size * args.accumulation_steps * accelerator.num_processes
     total_steps = args.max_steps or math.ceil(args.epochs * len(train_set) / samples_per_step)
     learning_rate = LearningRate.from_arguments(args, total_steps)
     step = load_checkpoint(checkpoint, accelerator, model, optimizer)["step"] if checkpoint else 0
     batches = micro_batches(train_set, args, accelerator, start=step * samples_per_step)
-    val_loader = val_set and validation_loader(val_set, args.batch_size, args.eval_samples, accelerator)
+    val_loader = val_set and validation_loader(
+        val_set, args.batch_size, args.eval_samples, accelerator
+    )
 
-    block = start_block(args, config, engine, train_set, val_loader, model, learning_rate, run, checkpoint)
+    block = start_block(
+        args, config, engine, train_set, val_loader, model, learning_rate, run, checkpoint
+    )
     run.write_settings(args, config, engine)
     start_trackers(accelerator, args.trackers, run.path, vars(args) | config.to_dict())
     if accelerator.is_main_process:
@@ -84,17 +91,23 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
     model.train()
     while step < total_steps:
         step += 1
-        set_learning_rate(optimizer, learning_rate(step))  # now, for DeepSpeed steps inside backward
+        set_learning_rate(
+            optimizer, learning_rate(step)
+        )  # now, for DeepSpeed steps inside backward
         profiler.begin_step(step)
         grad_norm = optimizer_step(args, accelerator, model, optimizer, batches, profiler, log)
         with log.pause():
             profile = profiler.end_step(step)
-        log.step(step, learning_rate(step), grad_norm, epoch=step * samples_per_step / len(train_set))
+        log.step(
+            step, learning_rate(step), grad_norm, epoch=step * samples_per_step / len(train_set)
+        )
         if profile:
             log.profile(step, *profile)
         if val_loader and due(step, args.eval_interval, total_steps):
             with log.pause():
-                log.validation(step, evaluate(model, val_loader, accelerator, val_set.bytes_per_token))
+                log.validation(
+                    step, evaluate(model, val_loader, accelerator, val_set.bytes_per_token)
+                )
         if due(step, args.save_interval, total_steps):
             with log.pause():
                 save_checkpoint(run.checkpoint(step), accelerator, model, optimizer, {"step": step})
@@ -116,11 +129,12 @@ def optimizer_step(
     profiler: StepProfiler,
     log: TrainingLog,
 ) -> Tensor | float | None:
-    """All micro-batches of one step and the update; returns the norm of the gradient before clipping."""
+    """All micro-batches of one step and the update; returns the gradient's norm before clipping."""
     for _ in range(args.accumulation_steps):
         with profiler.phase("data"):
             tokens, targets = next(batches)
-        # `accumulate` averages gradients over the micro-batches and lets the last one alone trigger the update.
+        # `accumulate` averages gradients over the micro-batches and lets the last one alone trigger
+        # the update.
         with accelerator.accumulate(model):
             with profiler.phase("forward"):
                 loss = model(tokens, targets).loss
@@ -128,7 +142,9 @@ def optimizer_step(
                 accelerator.backward(loss)
             with profiler.phase("optimizer"):
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+                    grad_norm = accelerator.clip_grad_norm_(
+                        model.parameters(), args.grad_clip or math.inf
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
         log.micro_batch(loss.detach())
@@ -143,14 +159,27 @@ def due(step: int, interval: int, total_steps: int) -> bool:
 def open_data(
     args: TrainingArguments, seq_len: int, accelerator: Accelerator
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Training and validation split; the built-in corpus is prepared first where that has not happened yet.
+    """Training and validation split; the built-in corpus is prepared first where that has not
+    happened yet.
 
     Raises:
         DataError: anything wrong with the prepared data.
     """
-    if accelerator.is_main_process and not Path(args.data).exists() and args.data == TrainingArguments.data:
+    if (
+        accelerator.is_main_process
+        and not Path(args.data).exists()
+        and args.data == TrainingArguments.data
+    ):
         print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
-        command = [sys.executable, "-m", "scripts.prepare_data", "--data", "builtin", "--out", args.data]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.prepare_data",
+            "--data",
+            "builtin",
+            "--out",
+            args.data,
+        ]
         if subprocess.run(command).returncode:
             raise DataError(f"{args.data}: the built-in corpus could not be prepared")
     accelerator.wait_for_everyone()
@@ -165,12 +194,21 @@ def open_data(
 def micro_batches(
     train_set: PackedDataset, args: TrainingArguments, accelerator: Accelerator, start: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets) of this process on its device, each (batch_size, max_seq_len), from sample `start`."""
+    """Endless (tokens, targets), each (batch_size, max_seq_len), for this process on its device.
+
+    `start` is the number of samples that all processes together have consumed before.
+    """
     sampler = MicroBatchSampler(
-        len(train_set), args.batch_size, accelerator.process_index, accelerator.num_processes, args.seed, start
+        len(train_set),
+        args.batch_size,
+        accelerator.process_index,
+        accelerator.num_processes,
+        args.seed,
+        start,
     )
     on_gpu = accelerator.device.type == "cuda"
-    # With a generator of its own the loader draws nothing from the global one, which drives dropout.
+    # With a generator of its own the loader draws nothing from the global one, which drives
+    # dropout.
     loader = DataLoader(
         train_set,
         batch_sampler=sampler,

@@ -1,10 +1,12 @@
 """Raw text: which files a corpus consists of, and the documents in them.
 
 - `.jsonl` and `.jsonl.gz`: one JSON object per line, the document under "text" (MiniMind's format).
-- `.txt`: one document; a file longer than SECTION_BYTES is cut at line ends into sections that each count as one
-  document, so that a single large file still has a validation split and never has to fit in memory.
+- `.txt`: one document; a file longer than SECTION_BYTES is cut at line ends into sections that each
+  count as one document, so that a single large file still has a validation split and never has to
+  fit in memory.
 - a folder: all such files below it, in sorted order.
-- "builtin": the Python standard library's own source, there wherever Python is, about 12 MB without its tests.
+- "builtin": the Python standard library's own source, there wherever Python is, about 12 MB without
+  its tests.
 """
 
 import gzip
@@ -21,7 +23,8 @@ from data.errors import DataError
 BUILTIN = "builtin"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
 SECTION_BYTES = 64 * 1024
-# Not text that somebody wrote: tests hold deliberate nonsense, the rest is installed packages and caches.
+# Not text that somebody wrote: tests hold deliberate nonsense, the rest is installed packages and
+# caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -52,7 +55,9 @@ def find_files(source: str) -> list[str]:
     path = Path(source)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{source}: cannot read this kind of file; use one of {', '.join(SUFFIXES)}")
+            raise DataError(
+                f"{source}: cannot read this kind of file; use one of {', '.join(SUFFIXES)}"
+            )
         return [str(path)]
     if path.is_dir():
         files = sorted(str(p) for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
@@ -68,7 +73,9 @@ def _builtin_files() -> list[str]:
         subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
         files += (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py"))
     if sum(map(os.path.getsize, files)) < 1_000_000:
-        raise DataError("this Python comes without the source of its standard library: give a text of your own")
+        raise DataError(
+            "this Python comes without the source of its standard library: give a text of your own"
+        )
     return files
 
 
@@ -113,12 +120,15 @@ def parse(record: Record) -> str:
     """The text of a document.
 
     Raises:
-        DataError: invalid UTF-8, a line that is not JSON, or JSON without a text; names file and place.
+        DataError: invalid UTF-8, a line that is not JSON, or JSON without a text; names file and
+            place.
     """
     try:
         text = record.raw.decode("utf-8-sig" if record.position <= 1 else "utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{record.place}: not valid UTF-8 ({error.reason} at its byte {error.start})") from error
+        raise DataError(
+            f"{record.place}: not valid UTF-8 ({error.reason} at its byte {error.start})"
+        ) from error
     if not is_jsonl(record.path):
         return text
     try:

@@ -17,12 +17,13 @@ SCAN_BYTES = 1 << 30  # a split up to this size is checked whole at start, in we
 class PackedDataset(Dataset):
     """The shards of one split, seen as one stream of tokens cut into sequences of seq_len.
 
-    Sample i is tokens[i·seq_len : (i+1)·seq_len] with the targets one token further; the stream does not care where
-    one shard ends and the next begins. Shards are memory-mapped: what is read can be dropped again by the system, so
-    memory does not grow with the corpus.
+    Sample i is tokens[i·seq_len : (i+1)·seq_len] with the targets one token further; the stream
+    does not care where one shard ends and the next begins. Shards are memory-mapped: what is read
+    can be dropped again by the system, so memory does not grow with the corpus.
 
     Raises:
-        DataError: the folder is not sound prepared data (see `read_description`), or shorter than one sequence.
+        DataError: the folder is not sound prepared data (see `read_description`), or shorter than
+            one sequence.
     """
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
@@ -33,13 +34,15 @@ class PackedDataset(Dataset):
         self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
         self.vocab_size = self.description["vocab_size"]
         self.tokenizer_path = self.folder / TOKENIZER_FILE
-        # starts[i] is the position in the stream at which shard i begins, starts[-1] the length of the stream
+        # starts[i] is the position in the stream at which shard i begins, starts[-1] the length of
+        # the stream
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
         self._maps: list[np.memmap] | None = None
         if len(self) < 1:
             raise DataError(
-                f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs max_seq_len + 1 = "
-                f"{seq_len + 1}: use a shorter --max_seq_len, more text, or another --val_fraction when preparing"
+                f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs "
+                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or another "
+                "--val_fraction when preparing"
             )
 
     def __len__(self) -> int:
@@ -57,7 +60,8 @@ class PackedDataset(Dataset):
         return window[:-1], window[1:]
 
     def scan(self) -> None:
-        """Look for ids outside the vocabulary in the whole split, unless it is larger than SCAN_BYTES.
+        """Look for ids outside the vocabulary in the whole split, unless it is larger than
+        SCAN_BYTES.
 
         Raises:
             DataError: there is one.
@@ -69,8 +73,9 @@ class PackedDataset(Dataset):
     def _check(self, tokens: np.ndarray) -> None:
         if (largest := tokens.max()) >= self.vocab_size:
             raise DataError(
-                f"{self.folder}: token id {largest} in the {self.split} split is outside the vocabulary of "
-                f"{self.vocab_size}: the shards are damaged or of another tokenizer; prepare the data again"
+                f"{self.folder}: token id {largest} in the {self.split} split is outside the "
+                f"vocabulary of {self.vocab_size}: the shards are damaged or of another tokenizer; "
+                "prepare the data again"
             )
 
     def _read(self, start: int, length: int) -> np.ndarray:
@@ -87,7 +92,8 @@ class PackedDataset(Dataset):
         if self._maps is None:
             shards = self.description["splits"][self.split]["shards"]
             self._maps = [
-                np.memmap(self.folder / shard["file"], self.description["dtype"], mode="r") for shard in shards
+                np.memmap(self.folder / shard["file"], self.description["dtype"], mode="r")
+                for shard in shards
             ]
         return self._maps
 

@@ -1,8 +1,8 @@
 """In which order samples are read: a shuffle that needs no list, and its division among processes.
 
-The position in the data is one number, the samples consumed by all processes together since the start. What comes at
-a position depends on it and on the seed alone, so training continues with the same samples after a stop, or on
-another number of processes.
+The position in the data is one number, the samples consumed by all processes together since the
+start. What comes at a position depends on it and on the seed alone, so training continues with the
+same samples after a stop, or on another number of processes.
 """
 
 from collections.abc import Iterator
@@ -13,18 +13,20 @@ ROUNDS = 6
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele et al., 2014): every input bit changes every output bit."""
+    """SplitMix64's finalizer (Steele et al., 2014): every input bit changes every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a shuffle of range(n) puts the given positions; the shuffle is a function of (seed, epoch).
+    """Where a shuffle of range(n) puts the given positions; the shuffle is a function of (seed,
+    epoch).
 
-    A Feistel network permutes the numbers below the next power of four, and a result of n or more is permuted again
-    until it falls below n (cycle walking; Black and Rogaway, 2002). So a shuffle of a billion samples takes no memory
-    and its middle is reached at once, where a list of it would take gigabytes on every process.
+    A Feistel network permutes the numbers below the next power of four, and a result of n or more
+    is permuted again until it falls below n (cycle walking; Black and Rogaway, 2002). So a shuffle
+    of a billion samples takes no memory and its middle is reached at once, where a list of it would
+    take gigabytes on every process.
 
     Args:
         positions: int64 array, each in [0, n).
@@ -53,8 +55,9 @@ def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 class MicroBatchSampler:
     """Endless stream of one process's micro-batches, each a list of sample indices.
 
-    Epochs follow each other without a seam: a global batch that reaches past the end of one is filled from the start
-    of the next, so no batch is ever smaller than the others, and none is lost.
+    Epochs follow each other without a seam: a global batch that reaches past the end of one is
+    filled from the start of the next, so no batch is ever smaller than the others, and none is
+    lost.
 
     Args:
         n_samples: samples in the data set.
@@ -65,7 +68,13 @@ class MicroBatchSampler:
     """
 
     def __init__(
-        self, n_samples: int, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, start: int = 0
+        self,
+        n_samples: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        start: int = 0,
     ):
         self.n_samples, self.batch_size, self.seed, self.start = n_samples, batch_size, seed, start
         self.rank, self.world_size = rank, world_size

@@ -1,8 +1,8 @@
 """From text files to token shards: train the tokenizer, encode in several processes, pack, split.
 
-Documents are written one after the other as BOS, text, EOS; training cuts the stream into sequences, so that not one
-position is padding. A document goes to validation if the hash of its text says so: the same text always falls on
-the same side, wherever it stands and however often.
+Documents are written one after the other as BOS, text, EOS; training cuts the stream into
+sequences, so that not one position is padding. A document goes to validation if the hash of its
+text says so: the same text always falls on the same side, wherever it stands and however often.
 """
 
 import hashlib
@@ -30,7 +30,9 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
 
 BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 SHARD_TOKENS = 100_000_000
-TOKENIZER_SAMPLE_BYTES = 4_000_000  # three times as much trains in three times the time and saves 1% of the tokens
+TOKENIZER_SAMPLE_BYTES = (
+    4_000_000  # three times as much trains in three times the time and saves 1% of the tokens
+)
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,13 @@ class Encoded(NamedTuple):
     raw_bytes: int
 
 
-def prepare(files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]) -> dict:
+def prepare(
+    files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
+) -> dict:
     """Write tokenizer, shards and description of a corpus into the folder out.
 
-    Everything is written into a folder beside it, which takes its name only when complete and on disk; a folder
-    that was there before is replaced at that moment.
+    Everything is written into a folder beside it, which takes its name only when complete and on
+    disk; a folder that was there before is replaced at that moment.
 
     Args:
         files: from `corpus.find_files`.
@@ -70,10 +74,13 @@ def prepare(files: list[str], out: Path, options: PackingOptions, progress: Call
         The contents of dataset.json.
 
     Raises:
-        DataError: about the text; without skip_bad_lines, at the first document that cannot be read.
+        DataError: about the text; without skip_bad_lines, at the first document that cannot be
+            read.
         OSError: about the disk. In either case nothing is left behind.
     """
-    fingerprint = describe_sources(files, options)  # before reading: a file that changes meanwhile counts as changed
+    fingerprint = describe_sources(
+        files, options
+    )  # before reading: a file that changes meanwhile counts as changed
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
@@ -137,19 +144,25 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
             raise
         taken += len(record.raw)
         yield text
-        if taken > 2 * TOKENIZER_SAMPLE_BYTES:  # the estimate was off, or many documents are the same
+        if (
+            taken > 2 * TOKENIZER_SAMPLE_BYTES
+        ):  # the estimate was off, or many documents are the same
             return
 
 
 def _write_shards(
-    files: list[str], folder: Path, tokenizer: Tokenizer, options: PackingOptions, progress: Callable[[int], None]
+    files: list[str],
+    folder: Path,
+    tokenizer: Tokenizer,
+    options: PackingOptions,
+    progress: Callable[[int], None],
 ) -> dict:
     dtype = token_dtype(tokenizer.vocab_size)
     train = ShardWriter(folder, "train", dtype, SHARD_TOKENS)
     val = ShardWriter(folder, "val", dtype, SHARD_TOKENS)
     bad_documents, first_bad = 0, None
-    # The document nearest to validation waits outside: if the hash sends none there, as happens when there are
-    # few, this one goes.
+    # The document nearest to validation waits outside: if the hash sends none there, as happens
+    # when there are few, this one goes.
     nearest: Document | None = None
     for encoded in _encode(files, tokenizer.path, options.workers):
         if encoded.bad and not options.skip_bad_lines:
@@ -181,16 +194,22 @@ def _encode(files: list[str], tokenizer: str, workers: int) -> Iterator[Encoded]
     """Batches of documents, encoded by several processes, in the order of the corpus."""
     batches = _batches(read_records(files))
     pool = ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(tokenizer,)
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer,),
     )
     try:
-        # A window of submitted batches bounds the memory: pool.map would read the whole corpus ahead.
+        # A window of submitted batches bounds the memory: pool.map would read the whole corpus
+        # ahead.
         window = deque(pool.submit(_encode_batch, batch) for batch in islice(batches, 3 * workers))
         while window:
             yield window.popleft().result()
             window.extend(pool.submit(_encode_batch, batch) for batch in islice(batches, 1))
     except BrokenProcessPool as error:
-        raise DataError("an encoding process was killed, perhaps for want of memory: try fewer --workers") from error
+        raise DataError(
+            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -209,7 +228,8 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 def _start_worker(tokenizer: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, once
-    global _tokenizer  # one per process: loading it again for every batch would cost more than encoding
+    # One per process: loading it again for every batch would cost more than encoding.
+    global _tokenizer
     _tokenizer = Tokenizer(tokenizer)
 
 

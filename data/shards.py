@@ -20,7 +20,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Appends documents to the shards of one split, starting a new file after shard_tokens tokens."""
+    """Appends documents to the shards of one split; a file ends after shard_tokens tokens."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
@@ -53,7 +53,7 @@ class ShardWriter:
     def _start_shard(self) -> None:
         self._finish_shard()
         name = f"{self.split}-{len(self.shards):05d}.bin"
-        self._file = open(self.folder / name, "wb")
+        self._file = open(self.folder / name, "wb")  # noqa: SIM115, closed when the shard is full
         self._sha256 = hashlib.sha256()
         self.shards.append({"file": name, "tokens": 0})
 
@@ -70,7 +70,8 @@ def read_description(folder: str | Path) -> dict:
     """The contents of a prepared folder's dataset.json, checked against the files beside it.
 
     Raises:
-        DataError: no prepared data there, a description that makes no sense, a shard missing or cut short.
+        DataError: no prepared data there, a description that makes no sense, a shard missing or cut
+            short.
     """
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
@@ -85,7 +86,9 @@ def read_description(folder: str | Path) -> dict:
         raise DataError(f"{path}: cannot be read: {error}") from error
     try:
         if description["format"] != FORMAT:
-            raise DataError(f"{path}: format {description['format']!r}, this version reads format {FORMAT}")
+            raise DataError(
+                f"{path}: format {description['format']!r}, this version reads format {FORMAT}"
+            )
         if type(description["vocab_size"]) is not int or description["vocab_size"] < 1:
             raise DataError(f"{path}: vocab_size is {description['vocab_size']!r}")
         itemsize = np.dtype(description["dtype"]).itemsize
@@ -96,11 +99,15 @@ def read_description(folder: str | Path) -> dict:
                 _check_shard(folder / shard["file"], shard["tokens"], itemsize)
             total = sum(shard["tokens"] for shard in description["splits"][split]["shards"])
             if total != description["splits"][split]["tokens"]:
-                raise DataError(f"{path}: the {split} shards hold {total} tokens, not what it says in all")
+                raise DataError(
+                    f"{path}: the {split} shards hold {total} tokens, not what it says in all"
+                )
             if type(description["splits"][split]["bytes"]) is not int:
                 raise DataError(f"{path}: the bytes of {split} are no whole number")
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DataError(f"{path}: not a description of token shards ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"{path}: not a description of token shards ({type(error).__name__}: {error})"
+        ) from error
     return description
 
 

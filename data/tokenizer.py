@@ -32,9 +32,14 @@ class Tokenizer:
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: not a SentencePiece model") from error
         if self._model.bos_id() < 0 or self._model.eos_id() < 0:
-            raise DataError(f"{path}: has no <s> and </s> pieces to mark where documents begin and end")
-        # A literal U+2581 would come back as a space, so it is spelled in bytes where the model can.
-        self._space_symbol_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
+            raise DataError(
+                f"{path}: has no <s> and </s> pieces to mark where documents begin and end"
+            )
+        # A literal U+2581 would come back as a space, so it is spelled in bytes where the model
+        # can.
+        self._space_symbol_ids = [
+            self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()
+        ]
 
     @property
     def vocab_size(self) -> int:
@@ -57,36 +62,46 @@ class Tokenizer:
         for i, text in enumerate(texts):
             if SPACE_SYMBOL in text and self._model.unk_id() not in self._space_symbol_ids:
                 first, *others = self._model.encode(text.split(SPACE_SYMBOL))
-                batch[i] = first + [id for part in others for id in (*self._space_symbol_ids, *part)]
+                batch[i] = first + [
+                    id for part in others for id in (*self._space_symbol_ids, *part)
+                ]
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids; bytes that form no UTF-8 character become U+FFFD, begin and end pieces nothing."""
+        """Text of the ids; bytes that form no UTF-8 character become U+FFFD, markers nothing."""
         return self._model.decode(ids)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
     """Train a BPE tokenizer on texts and write it to path.
 
-    At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese corpus has ten
-    thousand) are spelled in bytes, so that nothing is ever unknown.
+    At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese
+    corpus has ten thousand) are spelled in bytes, so that nothing is ever unknown.
 
     Raises:
         DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
     """
     if vocab_size <= RESERVED_PIECES + 2:
-        raise DataError(f"vocab_size {vocab_size} is too small: {RESERVED_PIECES} pieces are bytes and markers")
+        raise DataError(
+            f"vocab_size {vocab_size} is too small: {RESERVED_PIECES} pieces are bytes and markers"
+        )
     texts = list(texts)
     counts = Counter()
     for text in texts:
         counts.update(text)
     room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    # SentencePiece reserves NUL for itself, and a literal U+2581 is spelled in bytes (see Tokenizer).
-    rare = {ord(char): "\n" for char, _ in counts.most_common()[room:]} | {0: "\n", ord(SPACE_SYMBOL): "\n"}
+    # SentencePiece reserves NUL for itself, and a literal U+2581 is spelled in bytes (see
+    # Tokenizer).
+    rare = {ord(char): "\n" for char, _ in counts.most_common()[room:]} | {
+        0: "\n",
+        ord(SPACE_SYMBOL): "\n",
+    }
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(line for text in texts for line in text.translate(rare).splitlines(True)),
+            sentence_iterator=(
+                line for text in texts for line in text.translate(rare).splitlines(True)
+            ),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -107,7 +122,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
         limit = re.search(r"value <= (\d+)", str(error))
         if limit:
             raise DataError(
-                f"the text is too short for {vocab_size} pieces: pass --vocab_size {limit[1]} or less"
+                f"too little text for {vocab_size} pieces: pass --vocab_size {limit[1]} or less"
             ) from error
         raise DataError(f"SentencePiece cannot train on this text: {error}") from error
     Path(path).write_bytes(model.getvalue())

@@ -21,7 +21,8 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past. All (B, H, T, head_dim).
+    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past. All (B, H, T,
+    head_dim).
 
     The scores are T × T per head and live in memory: the readable reference for the fused kernels.
     """
@@ -33,14 +34,16 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """The same function through PyTorch's fused kernels: flash attention on a GPU, its CPU counterpart elsewhere."""
+    """The same through PyTorch's fused kernels: flash attention on a GPU, its kin on a CPU."""
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: n_heads query heads, each n_heads / n_kv_heads of them share one key/value head.
+    """Grouped-query attention: n_heads query heads, each n_heads / n_kv_heads of them share one
+    key/value head.
 
-    Source: Ainslie et al., https://arxiv.org/abs/2305.13245. With n_kv_heads = n_heads it is multi-head attention.
+    Source: Ainslie et al., https://arxiv.org/abs/2305.13245. With n_kv_heads = n_heads it is
+        multi-head attention.
     """
 
     def __init__(self, config: LMConfig):

@@ -16,8 +16,9 @@ def setting(default, help_text: str, **metadata):
 class LMConfig:
     """Shape of a Llama-style decoder.
 
-    `hidden_dim` left at None becomes 2/3 of 4·dim rounded up to `multiple_of`, as in Llama's release: SwiGLU
-    has three matrices where a plain feed-forward has two, so two thirds keep the parameters equal.
+    `hidden_dim` left at None becomes 2/3 of 4·dim rounded up to `multiple_of`, as in Llama's
+    release: SwiGLU has three matrices where a plain feed-forward has two, so two thirds keep the
+    parameters equal.
 
     Raises:
         ConfigError: a size that is not positive, or sizes that do not divide each other.
@@ -26,7 +27,9 @@ class LMConfig:
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
     n_heads: int = setting(8, "query heads; dim must be divisible by it")
-    n_kv_heads: int = setting(2, "key/value heads shared by the query heads (grouped-query attention)")
+    n_kv_heads: int = setting(
+        2, "key/value heads shared by the query heads (grouped-query attention)"
+    )
     vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # comes with the data
     hidden_dim: int | None = setting(None, "inner width of the feed-forward (default: from dim)")
     multiple_of: int = setting(64, "hidden_dim computed from dim is rounded up to this")
@@ -34,29 +37,45 @@ class LMConfig:
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
     dropout: float = setting(0.0, "dropout after embedding, attention and feed-forward")
-    tie_embeddings: bool = setting(True, "share the matrix of the input embedding and the output layer")
+    tie_embeddings: bool = setting(
+        True, "share the matrix of the input embedding and the output layer"
+    )
     use_flash_attn: bool = setting(
-        False, "use PyTorch's fused attention kernels; without it, plain matrix products and softmax"
+        False,
+        "use PyTorch's fused attention kernels; without it, plain matrix products and softmax",
     )
 
     def __post_init__(self):
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "max_seq_len"):
+        for name in (
+            "dim",
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "vocab_size",
+            "multiple_of",
+            "max_seq_len",
+        ):
             value = getattr(self, name)
             if type(value) is not int or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
         if self.dim % self.n_heads:
             raise ConfigError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+            raise ConfigError(
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ConfigError(
-                f"head_dim is dim / n_heads = {self.head_dim}, but rotary embedding turns pairs: it must be even"
+                f"head_dim is dim / n_heads = {self.head_dim}: it must be even, for rotary "
+                "embedding turns pairs of channels"
             )
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of
         if type(self.hidden_dim) is not int or self.hidden_dim <= 0:
-            raise ConfigError(f"hidden_dim must be a positive whole number, not {self.hidden_dim!r}")
+            raise ConfigError(
+                f"hidden_dim must be a positive whole number, not {self.hidden_dim!r}"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         for name in ("norm_eps", "rope_theta"):

@@ -20,7 +20,8 @@ def generate(
     """Ids that follow the prompt, sampled from the top_k likeliest at the given temperature.
 
     Args:
-        prompt: at least one id. Only its last max_seq_len tokens are seen, and so with what is generated.
+        prompt: at least one id. Only its last max_seq_len tokens are seen, and so with what is
+            generated.
         stop_id: ends the continuation and is not part of it.
 
     Raises:

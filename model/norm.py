@@ -7,8 +7,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension.
 
-    The mean square is taken in fp32 whatever the dtype of x: squares of bf16 lose most of their digits. The result
-    has the dtype of x. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+    The mean square is taken in fp32 whatever the dtype of x: squares of bf16 lose most of their
+    digits. The result has the dtype of x. Source: Zhang and Sennrich,
+    https://arxiv.org/abs/1910.07467.
     """
 
     def __init__(self, dim: int, eps: float = 1e-5):

@@ -1,4 +1,4 @@
-"""Weights to use elsewhere: a folder with model.safetensors (fp32) and config.json, loadable without this trainer."""
+"""Weights to use elsewhere: a folder with model.safetensors (fp32) and config.json."""
 
 import json
 from pathlib import Path
@@ -15,19 +15,22 @@ CONFIG_FILE = "config.json"
 
 
 def save_portable(folder: str | Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write the folder. weights: name → tensor as in `named_parameters()`, so a tied matrix is there once."""
+    """Write the folder. Weights go by their names in `named_parameters()`, a tied matrix once."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / CONFIG_FILE).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(
+        json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def load_portable(folder: str | Path) -> Transformer:
     """The model of such a folder, in evaluation mode, on the CPU, in fp32.
 
     Raises:
-        ConfigError: files missing or damaged, or weights that do not fit the config; names what is wrong.
+        ConfigError: files missing or damaged, or weights that do not fit the config; names what is
+            wrong.
     """
     folder = Path(folder)
     try:
@@ -53,10 +56,13 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) ->
     if model.config.tie_embeddings:
         weights.pop("output.weight", None)  # the same matrix as tok_embeddings.weight
     for name in sorted(parameters.keys() ^ weights.keys()):
-        raise ConfigError(f"{source}: {name} is {'missing' if name in parameters else 'not in this model'}")
+        raise ConfigError(
+            f"{source}: {name} is {'missing' if name in parameters else 'not in this model'}"
+        )
     for name, parameter in parameters.items():
         if parameter.shape != weights[name].shape:
             raise ConfigError(
-                f"{source}: {name} is {tuple(weights[name].shape)}, the model has {tuple(parameter.shape)}"
+                f"{source}: {name} is {tuple(weights[name].shape)}, "
+                f"the model has {tuple(parameter.shape)}"
             )
         parameter.data.copy_(weights[name])

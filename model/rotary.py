@@ -1,9 +1,11 @@
-"""Rotary position embedding (RoPE): a query or key at position t is turned by angles proportional to t.
+"""Rotary position embedding (RoPE): a query or key at position t is turned by angles proportional
+to t.
 
-Each head's channels are taken as head_dim/2 complex numbers, pairs of neighbours (x0 + i·x1, x2 + i·x3, …), and
-number j is multiplied by exp(i·t·theta^(-2j/head_dim)). The product of a query and a key then depends on the
-distance between them alone. Source: Su et al., RoFormer, https://arxiv.org/abs/2104.09864; interleaved pairs as in
-Llama's own release (Hugging Face's Llama pairs channel j with j + head_dim/2 instead).
+Each head's channels are taken as head_dim/2 complex numbers, pairs of neighbours (x0 + i·x1, x2 +
+i·x3, …), and number j is multiplied by exp(i·t·theta^(-2j/head_dim)). The product of a query and a
+key then depends on the distance between them alone. Source: Su et al., RoFormer,
+https://arxiv.org/abs/2104.09864; interleaved pairs as in Llama's own release (Hugging Face's Llama
+pairs channel j with j + head_dim/2 instead).
 """
 
 import torch
@@ -18,8 +20,8 @@ def precompute_pos_cis(dim: int, end: int, theta: float = 1e6) -> Tensor:
         end: number of positions.
         theta: base of the frequencies.
 
-    Integer ranges and methods are used on purpose: under `deepspeed.zero.Init` torch.arange(…, dtype=float32)
-    and torch.ones come out in bf16, which would round the angles to 8 bits.
+    Integer ranges and methods are used on purpose: under `deepspeed.zero.Init` torch.arange(…,
+    dtype=float32) and torch.ones come out in bf16, which would round the angles to 8 bits.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
@@ -45,9 +47,13 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
         ValueError: pos_cis is not complex, or does not fit the sequence.
     """
     if not pos_cis.is_complex():
-        raise ValueError(f"pos_cis must be complex, not {pos_cis.dtype}: its imaginary part was lost in a cast")
+        raise ValueError(
+            f"pos_cis must be complex, not {pos_cis.dtype}: its imaginary part was lost in a cast"
+        )
     if pos_cis.shape != (xq.shape[1], xq.shape[-1] // 2):
-        raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries of shape {tuple(xq.shape)}")
+        raise ValueError(
+            f"pos_cis {tuple(pos_cis.shape)} does not fit queries of shape {tuple(xq.shape)}"
+        )
     # The real view instead of complex products: the same arithmetic, which torch.compile can fuse.
     cos, sin = torch.view_as_real(pos_cis)[None, :, None].unbind(-1)  # (1, T, 1, head_dim/2) each
 

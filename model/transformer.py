@@ -1,7 +1,8 @@
 """The whole model: embedding, blocks, norm, output layer, loss.
 
-A Llama-style decoder: pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and SwiGLU, no biases,
-input embedding and output layer tied by default. It is plain PyTorch and knows nothing of how it is trained.
+A Llama-style decoder: pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and
+SwiGLU, no biases, input embedding and output layer tied by default. It is plain PyTorch and knows
+nothing of how it is trained.
 """
 
 from typing import NamedTuple
@@ -40,7 +41,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Tokens in, logits or loss out. Parameter names are those of Llama's own release."""
 
-    # Read by DistributedDataParallel: pos_cis is the same on every rank already, and NCCL cannot send complex numbers.
+    # Read by DistributedDataParallel: pos_cis is the same on every rank already, and NCCL cannot
+    # send complex numbers.
     _ddp_params_and_buffers_to_ignore = ("pos_cis",)
 
     def __init__(self, config: LMConfig | None = None):
@@ -58,25 +60,30 @@ class Transformer(nn.Module):
             block.attention.wo.writes_residual = block.feed_forward.w2.writes_residual = True
         self.apply(self._init_weights)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> TransformerOutput:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+    ) -> TransformerOutput:
         """Logits for every position, or the loss against targets.
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
-            targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one out.
+            targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one
+                out.
             reduction: "mean" over the targets that count, or "none" for the loss of each position.
 
         Returns:
-            Without targets (logits, None), logits of shape (B, T, vocab_size). With targets (None, loss): the
-            cross-entropy in nats, in fp32, a scalar or (B, T) by reduction. The logits are the largest tensor of
-            a training step, so that step does not hand them out.
+            Without targets (logits, None), logits of shape (B, T, vocab_size). With targets (None,
+            loss): the cross-entropy in nats, in fp32, a scalar or (B, T) by reduction. The logits
+            are the largest tensor of a training step, so that step does not hand them out.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
         """
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
-            raise ValueError(f"sequence of {seq_len} tokens, but max_seq_len is {self.config.max_seq_len}")
+            raise ValueError(
+                f"sequence of {seq_len} tokens, but max_seq_len is {self.config.max_seq_len}"
+            )
         pos_cis = self.pos_cis[:seq_len]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, dim)
         for layer in self.layers:
@@ -85,7 +92,10 @@ class Transformer(nn.Module):
         if targets is None:
             return TransformerOutput(logits, None)
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction=reduction,
         )
         return TransformerOutput(None, loss if reduction == "mean" else loss.view_as(targets))
 
@@ -96,9 +106,10 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Model FLOPs of forward and backward for one token of a sequence of seq_len.
 
-        6·N for the matrix products with weights and 12·n_layers·n_heads·head_dim·seq_len for attention, not halved
-        for causality (PaLM, appendix B, https://arxiv.org/abs/2204.02311). N leaves the input embedding out, which
-        is a lookup, unless the same matrix also serves as the output layer.
+        6·N for the matrix products with weights and 12·n_layers·n_heads·head_dim·seq_len for
+        attention, not halved for causality (PaLM, appendix B, https://arxiv.org/abs/2204.02311). N
+        leaves the input embedding out, which is a lookup, unless the same matrix also serves as the
+        output layer.
         """
         config = self.config
         n = self.num_parameters()
@@ -107,10 +118,12 @@ class Transformer(nn.Module):
         return 6 * n + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal with deviation 0.02; layers that write into the residual stream scaled down by 1/sqrt(2·n_layers).
+        """Normal with deviation 0.02; layers that write into the residual stream scaled down by
+        1/sqrt(2·n_layers).
 
-        2·n_layers such writes add up, and the scaling keeps the variance of their sum independent of depth (GPT-2).
-        Called through `apply`, which gathers the parameters first under `deepspeed.zero.Init`.
+        2·n_layers such writes add up, and the scaling keeps the variance of their sum independent
+        of depth (GPT-2). Called through `apply`, which gathers the parameters first under
+        `deepspeed.zero.Init`.
         """
         if isinstance(module, nn.Linear | nn.Embedding):
             std = 0.02
@@ -119,12 +132,16 @@ class Transformer(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def _rotations(self) -> Tensor:
-        return precompute_pos_cis(self.config.head_dim, self.config.max_seq_len, self.config.rope_theta)
+        return precompute_pos_cis(
+            self.config.head_dim, self.config.max_seq_len, self.config.rope_theta
+        )
 
     def _apply(self, fn, recurse=True):
-        """Everything that moves or casts a module comes through here; pos_cis is moved, but never cast.
+        """Everything that moves or casts a module comes through here; pos_cis is moved, but never
+        cast.
 
-        `model.to(torch.bfloat16)` would cast it to a real dtype, dropping the imaginary part of every rotation.
+        `model.to(torch.bfloat16)` would cast it to a real dtype, dropping the imaginary part of
+        every rotation.
         """
         pos_cis = self._buffers.pop("pos_cis")
         super()._apply(fn, recurse)

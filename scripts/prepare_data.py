@@ -1,4 +1,7 @@
-"""Turn text into a tokenizer and packed token shards: python -m scripts.prepare_data --data my.jsonl"""
+"""Turn text into a tokenizer and packed token shards.
+
+python -m scripts.prepare_data --data my.jsonl
+"""
 
 import argparse
 import json
@@ -29,18 +32,32 @@ def cpu_count() -> int:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="prepare_data", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="prepare_data",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--data", default=BUILTIN, help=f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
+        "--data",
+        default=BUILTIN,
+        help=f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'",
     )
-    parser.add_argument("--out", type=Path, help="folder to write (default: out/data/ and the name of the data)")
-    parser.add_argument("--vocab_size", type=int, default=6400, help="pieces of the tokenizer to train")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write (default: out/data/ and the name of the data)"
+    )
+    parser.add_argument(
+        "--vocab_size", type=int, default=6400, help="pieces of the tokenizer to train"
+    )
     parser.add_argument("--tokenizer", help="a SentencePiece model to use instead of training one")
-    parser.add_argument("--val_fraction", type=float, default=0.02, help="share of documents for validation")
+    parser.add_argument(
+        "--val_fraction", type=float, default=0.02, help="share of documents for validation"
+    )
     parser.add_argument("--workers", type=int, default=cpu_count(), help="encoding processes")
-    parser.add_argument("--skip_bad_lines", action="store_true", help="count documents that cannot be read, go on")
-    parser.add_argument("--overwrite", action="store_true", help="replace data prepared from other text")
+    parser.add_argument(
+        "--skip_bad_lines", action="store_true", help="count documents that cannot be read, go on"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace data prepared from other text"
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
@@ -68,10 +85,13 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
     ]
     for name, split in splits.items():
         lines.append(f"  {name:5} {split['documents']:>9,} documents {split['tokens']:>13,} tokens")
-    lines.append(f"  vocabulary {description['vocab_size']:,}, {n_bytes / max(tokens, 1):.2f} bytes per token")
+    lines.append(
+        f"  vocabulary {description['vocab_size']:,}, {n_bytes / tokens:.2f} bytes per token"
+    )
     if description["bad_documents"]:
         lines.append(
-            f"  skipped {description['bad_documents']:,} bad documents, the first: {description['first_bad_document']}"
+            f"  skipped {description['bad_documents']:,} bad documents, the first: "
+            f"{description['first_bad_document']}"
         )
     return "\n".join(lines)
 
@@ -95,7 +115,11 @@ def main(argv: list[str] | None = None) -> None:
         packed = any(path.endswith(".gz") for path in files)
         start = time.perf_counter()
         with tqdm(
-            total=None if packed else total, unit="B", unit_scale=True, desc="encoding", mininterval=0.5
+            total=None if packed else total,
+            unit="B",
+            unit_scale=True,
+            desc="encoding",
+            mininterval=0.5,
         ) as bar:
             description = prepare(files, args.out, options, bar.update)
         print(report(description, args.out, time.perf_counter() - start, args.workers))

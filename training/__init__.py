@@ -1,1 +1,1 @@
-"""What the training loop uses that is not its story: arguments, engines, checkpoints, metrics, profiling."""
+"""What the training loop uses and is not its story: arguments, engines, checkpoints, metrics."""

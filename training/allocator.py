@@ -1,8 +1,9 @@
 """Have glibc keep the memory that it was given.
 
-By default it returns every large block to the system when a tensor is freed and asks for it again a moment later; each
-time the system hands out zeroed pages one fault at a time. Training frees and makes the same large tensors at every
-step, which cost a third of the time on a CPU (docs/performance.md).
+By default it returns every large block to the system when a tensor is freed and asks for it again a
+moment later; each time the system hands out zeroed pages one fault at a time. Training frees and
+makes the same large tensors at every step, which cost a third of the time on a CPU
+(docs/performance.md).
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Every flag of the training script: default, meaning and check in one place.
 
-The model's flags come from `LMConfig`, the others from `TrainingArguments`; `--help` and the table in README.md are
-generated from the same fields (`python -m training.arguments` prints the table).
+The model's flags come from `LMConfig`, the others from `TrainingArguments`; `--help` and the table
+in README.md are generated from the same fields (`python -m training.arguments` prints the table).
 """
 
 import argparse
@@ -25,11 +25,17 @@ class TrainingArguments:
         UsageError: a value that cannot work; the message names the flag.
     """
 
-    data: str = setting("out/data/builtin", "folder made by scripts.prepare_data", group="data and output")
+    data: str = setting(
+        "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"
+    )
     out_dir: str = setting("out/runs", "where run folders are made")
     run_name: str | None = setting(None, "name of the run folder (default: date and time)")
-    resume: str | None = setting(None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint")
-    num_workers: int = setting(0, "extra processes that read batches; 0 reads in the training process")
+    resume: str | None = setting(
+        None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint"
+    )
+    num_workers: int = setting(
+        0, "extra processes that read batches; 0 reads in the training process"
+    )
 
     epochs: int = setting(1, "passes over the data", group="training")
     max_steps: int | None = setting(None, "stop after this many steps (default: decided by epochs)")
@@ -37,7 +43,9 @@ class TrainingArguments:
     accumulation_steps: int = setting(1, "micro-batches per optimizer step")
     learning_rate: float = setting(5e-4, "peak learning rate")
     lr_schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
-    warmup_steps: int | None = setting(None, "linear warm-up (default: a twentieth of all steps, at most 2000)")
+    warmup_steps: int | None = setting(
+        None, "linear warm-up (default: a twentieth of all steps, at most 2000)"
+    )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak")
     decay_fraction: float = setting(0.2, "share of all steps that 'wsd' decays over, at the end")
     weight_decay: float = setting(0.1, "AdamW's decay, on matrices only")
@@ -50,20 +58,39 @@ class TrainingArguments:
     log_interval: int = setting(10, "steps between log lines", group="reports")
     log_with: str = setting("tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}")
     eval_interval: int = setting(500, "steps between validations; 0 validates at the end only")
-    eval_samples: int = setting(1024, "sequences of a validation, spread over the split; 0 takes all")
+    eval_samples: int = setting(
+        1024, "sequences of a validation, spread over the split; 0 takes all"
+    )
     save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only")
-    profile: bool = setting(False, "measure the phases of a step and write a trace, every profile_interval steps")
+    profile: bool = setting(
+        False, "measure the phases of a step and write a trace, every profile_interval steps"
+    )
     profile_interval: int = setting(100, "steps between profiled steps")
     sample_prompt: str = setting("def ", "prompt that the finished model continues")
     sample_tokens: int = setting(100, "tokens of that continuation")
 
     def __post_init__(self):
-        for name in ("batch_size", "accumulation_steps", "epochs", "log_interval", "profile_interval"):
+        for name in (
+            "batch_size",
+            "accumulation_steps",
+            "epochs",
+            "log_interval",
+            "profile_interval",
+        ):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"):
+        for name in (
+            "eval_interval",
+            "eval_samples",
+            "save_interval",
+            "num_workers",
+            "seed",
+            "sample_tokens",
+        ):
             self._require(name, getattr(self, name) >= 0, "at least 0")
         self._require("max_steps", self.max_steps is None or self.max_steps >= 1, "at least 1")
-        self._require("warmup_steps", self.warmup_steps is None or self.warmup_steps >= 0, "at least 0")
+        self._require(
+            "warmup_steps", self.warmup_steps is None or self.warmup_steps >= 0, "at least 0"
+        )
         self._require("learning_rate", 0 < self.learning_rate < math.inf, "positive and finite")
         for name in ("weight_decay", "grad_clip"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
@@ -72,7 +99,11 @@ class TrainingArguments:
         for name in ("beta1", "beta2"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         if self.run_name is not None:
-            plain = self.run_name.strip() and "/" not in self.run_name and self.run_name not in (".", "..")
+            plain = (
+                self.run_name.strip()
+                and "/" not in self.run_name
+                and self.run_name not in (".", "..")
+            )
             self._require("run_name", plain, "a plain folder name")
         unknown = set(self.trackers) - set(TRACKERS)
         self._require("log_with", not unknown, f"a list of {', '.join(TRACKERS)}")
@@ -116,7 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
             is_optional = isinstance(item.type, types.UnionType)
             options["type"] = item.type.__args__[0] if is_optional else item.type
             options["choices"] = item.metadata.get("choices")
-            options["metavar"] = options["type"].__name__.upper() if not options["choices"] else None
+            options["metavar"] = (
+                options["type"].__name__.upper() if not options["choices"] else None
+            )
         group.add_argument(f"--{item.name}", **options)
     return parser
 
@@ -133,7 +166,8 @@ def _show(value) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, dict]:
-    """The training arguments, and the model settings still lacking the vocabulary, which comes with the data.
+    """The training arguments, and the model settings still lacking the vocabulary, which comes with
+    the data.
 
     Raises:
         UsageError: unknown flags or values that cannot work.
@@ -141,7 +175,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, d
     """
     values = vars(build_parser().parse_args(argv))
     model_settings = {item.name: values.pop(item.name) for item, _ in _flags(LMConfig)}
-    LMConfig(**model_settings)  # a shape that cannot work is refused before anything is read or started
+    LMConfig(
+        **model_settings
+    )  # a shape that cannot work is refused before anything is read or started
     return TrainingArguments(**values), model_settings
 
 
@@ -150,7 +186,13 @@ def flag_table() -> str:
     lines, last = [], None
     for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
         if title != last:
-            lines += ["", f"**{title.capitalize()}**", "", "| flag | default | meaning |", "|---|---|---|"]
+            lines += [
+                "",
+                f"**{title.capitalize()}**",
+                "",
+                "| flag | default | meaning |",
+                "|---|---|---|",
+            ]
             last = title
         meaning = item.metadata["help"]
         if choices := item.metadata.get("choices"):

@@ -1,4 +1,5 @@
-"""Checkpoints: all that the next step depends on, by parameter name, in fp32, in files that cannot execute.
+"""Checkpoints: all that the next step depends on, by parameter name, in fp32, in files that cannot
+execute.
 
 A checkpoint is a folder checkpoints/step-N:
 
@@ -7,8 +8,9 @@ A checkpoint is a folder checkpoints/step-N:
     rng-RANK.safetensors   state of that process's random generators
     state.json             step, samples consumed, the optimizer's step, loss scale
 
-Nothing in it depends on the engine or the number of processes: what ZeRO has divided is put together parameter by
-parameter. The folder is written under another name and renamed when it is complete.
+Nothing in it depends on the engine or the number of processes: what ZeRO has divided is put
+together parameter by parameter. The folder is written under another name and renamed when it is
+complete.
 """
 
 import json
@@ -34,8 +36,8 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 class Slice:
     """The part of one parameter that this process holds in fp32, and the averages of that part.
 
-    `fp32` and `averages` are flat views into the optimizer's own memory; `start` is where they begin in the flattened
-    parameter. Without ZeRO every process holds the whole.
+    `fp32` and `averages` are flat views into the optimizer's own memory; `start` is where they
+    begin in the flattened parameter. Without ZeRO every process holds the whole.
     """
 
     parameter: Tensor
@@ -67,7 +69,7 @@ def _averages(torch_optimizer, held: Tensor) -> dict[str, Tensor]:
 
 
 def _slices(accelerator, model, optimizer) -> Iterator[tuple[str, Tensor, Slice | None]]:
-    """(name, parameter, what this process holds of it) for every parameter, in the same order on every process."""
+    """(name, parameter, what this process holds of it), in the same order on every process."""
     names = _names(accelerator, model)
     torch_optimizer = _torch_optimizer(accelerator, model, optimizer)
     if not _is_zero(accelerator):
@@ -76,16 +78,21 @@ def _slices(accelerator, model, optimizer) -> Iterator[tuple[str, Tensor, Slice 
                 averages = {k: v.view(-1) for k, v in _averages(torch_optimizer, p).items()}
                 yield names[id(p)], p, Slice(p, 0, p.data.view(-1), averages)
         return
-    # ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal stretch of that line.
+    # ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal stretch
+    # of that line.
     zero = model.optimizer
-    for flat, parameters in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True):
+    for flat, parameters in zip(
+        zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True
+    ):
         averages = _averages(torch_optimizer, flat)
         for p in parameters:
             held = None
             if (mapping := p._hp_mapping) is not None:
                 whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
                 here = slice(part.start, part.start + part.numel)
-                held = Slice(p, whole.start, flat.data[here], {k: v[here] for k, v in averages.items()})
+                held = Slice(
+                    p, whole.start, flat.data[here], {k: v[here] for k, v in averages.items()}
+                )
             yield names[id(p)], p, held
 
 
@@ -102,7 +109,7 @@ def _whole(accelerator, parameter: Tensor, held: Slice | None, part: Tensor | No
 
 
 def fp32_weights(accelerator, model, optimizer) -> dict[str, Tensor]:
-    """The fp32 weights by name, on the CPU of the main process; empty elsewhere. Every process must call it."""
+    """The fp32 weights by name, on the main process's CPU; empty elsewhere. A collective call."""
     weights = {}
     for name, parameter, held in _slices(accelerator, model, optimizer):
         whole = _whole(accelerator, parameter, held, held and held.fp32)
@@ -172,7 +179,9 @@ def load_checkpoint(path: Path, accelerator, model, optimizer) -> dict:
             for key in AVERAGES:
                 whole = averages[f"{name}.{key}"]
                 if whole.shape != parameter.shape:
-                    raise UsageError(f"{path / OPTIMIZER}: {name}.{key} has shape {tuple(whole.shape)}")
+                    raise UsageError(
+                        f"{path / OPTIMIZER}: {name}.{key} has shape {tuple(whole.shape)}"
+                    )
                 held.averages[key].copy_(whole.view(-1)[held.start : end])
         for tensors in _torch_optimizer(accelerator, model, optimizer).state.values():
             tensors["step"].fill_(state["optimizer_step"])
@@ -181,7 +190,9 @@ def load_checkpoint(path: Path, accelerator, model, optimizer) -> dict:
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, ConfigError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"checkpoint {path} cannot be used: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"checkpoint {path} cannot be used: {type(error).__name__}: {error}"
+        ) from error
     return state
 
 
@@ -190,7 +201,11 @@ def _loss_scaler(accelerator, model) -> dict | None:
     if accelerator.mixed_precision != "fp16":
         return None
     if _is_zero(accelerator):
-        return {k: v for k, v in vars(model.optimizer.loss_scaler).items() if isinstance(v, bool | int | float)}
+        return {
+            k: v
+            for k, v in vars(model.optimizer.loss_scaler).items()
+            if isinstance(v, bool | int | float)
+        }
     return accelerator.scaler.state_dict()
 
 
@@ -217,7 +232,10 @@ def _rng_state(device: torch.device) -> dict[str, Tensor]:
 def _restore_rng(path: Path, accelerator) -> None:
     file = path / _rng_file(accelerator)
     if not file.exists():
-        print(f"rank {accelerator.process_index}: no random state in {path} for it, dropout takes other masks")
+        print(
+            f"rank {accelerator.process_index}: {path} has no random state for it, "
+            "dropout takes other masks"
+        )
         return
     state = load_file(file)
     torch.set_rng_state(state["cpu"])

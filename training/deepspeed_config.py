@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON file and the command line, made one: flags fill "auto", and a contradiction is an error."""
+"""DeepSpeed's JSON file and the flags, made one: flags fill "auto", a contradiction is an error."""
 
 import json
 import shutil
@@ -9,14 +9,16 @@ import torch
 from training.arguments import TrainingArguments
 from training.errors import UsageError
 
-# Fields that other people's files leave to the Hugging Face Trainer. Buckets as in ds_config.json, in elements.
+# Fields that other people's files leave to the Hugging Face Trainer. Buckets as in ds_config.json,
+# in elements.
 AUTO_DEFAULTS = {
     "zero_optimization.overlap_comm": True,
     "zero_optimization.reduce_bucket_size": 50_000_000,
     "zero_optimization.allgather_bucket_size": 50_000_000,
     "optimizer.params.eps": 1e-8,
 }
-# DeepSpeed optimizers that it compiles at first use, and the value that has torch's own used instead.
+# DeepSpeed optimizers that it compiles at first use, and the value that has torch's own used
+# instead.
 COMPILED_OPTIMIZERS = ("Adam", "AdamW")
 
 
@@ -45,8 +47,8 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         source: the file's name, for messages.
 
     Raises:
-        UsageError: a number in the file contradicts a flag, an "auto" that nothing fills, or a field that this
-            script decides.
+        UsageError: a number in the file contradicts a flag, an "auto" that nothing fills, or a
+            field that this script decides.
     """
     config = json.loads(json.dumps(config))
     if "scheduler" in config:
@@ -75,7 +77,8 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
             section[name] = value
         elif given != value:
             raise UsageError(
-                f'{source} says "{key}": {json.dumps(given)}, but {flag} gives {json.dumps(value)}: '
+                f'{source} says "{key}": {json.dumps(given)}, '
+                f"but {flag} gives {json.dumps(value)}: "
                 'write "auto" in the file, or make them equal'
             )
     for key, value in AUTO_DEFAULTS.items():
@@ -83,7 +86,9 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         if section.get(name) == "auto":
             section[name] = value
     for key in _autos(config):
-        raise UsageError(f'{source}: "{key}": "auto" is nothing this script can fill in, write a value')
+        raise UsageError(
+            f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
+        )
     _require_compiler(config, source)
     return config
 
@@ -106,7 +111,7 @@ def _autos(config: dict, prefix: str = ""):
 
 
 def _require_compiler(config: dict, source: str) -> None:
-    """DeepSpeed compiles its own Adam at first use; without a compiler it ends in a long traceback."""
+    """DeepSpeed compiles its own Adam at first use; with no compiler it ends in a traceback."""
     optimizer = config.get("optimizer", {})
     params = optimizer.get("params", {})
     if optimizer.get("type") not in COMPILED_OPTIMIZERS or params.get("torch_adam"):
@@ -115,6 +120,7 @@ def _require_compiler(config: dict, source: str) -> None:
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         raise UsageError(
-            f"{source} asks for DeepSpeed's own {optimizer['type']}, which it compiles with {' and '.join(missing)}, "
+            f"{source} asks for DeepSpeed's own {optimizer['type']}, compiled with "
+            f"{' and '.join(missing)}, "
             'not found here: write "torch_adam": true under "optimizer", "params" to use PyTorch\'s'
         )

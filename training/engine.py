@@ -1,7 +1,10 @@
-"""Who does the training: DeepSpeed, DistributedDataParallel or a single process, as the launcher said.
+"""Who does the training: DeepSpeed, DistributedDataParallel or a single process, as the launcher
+said.
 
-Accelerate decides by environment variables that its launcher sets. What it does without a word, this module says or
-refuses: a precision that would be ignored, a number of processes that would not come about, DeepSpeed switched off.
+Accelerate decides by environment variables that its launcher sets. What it does without a word,
+this module says or
+refuses: a precision that would be ignored, a number of processes that would not come about,
+    DeepSpeed switched off.
 """
 
 import os
@@ -17,7 +20,9 @@ from training.deepspeed_config import read_config, resolve
 from training.errors import UsageError
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
-ZERO_2_HINT = "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..."
+ZERO_2_HINT = (
+    "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..."
+)
 
 
 @dataclass
@@ -40,7 +45,7 @@ def build_engine(args: TrainingArguments) -> Engine:
         keep_freed_memory()
     plugin, handlers = None, []
     if deepspeed:
-        plugin = _deepspeed_plugin(args)
+        plugin = deepspeed_plugin(args)
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
             handlers = [InitProcessGroupKwargs(backend="gloo")]
@@ -59,9 +64,14 @@ def build_engine(args: TrainingArguments) -> Engine:
         )
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UsageError(f"the processes cannot meet at {address}: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"the processes cannot meet at {address}: {str(error).splitlines()[0]}"
+        ) from error
     if accelerator.num_processes != world_size:
-        raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {accelerator.num_processes}")
+        raise UsageError(
+            f"the launcher started {world_size} processes, "
+            f"Accelerate sees {accelerator.num_processes}"
+        )
     if deepspeed and not has_gpu:
         _use_all_cores()
     zero_stage = plugin.zero_stage if deepspeed else None
@@ -79,15 +89,25 @@ def _name(accelerator: Accelerator, zero_stage: int | None) -> str:
 def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> None:
     environ = os.environ
     wants_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    launched = environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is also what a silent launcher sets
+    launched = environ.get(
+        "ACCELERATE_MIXED_PRECISION", "no"
+    )  # "no" is also what a silent launcher sets
     if launched not in ("no", PRECISIONS[args.dtype]):
-        raise UsageError(f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}")
+        raise UsageError(
+            f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
+        )
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
-    if args.dtype == "bfloat16" and has_gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        args.dtype == "bfloat16"
+        and has_gpu
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float16")
     if deepspeed and wants_cpu:
-        raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out")
+        raise UsageError(
+            "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out"
+        )
     if "MASTER_PORT" in environ and "RANK" not in environ and wants_cpu:
         raise UsageError(
             "accelerate launch --cpu starts a single process, whatever --num_processes says: "
@@ -106,7 +126,12 @@ def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> No
         )
 
 
-def _deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
+def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
+    """The plugin for the configuration that the launcher named, every "auto" filled from the flags.
+
+    Raises:
+        UsageError: the configuration contradicts the flags, or Accelerate rejects it.
+    """
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     try:
         if path == "none":  # the launcher's own flags, such as --zero_stage
@@ -117,15 +142,19 @@ def _deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
         # The launcher's values must not fill or override what is now explicit.
         for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
             os.environ.pop(f"ACCELERATE_{name}", None)
-        return DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=args.accumulation_steps)
+        return DeepSpeedPlugin(
+            hf_ds_config=config, gradient_accumulation_steps=args.accumulation_steps
+        )
     except UsageError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"Accelerate rejects the DeepSpeed configuration {path}: {error}") from error
+        raise UsageError(
+            f"Accelerate rejects the DeepSpeed configuration {path}: {error}"
+        ) from error
 
 
 def _skip_compiled_communication() -> None:
-    """DeepSpeed compiles a shared-memory operation at start that only its inference calls, and needs a compiler."""
+    """At start DeepSpeed would compile a communication operation that only its inference calls."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

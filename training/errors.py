@@ -1,4 +1,4 @@
-"""Errors of the person at the keyboard end a program with one line and exit code 2, never with a traceback."""
+"""A user's mistake ends a program with one line and exit code 2, never with a traceback."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ EXIT_CODE = 2
 
 
 class UsageError(ValueError):
-    """Flags, configuration files or launcher settings that cannot work, or contradict each other."""
+    """Flags, files or launcher settings that cannot work, or contradict each other."""
 
 
 @contextmanager
@@ -24,7 +24,8 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if not disk_full and not isinstance(error, expected):
             raise
         message = f"no space left on the disk: {error}" if disk_full else str(error)
-        # Most errors are the same on every rank: rank 0 says them and the launcher then stops the others.
+        # Most errors are the same on every rank: rank 0 says them and the launcher then stops the
+        # others.
         rank = int(os.environ.get("RANK", 0))
         if rank:
             time.sleep(3)

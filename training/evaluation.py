@@ -14,31 +14,36 @@ from data.dataset import PackedDataset
 def validation_loader(
     dataset: PackedDataset, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """Batches of this process. At most max_samples sequences (0: all), evenly spread over the split."""
+    """This process's batches of at most max_samples sequences (0: all), spread over the split."""
     n = len(dataset) if max_samples == 0 else min(len(dataset), max_samples)
     chosen = np.linspace(0, len(dataset) - 1, n).astype(int).tolist()
-    # With a generator of its own the loader draws nothing from the global one, which drives dropout.
+    # With a generator of its own the loader draws nothing from the global one, which drives
+    # dropout.
     loader = DataLoader(Subset(dataset, chosen), batch_size, generator=torch.Generator())
     return accelerator.prepare_data_loader(loader)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float) -> dict:
+def evaluate(
+    model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
+) -> dict:
     """Mean loss over every token of the loader, whichever process read it.
 
     Args:
-        bytes_per_token: of the text behind the tokens. Begin and end markers count as tokens but not as bytes, so
-            the text pays for them.
+        bytes_per_token: of the text behind the tokens. Begin and end markers count as tokens but
+            not as bytes, so the text pays for them.
 
     Returns:
-        "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 / bytes_per_token, which
-        compares models with different tokenizers, and "samples", how many sequences were read.
+        "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 /
+        bytes_per_token, which compares models with different tokenizers, and "samples", how many
+        sequences were read.
     """
     model.eval()
     total, samples = 0.0, 0
     for tokens, targets in loader:
         per_token = model(tokens, targets, reduction="none").loss  # (B, T)
-        # gather_for_metrics drops the samples that were repeated to give every process a whole batch
+        # gather_for_metrics drops the samples that were repeated to give every process a whole
+        # batch
         per_sample = accelerator.gather_for_metrics(per_token.mean(dim=1))
         total += per_sample.double().sum().item()
         samples += len(per_sample)

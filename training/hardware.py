@@ -2,7 +2,8 @@
 
 import torch
 
-# Dense bf16 matrix FLOP/s without sparsity, from the makers' data sheets. First match wins: longer names first.
+# Dense bf16 matrix FLOP/s without sparsity, from the makers' data sheets. First match wins: longer
+# names first.
 PEAK_BF16_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
@@ -39,9 +40,14 @@ def device_name(device: torch.device) -> str:
 def peak_flops(name: str) -> float | None:
     """Peak of the named device, None if the table does not have it."""
     words = f" {name} "
-    return next((peak for key, peak in PEAK_BF16_FLOPS.items() if f" {key} " in words.replace("-", " ")), None)
+    return next(
+        (peak for key, peak in PEAK_BF16_FLOPS.items() if f" {key} " in words.replace("-", " ")),
+        None,
+    )
 
 
-def mfu(tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int) -> float | None:
+def mfu(
+    tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
+) -> float | None:
     """Share of the devices' peak that model FLOPs use, None where the peak is unknown."""
     return None if peak is None else tokens_per_second * flops_per_token / (peak * devices)

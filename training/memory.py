@@ -10,10 +10,11 @@ def model_state_bytes(
 ) -> int:
     """Weights, gradients and AdamW's two averages on one device, in bytes.
 
-    Without DeepSpeed all of it is fp32: 4 + 4 + 8 bytes per parameter (weights are cast to bf16 layer by layer).
-    DeepSpeed in 16 bits keeps 2 bytes of weights and 2 of gradients, and 4 + 8 of fp32 master weights and averages
-    plus 4 of accumulated fp32 gradients; ZeRO-1 divides master and averages among the processes, ZeRO-2 the gradients
-    too, ZeRO-3 the weights as well (Rajbhandari et al., https://arxiv.org/abs/1910.02054).
+    Without DeepSpeed all of it is fp32: 4 + 4 + 8 bytes per parameter (weights are cast to bf16
+    layer by layer). DeepSpeed in 16 bits keeps 2 bytes of weights and 2 of gradients, and 4 + 8 of
+    fp32 master weights and averages plus 4 of accumulated fp32 gradients; ZeRO-1 divides master and
+    averages among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
+    et al., https://arxiv.org/abs/1910.02054).
     """
     if zero_stage is None:
         return 16 * n_parameters
@@ -29,11 +30,12 @@ def model_state_bytes(
 
 
 def activation_bytes(config: LMConfig, batch_size: int, dtype: str) -> int:
-    """What forward keeps for backward in one micro-batch, in bytes: an estimate, good to about a third.
+    """What forward keeps for backward in one micro-batch, in bytes: an estimate, good to about a
+    third.
 
-    Counted per token and layer: inputs of the two norms and their fp32 copies, inputs of the seven matrix products,
-    both halves of SwiGLU; with plain attention also two T × T fp32 and one 16-bit matrix per head; and the logits
-    three times, once in half and twice in full precision.
+    Counted per token and layer: inputs of the two norms and their fp32 copies, inputs of the seven
+    matrix products, both halves of SwiGLU; with plain attention also two T × T fp32 and one 16-bit
+    matrix per head; and the logits three times, once in half and twice in full precision.
     """
     half = 2 if dtype != "float32" else 4
     tokens = batch_size * config.max_seq_len

@@ -19,8 +19,8 @@ from training.hardware import device_name, mfu, peak_flops
 class TrainingLog:
     """Collects each step's loss and reports every `log_interval` steps.
 
-    Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts training only, not
-    what happens inside `pause()`.
+    Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts
+    training only, not what happens inside `pause()`.
 
     Args:
         accelerator: after `prepare`; only its main process writes.
@@ -46,7 +46,9 @@ class TrainingLog:
         self.total_steps, self.first_step, self.log_interval = total_steps, first_step, log_interval
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak = peak_flops(device_name(accelerator.device))
-        self._file = open(path, "a", encoding="utf-8") if accelerator.is_main_process else None
+        self._file = None
+        if accelerator.is_main_process:
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close()
         on_terminal = sys.stderr.isatty()
         self.bar = tqdm(
             total=total_steps,
@@ -54,9 +56,12 @@ class TrainingLog:
             desc="step",
             unit="step",
             dynamic_ncols=True,
-            # A file or a pipe keeps every drawing of the bar: there it comes seldom, on a line of its own.
+            # A file or a pipe keeps every drawing of the bar: there it comes seldom, on a line of
+            # its own.
             mininterval=0.5 if on_terminal else 15,
-            bar_format=None if on_terminal else "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left\n",
+            bar_format=None
+            if on_terminal
+            else "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left\n",
             disable=not accelerator.is_main_process,
         )
         self._loss_sum, self._losses, self._steps = torch.zeros((), device=accelerator.device), 0, 0
@@ -68,7 +73,9 @@ class TrainingLog:
         self._loss_sum += loss
         self._losses += 1
 
-    def step(self, step: int, learning_rate: float, grad_norm: Tensor | float | None, epoch: float) -> None:
+    def step(
+        self, step: int, learning_rate: float, grad_norm: Tensor | float | None, epoch: float
+    ) -> None:
         """An optimizer step has ended."""
         self._steps += 1
         self.bar.update()
@@ -78,7 +85,9 @@ class TrainingLog:
         now = time.perf_counter()
         seconds = now - self._last - self._paused_since_last
         tokens_per_second = self._steps * self.tokens_per_step / seconds
-        utilisation = mfu(tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes)
+        utilisation = mfu(
+            tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes
+        )
         values = {
             "step": step,
             "epoch": round(epoch, 4),
@@ -97,9 +106,12 @@ class TrainingLog:
         self.say(
             f"step {step}/{self.total_steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
             f"grad_norm {float(grad_norm or 0):.3f}  {tokens_per_second:,.0f} tokens/s  "
-            f"MFU {'n/a' if utilisation is None else f'{utilisation:.1%}'}  left {left // 60}:{left % 60:02d}"
+            f"MFU {'n/a' if utilisation is None else f'{utilisation:.1%}'}  "
+            f"left {left // 60}:{left % 60:02d}"
         )
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+        self.bar.set_postfix_str(
+            f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False
+        )
         self._loss_sum.zero_()
         self._losses = self._steps = 0
         self._last, self._paused_since_last = time.perf_counter(), 0.0
@@ -112,7 +124,10 @@ class TrainingLog:
         )
 
     def profile(self, step: int, seconds: dict[str, float], report: str) -> None:
-        self._write({"step": step} | {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}, "profile")
+        self._write(
+            {"step": step} | {f"{name}_seconds": round(s, 5) for name, s in seconds.items()},
+            "profile",
+        )
         self.say(report)
 
     def say(self, text: str) -> None:
@@ -140,7 +155,9 @@ class TrainingLog:
             return
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()  # a killed run loses nothing that was said
-        scalars = {k.removeprefix("val_"): v for k, v in values.items() if k != "step" and v is not None}
+        scalars = {
+            k.removeprefix("val_"): v for k, v in values.items() if k != "step" and v is not None
+        }
         self.accelerator.log({f"{section}/{k}": v for k, v in scalars.items()}, step=values["step"])
 
 

@@ -27,7 +27,9 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, accelerator: Acce
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and "optimizer" in plugin.deepspeed_config:
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True)
+    return torch.optim.AdamW(
+        groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True
+    )
 
 
 def set_learning_rate(optimizer, value: float) -> None:

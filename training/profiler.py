@@ -18,12 +18,12 @@ TOP_OPERATORS = 10
 class StepProfiler:
     """Measures one optimizer step in every `interval`; in the steps between, `phase` does nothing.
 
-    In a measured step the device is synchronised at the borders of each phase, so that times are true on a GPU as
-    well. The trace records the last micro-batch and the optimizer: with dozens of micro-batches that look alike a
-    trace of all of them would be too large to open.
+    In a measured step the device is synchronised at the borders of each phase, so that times are
+    true on a GPU as well. The trace records the last micro-batch and the optimizer: with dozens of
+    micro-batches that look alike a trace of all of them would be too large to open.
 
-    Under DeepSpeed the optimizer steps inside `accelerator.backward`; its time is measured there and taken from
-    backward's.
+    Under DeepSpeed the optimizer steps inside `accelerator.backward`; its time is measured there
+    and taken from backward's.
 
     Args:
         accelerator: after `prepare`.
@@ -53,7 +53,7 @@ class StepProfiler:
         self._started = self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """In a measured step, the seconds of each phase and of the step, and a report to print; else None."""
+        """In a measured step, the seconds of each phase and of all, and a report; else None."""
         if self.seconds is None:
             return None
         seconds, self.seconds = self.seconds, None
@@ -93,9 +93,14 @@ class StepProfiler:
 
     def _report(self, step: int, seconds: dict[str, float], path: Path) -> str:
         shares = "  ".join(
-            f"{name} {seconds[name]:.3f} s ({seconds[name] / seconds['step']:.1%})" for name in PHASES
+            f"{name} {seconds[name]:.3f} s ({seconds[name] / seconds['step']:.1%})"
+            for name in PHASES
         )
-        sort = "self_cuda_time_total" if self.accelerator.device.type == "cuda" else "self_cpu_time_total"
+        sort = (
+            "self_cuda_time_total"
+            if self.accelerator.device.type == "cuda"
+            else "self_cpu_time_total"
+        )
         table = self._trace.key_averages().table(
             sort_by=sort, row_limit=TOP_OPERATORS, max_name_column_width=40, max_src_column_width=0
         )

@@ -22,7 +22,8 @@ CHECKPOINT_GLOB = "step-*"
 class RunFolder:
     """Names of everything in a run's folder.
 
-    settings.json, metrics.jsonl, tensorboard/, checkpoints/step-N/, profile/, weights/, loss.png, sample.txt
+    settings.json, metrics.jsonl, tensorboard/, checkpoints/step-N/, profile/, weights/, loss.png,
+    sample.txt
     """
 
     def __init__(self, path: Path):
@@ -43,10 +44,13 @@ class RunFolder:
         return found[-1] if found else None
 
     def write_settings(self, args: TrainingArguments, config: LMConfig, engine: Engine) -> None:
-        """What was asked and what ran it, for the reader of the run a month later. Main process only."""
+        """What was asked and what ran it, for the reader of the run a month later."""
         if not engine.accelerator.is_main_process:
             return
-        packages = {name: version(name) for name in ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")}
+        packages = {
+            name: version(name)
+            for name in ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
+        }
         plugin = engine.accelerator.state.deepspeed_plugin
         settings = {
             "command": sys.argv,
@@ -57,7 +61,9 @@ class RunFolder:
             "deepspeed": plugin.deepspeed_config if plugin else None,
             "packages": packages | {"python": platform.python_version()},
         }
-        self.settings.write_text(json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8")
+        self.settings.write_text(
+            json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8"
+        )
 
 
 def choose_run(args: TrainingArguments, accelerator: Accelerator) -> tuple[RunFolder, Path | None]:
@@ -88,16 +94,22 @@ def _choose(args: TrainingArguments) -> tuple[Path, Path | None]:
         if checkpoints:
             newest = max(checkpoints, key=lambda path: path.stat().st_mtime)
             return newest.parent.parent, newest
-        print(f"--resume auto: no checkpoint in {runs[0] if args.run_name else out}, starting a new run")
+        print(
+            f"--resume auto: no checkpoint in {runs[0] if args.run_name else out}, a new run starts"
+        )
     elif args.resume is not None:
         path = Path(args.resume)
         checkpoint = RunFolder(path).newest_checkpoint() or path
         if not (checkpoint / "state.json").is_file():
-            raise UsageError(f"--resume {args.resume}: neither a run with checkpoints nor a checkpoint")
+            raise UsageError(
+                f"--resume {args.resume}: neither a run with checkpoints nor a checkpoint"
+            )
         return checkpoint.resolve().parent.parent, checkpoint.resolve()
     run = out / (args.run_name or time.strftime("%Y%m%d-%H%M%S"))
     if RunFolder(run).metrics.exists() and args.resume is None:
-        raise UsageError(f"{run} holds a run already: pass --resume auto to go on with it, or another --run_name")
+        raise UsageError(
+            f"{run} holds a run already: pass --resume auto to go on with it, or another --run_name"
+        )
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,5 +118,5 @@ def _choose(args: TrainingArguments) -> tuple[Path, Path | None]:
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch's generators, the only ones that training draws from; another rank, other numbers."""
+    """Seed torch's generators, the only ones that training uses; another rank, other numbers."""
     torch.manual_seed(seed + 1000003 * rank)

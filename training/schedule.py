@@ -47,5 +47,10 @@ class LearningRate:
         if warmup is None:
             warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
         return cls(
-            args.learning_rate, total_steps, warmup, args.lr_schedule, args.min_lr_ratio, args.decay_fraction
+            args.learning_rate,
+            total_steps,
+            warmup,
+            args.lr_schedule,
+            args.min_lr_ratio,
+            args.decay_fraction,
         )

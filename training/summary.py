@@ -51,25 +51,35 @@ def start_block(
     accelerator = engine.accelerator
     samples_per_step = args.batch_size * args.accumulation_steps * accelerator.num_processes
     n_parameters = engine.accelerator.unwrap_model(model).num_parameters()
-    states = model_state_bytes(n_parameters, args.dtype, engine.zero_stage, accelerator.num_processes)
+    states = model_state_bytes(
+        n_parameters, args.dtype, engine.zero_stage, accelerator.num_processes
+    )
     activations = activation_bytes(config, args.batch_size, args.dtype)
     fields = {
         "run folder": f"{run.path}{f', resumed from {checkpoint.name}' if checkpoint else ''}",
         "engine": engine.name,
-        "processes": f"{accelerator.num_processes} ({accelerator.state.backend or 'no process group'})",
+        "processes": f"{accelerator.num_processes} "
+        f"({accelerator.state.backend or 'no process group'})",
         "device": device_name(accelerator.device),
         "precision": {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}[accelerator.mixed_precision],
         "attention": attention_kernel(config, accelerator),
         "compiled": "no",
-        "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, {config.n_layers} layers, "
-        f"{config.n_heads} heads, {config.n_kv_heads} kv heads, vocabulary {config.vocab_size:,})",
-        "data": f"{args.data}: {train_set.n_tokens:,} tokens, {len(train_set):,} sequences of {config.max_seq_len}"
-        + (f"; validation on {len(val_loader.dataset):,}" if val_loader else "; no validation split"),
-        "global batch": f"{samples_per_step:,} sequences = {samples_per_step * config.max_seq_len:,} tokens per step "
-        f"({args.batch_size} × {args.accumulation_steps} accumulation × {accelerator.num_processes} processes)",
+        "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
+        f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, vocabulary {config.vocab_size:,})",
+        "data": f"{args.data}: {train_set.n_tokens:,} tokens, "
+        f"{len(train_set):,} sequences of {config.max_seq_len}"
+        + (
+            f"; validation on {len(val_loader.dataset):,}"
+            if val_loader
+            else "; no validation split"
+        ),
+        "global batch": f"{samples_per_step:,} sequences = "
+        f"{samples_per_step * config.max_seq_len:,} tokens per step ({args.batch_size} × "
+        f"{args.accumulation_steps} accumulation × {accelerator.num_processes} processes)",
         "steps": f"{learning_rate.total_steps:,} "
-        f"({learning_rate.total_steps * samples_per_step / len(train_set):.2f} epochs), learning rate "
-        f"{args.learning_rate:g} after {learning_rate.warmup_steps:,} warm-up steps, {args.lr_schedule}",
+        f"({learning_rate.total_steps * samples_per_step / len(train_set):.2f} epochs), "
+        f"learning rate {args.learning_rate:g} after {learning_rate.warmup_steps:,} warm-up steps, "
+        f"{args.lr_schedule}",
         "memory": f"about {(states + activations) / GIB:.2f} GiB per process expected "
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations)",
     }

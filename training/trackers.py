@@ -13,7 +13,9 @@ def require_trackers(names: list[str]) -> None:
     """Raises UsageError: a tracker's package is not installed."""
     for name in names:
         if name != "none" and importlib.util.find_spec(name) is None:
-            raise UsageError(f"--log_with {name}: the package is not installed (pip install {name})")
+            raise UsageError(
+                f"--log_with {name}: the package is not installed (pip install {name})"
+            )
 
 
 def start_trackers(accelerator: Accelerator, names: list[str], run: Path, settings: dict) -> None:
@@ -23,9 +25,14 @@ def start_trackers(accelerator: Accelerator, names: list[str], run: Path, settin
         return
     accelerator.log_with = filter_trackers(names, str(run))
     accelerator.project_configuration.logging_dir = str(run)
-    options = {"wandb": {"name": run.name, "dir": str(run)}, "swanlab": {"experiment_name": run.name}}
+    options = {
+        "wandb": {"name": run.name, "dir": str(run)},
+        "swanlab": {"experiment_name": run.name},
+    }
     # Trackers store plain values only.
-    config = {k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()}
+    config = {
+        k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()
+    }
     accelerator.init_trackers(
         "tensorboard" if names == ["tensorboard"] else "pretrain",
         config=config,

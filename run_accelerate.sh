@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: environment, data, launch, result.
+#
+#   bash run_accelerate.sh                          the Python standard library as text
+#   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .jsonl.gz or a folder of them)
+#   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
+#
+# NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
+# CONFIG=file.yaml  another Accelerate configuration
+# MASTER_PORT=N     port at which the processes meet (default: any free one)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+source scripts/environment.sh requirements.txt
+
+data=${DATA:-builtin}
+name=$(basename "$data")
+for suffix in .gz .jsonl .txt; do name=${name%"$suffix"}; done
+"$python" -m scripts.prepare_data --data "$data" --out "out/data/$name" --overwrite
+
+gpus=0
+if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+fi
+
+if ((gpus > 0)); then
+  flags=(
+    --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024
+    --dim 1024 --n_layers 32 --use_flash_attn --dtype bfloat16
+    --learning_rate 2e-4 --grad_clip 1.0
+    --log_interval 100 --save_interval 10000 --profile --profile_interval 10
+  )
+else
+  # A small model that two cores train in a few minutes.
+  flags=(
+    --max_steps 440 --batch_size 16 --accumulation_steps 1 --max_seq_len 256
+    --dim 256 --n_layers 6 --n_heads 4 --dtype bfloat16
+    --learning_rate 2e-3 --grad_clip 1.0
+    --log_interval 20 --eval_interval 100 --save_interval 200
+  )
+fi
+flags+=(--data "out/data/$name" "$@")
+
+config=${CONFIG:-accelerate_config.yaml}
+processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
+# Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
+"$python" -m training.preflight "$config" "$processes" "${flags[@]}"
+exec "$python" -m accelerate.commands.launch --config_file "$config" --num_processes "$processes" \
+  --main_process_port "${MASTER_PORT:-0}" train_pretrain_accelerate.py "${flags[@]}"

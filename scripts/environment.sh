@@ -1,0 +1,34 @@
+# Sourced by run_accelerate.sh and run_tests.sh, with a requirements file as argument: afterwards "$python" has every
+# package in it. An active environment that has them already is used as it is; otherwise they go into .venv, once.
+
+has_pins() { "$1" scripts/check_pins.py "$requirements" >/dev/null 2>&1; }
+
+supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; }
+
+requirements=$1
+for python in python python3 .venv/bin/python ""; do
+  [ -z "$python" ] || ! has_pins "$python" || break
+done
+
+if [ -z "$python" ]; then
+  for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
+    [ -z "$base" ] || ! supported "$base" || break
+  done
+  if [ -z "$base" ]; then
+    echo "error: needs Python 3.10 to 3.13; name one with PYTHON=/path/to/python" >&2
+    exit 2
+  fi
+  echo "installing $requirements into .venv, once (on Linux PyTorch brings several GB of CUDA along)"
+  if ! "$base" -m venv .venv; then
+    echo "error: $base cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)" >&2
+    exit 2
+  fi
+  python=.venv/bin/python
+  if ! "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"; then
+    echo "error: pip could not install $requirements; its reason stands above" >&2
+    exit 2
+  fi
+fi
+python=$(command -v "$python")
+# DeepSpeed looks for the tools it compiles with, such as ninja, on PATH.
+export PATH="$(cd "$(dirname "$python")" && pwd):$PATH"

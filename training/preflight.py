@@ -1,0 +1,54 @@
+"""Say in one line what is wrong with a launch, before any process is started.
+
+    python -m training.preflight accelerate_config.yaml PROCESSES [training flags]
+
+The script makes the same checks; but once processes run, a launcher adds a page of its own to every
+error.
+"""
+
+import os
+import sys
+
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+
+from data.dataset import PackedDataset
+from data.errors import DataError
+from model import ConfigError
+from training.arguments import parse_arguments
+from training.engine import deepspeed_plugin
+from training.errors import UsageError, one_line_errors
+from training.trackers import require_trackers
+
+
+def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
+    """Raises UsageError, ConfigError or DataError: this launch cannot work."""
+    if not processes.isdigit() or int(processes) < 1:
+        raise UsageError(f"the number of processes must be at least 1, not {processes}")
+    args, model_settings = parse_arguments(flags)
+    require_trackers(args.trackers)
+    try:
+        config = load_config_from_file(config_file)
+        fields = list(getattr(config, "deepspeed_config", {}))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"Accelerate rejects {config_file}: {' '.join(str(error).split())}"
+        ) from error
+    if config.distributed_type == "DEEPSPEED":
+        if config.mixed_precision is not None:
+            fields.append("mixed_precision")
+        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config.deepspeed_config.get(
+            "deepspeed_config_file", "none"
+        )
+        os.environ["WORLD_SIZE"] = processes
+        deepspeed_plugin(args)
+    train_set = PackedDataset(args.data, "train", model_settings["max_seq_len"])
+    train_set.scan()
+    if train_set.description["splits"]["val"]["tokens"]:
+        PackedDataset(args.data, "val", model_settings["max_seq_len"])
+
+
+if __name__ == "__main__":
+    with one_line_errors("run_accelerate.sh", UsageError, ConfigError, DataError):
+        check_launch(sys.argv[1], sys.argv[2], sys.argv[3:])
