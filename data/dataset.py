@@ -41,8 +41,8 @@ class PackedDataset(Dataset):
         if len(self) < 1:
             raise DataError(
                 f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs "
-                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or another "
-                "--val_fraction when preparing"
+                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or "
+                "another --val_fraction when preparing"
             )
 
     def __len__(self) -> int:

@@ -65,7 +65,8 @@ def start_block(
         "attention": attention_kernel(config, accelerator),
         "compiled": "no",
         "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
-        f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, vocabulary {config.vocab_size:,})",
+        f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, "
+        f"vocabulary {config.vocab_size:,})",
         "data": f"{args.data}: {train_set.n_tokens:,} tokens, "
         f"{len(train_set):,} sequences of {config.max_seq_len}"
         + (
