@@ -1,4 +1,4 @@
-"""What several test files share: a small corpus, the same packed, and a way to start real launches."""
+"""What several test files share: a small corpus, the same packed, a way to start launches."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def packed(corpus, tmp_path_factory) -> Path:
-    """The corpus prepared: a folder with tokenizer and shards. Tests that damage it copy it first."""
+    """The corpus prepared: tokenizer and shards. Tests that damage it copy it first."""
     out = tmp_path_factory.mktemp("packed") / "sums"
     options = PackingOptions(VOCAB_SIZE, val_fraction=0.1, workers=1, skip_bad_lines=False)
     prepare([str(corpus)], out, options, progress=lambda n_bytes: None)
@@ -47,9 +47,13 @@ class Finished:
     out: str  # stdout and stderr, as a person at a terminal sees them
 
 
-def run(command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str) -> Finished:
+def run(
+    command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str
+) -> Finished:
     """Run a command in the repository, with the launcher's variables of this process left out."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         clean.pop(name, None)
     ended = subprocess.run(

@@ -79,11 +79,13 @@ def _slices(accelerator, model, optimizer) -> Iterator[tuple[str, Tensor, Slice 
                 yield names[id(p)], p, Slice(p, 0, p.data.view(-1), averages)
         return
     # ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal stretch
-    # of that line.
+    # of that line. In bf16 with fp32 gradients ZeRO-1 is another class, with other names for both.
     zero = model.optimizer
-    for flat, parameters in zip(
-        zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True
-    ):
+    if hasattr(zero, "single_partition_of_fp32_groups"):
+        stretches, groups = zero.single_partition_of_fp32_groups, zero.bit16_groups
+    else:
+        stretches, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
+    for flat, parameters in zip(stretches, groups, strict=True):
         averages = _averages(torch_optimizer, flat)
         for p in parameters:
             held = None

@@ -15,11 +15,12 @@ AUTO_DEFAULTS = {
     "zero_optimization.overlap_comm": True,
     "zero_optimization.reduce_bucket_size": 50_000_000,
     "zero_optimization.allgather_bucket_size": 50_000_000,
-    "optimizer.params.eps": 1e-8,
 }
-# DeepSpeed optimizers that it compiles at first use, and the value that has torch's own used
-# instead.
-COMPILED_OPTIMIZERS = ("Adam", "AdamW")
+ADAM_EPS = 1e-8
+# AdamW by its names in DeepSpeed's files. It compiles its own at first use, unless "torch_adam" is
+# true.
+OPTIMIZERS = ("Adam", "AdamW")
+ZERO_STAGES = (1, 2)  # those whose state training/checkpoint.py can put together
 
 
 def read_config(path: str) -> dict:
@@ -53,6 +54,13 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     config = json.loads(json.dumps(config))
     if "scheduler" in config:
         raise UsageError(f'{source}: remove "scheduler", the learning rate follows --lr_schedule')
+    stage = config["zero_optimization"].get("stage")
+    if stage not in ZERO_STAGES:
+        raise UsageError(f'{source}: "zero_optimization.stage" must be 1 or 2, not {stage!r}')
+    if config.get("optimizer", {}).get("type", "AdamW") not in OPTIMIZERS:
+        raise UsageError(
+            f"{source}: the optimizer must be Adam or AdamW, or not stand there at all"
+        )
     wanted = {
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
@@ -65,10 +73,12 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         "fp16.enabled": ("--dtype " + args.dtype, args.dtype == "float16"),
     }
     if "optimizer" in config:
+        config["optimizer"].setdefault("params", {})
         wanted |= {
             "optimizer.params.lr": ("--learning_rate", args.learning_rate),
             "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
             "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
+            "optimizer.params.eps": ("this script", ADAM_EPS),
         }
     for key, (flag, value) in wanted.items():
         section, name = _section(config, key, source)
@@ -112,9 +122,8 @@ def _autos(config: dict, prefix: str = ""):
 
 def _require_compiler(config: dict, source: str) -> None:
     """DeepSpeed compiles its own Adam at first use; with no compiler it ends in a traceback."""
-    optimizer = config.get("optimizer", {})
-    params = optimizer.get("params", {})
-    if optimizer.get("type") not in COMPILED_OPTIMIZERS or params.get("torch_adam"):
+    optimizer = config.get("optimizer")
+    if optimizer is None or optimizer["params"].get("torch_adam"):
         return
     tools = ["ninja", "nvcc"] if torch.cuda.is_available() else ["ninja", "c++"]
     missing = [tool for tool in tools if shutil.which(tool) is None]

@@ -6,6 +6,7 @@ from accelerate.utils import DummyOptim
 from torch import nn
 
 from training.arguments import TrainingArguments
+from training.deepspeed_config import ADAM_EPS
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -27,9 +28,8 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, accelerator: Acce
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and "optimizer" in plugin.deepspeed_config:
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    return torch.optim.AdamW(
-        groups, lr=args.learning_rate, betas=(args.beta1, args.beta2), fused=True
-    )
+    betas = (args.beta1, args.beta2)
+    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=ADAM_EPS, fused=True)
 
 
 def set_learning_rate(optimizer, value: float) -> None:
