@@ -9,13 +9,12 @@ import os
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from data.corpus import BUILTIN, SUFFIXES, find_files
 from data.errors import DataError
 from data.packing import PackingOptions, describe_sources, prepare
 from data.shards import DESCRIPTION_FILE, read_description
 from training.errors import UsageError, one_line_errors
+from training.progress import progress_bar
 
 
 def default_out(data: str) -> Path:
@@ -114,13 +113,7 @@ def main(argv: list[str] | None = None) -> None:
         total = sum(map(os.path.getsize, files))
         packed = any(path.endswith(".gz") for path in files)
         start = time.perf_counter()
-        with tqdm(
-            total=None if packed else total,
-            unit="B",
-            unit_scale=True,
-            desc="encoding",
-            mininterval=0.5,
-        ) as bar:
+        with progress_bar(None if packed else total, desc="encoding", unit="B", scale=True) as bar:
             description = prepare(files, args.out, options, bar.update)
         print(report(description, args.out, time.perf_counter() - start, args.workers))
 

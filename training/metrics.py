@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from tqdm import tqdm
 
 from training.hardware import device_name, mfu, peak_flops
+from training.progress import progress_bar
 
 
 class TrainingLog:
@@ -49,24 +49,15 @@ class TrainingLog:
         self._file = None
         if accelerator.is_main_process:
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close()
-        on_terminal = sys.stderr.isatty()
-        self.bar = tqdm(
-            total=total_steps,
-            initial=first_step - 1,
+        self.bar = progress_bar(
+            total_steps,
             desc="step",
             unit="step",
-            dynamic_ncols=True,
-            # A file or a pipe keeps every drawing of the bar: there it comes seldom, on a line of
-            # its own.
-            mininterval=0.5 if on_terminal else 15,
-            bar_format=None
-            if on_terminal
-            else "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left\n",
+            initial=first_step - 1,
             disable=not accelerator.is_main_process,
         )
         self._loss_sum, self._losses, self._steps = torch.zeros((), device=accelerator.device), 0, 0
-        self._started = self._last = time.perf_counter()
-        self._paused = self._paused_since_last = 0.0
+        self._last, self._paused = time.perf_counter(), 0.0
 
     def micro_batch(self, loss: Tensor) -> None:
         """One micro-batch's mean loss, detached, still on the device."""
@@ -82,8 +73,7 @@ class TrainingLog:
         if step % self.log_interval and step not in (self.first_step, self.total_steps):
             return
         loss = self.accelerator.reduce(self._loss_sum / self._losses, "mean").item()
-        now = time.perf_counter()
-        seconds = now - self._last - self._paused_since_last
+        seconds = time.perf_counter() - self._last - self._paused
         tokens_per_second = self._steps * self.tokens_per_step / seconds
         utilisation = mfu(
             tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes
@@ -101,8 +91,7 @@ class TrainingLog:
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
         self._write(values, "train")
-        per_step = (now - self._started - self._paused) / (step - self.first_step + 1)
-        left = int(per_step * (self.total_steps - step))
+        left = int(seconds / self._steps * (self.total_steps - step))
         self.say(
             f"step {step}/{self.total_steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
             f"grad_norm {float(grad_norm or 0):.3f}  {tokens_per_second:,.0f} tokens/s  "
@@ -114,7 +103,7 @@ class TrainingLog:
         )
         self._loss_sum.zero_()
         self._losses = self._steps = 0
-        self._last, self._paused_since_last = time.perf_counter(), 0.0
+        self._last, self._paused = time.perf_counter(), 0.0
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -143,7 +132,6 @@ class TrainingLog:
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
-        self._paused_since_last += time.perf_counter() - start
 
     def close(self) -> None:
         self.bar.close()

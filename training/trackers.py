@@ -29,10 +29,11 @@ def start_trackers(accelerator: Accelerator, names: list[str], run: Path, settin
         "wandb": {"name": run.name, "dir": str(run)},
         "swanlab": {"experiment_name": run.name},
     }
-    # Trackers store plain values only.
-    config = {
-        k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in settings.items()
-    }
+    # TensorBoard would make a folder of "hyperparameters" per start; settings.json has them all.
+    config = None
+    if names != ["tensorboard"]:
+        plain = bool | int | float | str
+        config = {k: v if isinstance(v, plain) else str(v) for k, v in settings.items()}
     accelerator.init_trackers(
         "tensorboard" if names == ["tensorboard"] else "pretrain",
         config=config,
