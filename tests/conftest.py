@@ -1,5 +1,6 @@
 """What several test files share: a small corpus, the same packed, a way to start launches."""
 
+import json
 import os
 import socket
 import subprocess
@@ -10,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from data.packing import PackingOptions, prepare
+
+# By default OpenMP's threads spin while they wait for each other. Where another program wants the
+# cores as well, a step of a tiny model then takes a hundred times as long. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
@@ -23,6 +28,16 @@ def write_corpus(path: Path, documents: int = 300) -> Path:
         lines.append(f'{{"text": "sum {i}: {sums} 第{i}句\\n"}}\n')
     path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="the slow proofs in full")
+
+
+@pytest.fixture(scope="session")
+def thorough(request) -> bool:
+    """Whether slow proofs run in full."""
+    return request.config.getoption("--all")
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +54,18 @@ def packed(corpus, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture
+def accelerator():
+    """A single-process Accelerator on the CPU; the state it shares with others is forgotten."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 @dataclass
 class Finished:
     """A process that has ended."""
@@ -47,19 +74,24 @@ class Finished:
     out: str  # stdout and stderr, as a person at a terminal sees them
 
 
-def run(
-    command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str
-) -> Finished:
-    """Run a command in the repository, with the launcher's variables of this process left out."""
+def clean_environment() -> dict[str, str]:
+    """This process's environment without a GPU and what a launcher may have left in it."""
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         clean.pop(name, None)
+    return clean | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(
+    command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str
+) -> Finished:
+    """Run a command in the repository, without a GPU and this process's launcher variables."""
     ended = subprocess.run(
         command,
         cwd=cwd,
-        env=clean | environ,
+        env=clean_environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -77,13 +109,63 @@ def free_port() -> str:
 
 
 def launch_command(engine: str, processes: int) -> list[str]:
-    """The command line up to the script's flags. Engines: plain, ddp, zero2."""
+    """The command line up to the script's flags. Engines: plain, ddp, zero1, zero2."""
     if engine == "plain":
         return [sys.executable, "train_pretrain_accelerate.py"]
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     if engine == "ddp":
         launch += ["--multi_gpu"]
+    elif engine == "zero1":
+        launch += ["--use_deepspeed", "--zero_stage", "1"]
     else:
         launch += ["--config_file", "accelerate_config.yaml"]
     launch += ["--num_processes", str(processes), "--main_process_port", free_port()]
     return [*launch, "train_pretrain_accelerate.py"]
+
+
+# A model of 0.04 million parameters: a step takes milliseconds.
+TINY = (
+    *("--dim", "32", "--n_layers", "2", "--n_heads", "4", "--max_seq_len", "32"),
+    *("--log_interval", "1", "--log_with", "none", "--sample_tokens", "4"),
+)
+
+
+@dataclass
+class Trained:
+    """A run that has ended well."""
+
+    path: Path
+    out: str  # what it printed
+
+    def rows(self, key: str = "loss") -> list[dict]:
+        """The lines of metrics.jsonl that have this key."""
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [row for line in lines if key in (row := json.loads(line))]
+
+    def column(self, key: str) -> list:
+        """A number of every training line."""
+        return [row[key] for row in self.rows()]
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The checkpoint of a step, or the last."""
+        pattern = "step-*[0-9]" if step is None else f"step-{step:08d}"
+        return max((self.path / "checkpoints").glob(pattern))
+
+    def tensors(self, file: str = "weights", step: int | None = None) -> dict:
+        """A checkpoint's weights, or with "optimizer" AdamW's averages, by name."""
+        from safetensors.torch import load_file
+
+        return load_file(self.checkpoint(step) / f"{file}.safetensors")
+
+
+def train(engine: str | list[str], processes: int, data: Path, path: Path, flags: str) -> Trained:
+    """Train a TINY model into the run folder `path`; fails if the launch does.
+
+    Args:
+        engine: plain, ddp, zero2, or a whole command line up to the script's flags.
+    """
+    command = launch_command(engine, processes) if isinstance(engine, str) else engine
+    where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
+    ended = run([*command, *TINY, *where, *flags.split()])
+    assert ended.code == 0, ended.out
+    return Trained(path, ended.out)
