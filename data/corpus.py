@@ -53,6 +53,10 @@ def find_files(source: str) -> list[str]:
     if source == BUILTIN:
         return _builtin_files()
     path = Path(source)
+    try:
+        path.stat()
+    except OSError as error:
+        raise DataError(f"{source}: no such file or folder ({error.strerror})") from error
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
             raise DataError(
@@ -103,15 +107,14 @@ def _sections(path: str, file) -> Iterator[Record]:
     offset, rest = 0, b""
     while block := file.read(SECTION_BYTES):
         rest += block
-        if len(rest) <= SECTION_BYTES:
-            continue  # perhaps the file ends here, in one section
-        cut = rest.rfind(b"\n", 0, SECTION_BYTES) + 1
-        if not cut:  # one very long line: cut between two characters
-            cut = SECTION_BYTES
-            while cut > 1 and rest[cut] & 0xC0 == 0x80:  # a byte inside a UTF-8 character
-                cut -= 1
-        yield Record(path, offset, rest[:cut])
-        offset, rest = offset + cut, rest[cut:]
+        while len(rest) > SECTION_BYTES:  # else perhaps the file ends here, in one section
+            cut = rest.rfind(b"\n", 0, SECTION_BYTES) + 1
+            if not cut:  # one very long line: cut between two characters
+                cut = SECTION_BYTES
+                while cut > SECTION_BYTES - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
+                    cut -= 1
+            yield Record(path, offset, rest[:cut])
+            offset, rest = offset + cut, rest[cut:]
     if rest:
         yield Record(path, offset, rest)
 
@@ -124,7 +127,9 @@ def parse(record: Record) -> str:
             place.
     """
     try:
-        text = record.raw.decode("utf-8-sig" if record.position <= 1 else "utf-8")
+        text = record.raw.decode(
+            "utf-8-sig" if record.position == is_jsonl(record.path) else "utf-8"
+        )
     except UnicodeDecodeError as error:
         raise DataError(
             f"{record.place}: not valid UTF-8 ({error.reason} at its byte {error.start})"

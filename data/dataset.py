@@ -54,6 +54,8 @@ class PackedDataset(Dataset):
         Raises:
             DataError: a token is outside the vocabulary.
         """
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
         self._check(window)
         window = torch.from_numpy(window.astype(np.int64))

@@ -38,7 +38,7 @@ def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
     """
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS, np.uint64)
+    keys = np.random.SeedSequence([epoch, seed]).generate_state(ROUNDS, np.uint64)
 
     def permute(x: np.ndarray) -> np.ndarray:
         left, right = x >> half_bits, x & mask

@@ -7,6 +7,7 @@ text says so: the same text always falls on the same side, wherever it stands an
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -30,9 +31,9 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
 
 BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 SHARD_TOKENS = 100_000_000
-TOKENIZER_SAMPLE_BYTES = (
-    4_000_000  # three times as much trains in three times the time and saves 1% of the tokens
-)
+SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
+# Three times as much would train in three times the time and save 1% of the tokens.
+TOKENIZER_SAMPLE_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,6 @@ def prepare(
         if options.tokenizer is None:
             train_tokenizer(_sample(files, options), options.vocab_size, partial / TOKENIZER_FILE)
         else:
-            Tokenizer(options.tokenizer)  # a wrong file is refused before the work
             shutil.copyfile(options.tokenizer, partial / TOKENIZER_FILE)
         tokenizer = Tokenizer(partial / TOKENIZER_FILE)
         description = {
@@ -115,13 +115,16 @@ def prepare(
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """What a prepared folder was made from; equal descriptions make equal shards."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
+    if options.tokenizer is not None:
+        Tokenizer(options.tokenizer)  # a wrong file is refused before the work
+    tokenizer = options.tokenizer and hashlib.sha256(Path(options.tokenizer).read_bytes())
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {
         "files": len(files),
         "bytes_on_disk": sum(stat.st_size for _, stat in stats),
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
         "vocab_size": options.vocab_size if options.tokenizer is None else None,
-        "tokenizer": options.tokenizer and os.path.abspath(options.tokenizer),
+        "tokenizer": tokenizer and tokenizer.hexdigest(),
         "val_fraction": options.val_fraction,
         "skip_bad_lines": options.skip_bad_lines,
     }
@@ -138,16 +141,24 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
             continue
         try:
             text = parse(record)
-        except DataError:
+        except DataError as error:
             if options.skip_bad_lines:
                 continue
-            raise
+            raise DataError(f"{error}; {SKIP_HINT}") from error
         taken += len(record.raw)
         yield text
-        if (
-            taken > 2 * TOKENIZER_SAMPLE_BYTES
-        ):  # the estimate was off, or many documents are the same
+        if taken > 2 * TOKENIZER_SAMPLE_BYTES:  # the estimate was off, or documents repeat
             return
+    if not taken:  # a few very long documents, of which none was chosen
+        for record in read_records(files):
+            if taken > TOKENIZER_SAMPLE_BYTES:
+                return
+            try:
+                text = parse(record)
+            except DataError:  # seen by the encoding processes, too
+                continue
+            taken += len(record.raw)
+            yield text
 
 
 def _write_shards(
@@ -157,37 +168,51 @@ def _write_shards(
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
+    threshold = options.val_fraction
+    written, least, greatest = _write_splits(files, folder, tokenizer, options, threshold, progress)
+    if threshold > 0 and not written["splits"]["val"]["documents"] and least < greatest:
+        # The corpus is so small that the hash sends none to validation: again, with the nearest.
+        for shard in written["splits"]["train"]["shards"]:
+            (folder / shard["file"]).unlink()
+        threshold = math.nextafter(least, 1)
+        written, *_ = _write_splits(
+            files, folder, tokenizer, options, threshold, lambda n_bytes: None
+        )
+    return written
+
+
+def _write_splits(
+    files: list[str],
+    folder: Path,
+    tokenizer: Tokenizer,
+    options: PackingOptions,
+    threshold: float,
+    progress: Callable[[int], None],
+) -> tuple[dict, float, float]:
+    """One pass: what was written, and the least and the greatest hash of a document."""
     dtype = token_dtype(tokenizer.vocab_size)
     train = ShardWriter(folder, "train", dtype, SHARD_TOKENS)
     val = ShardWriter(folder, "val", dtype, SHARD_TOKENS)
     bad_documents, first_bad = 0, None
-    # The document nearest to validation waits outside: if the hash sends none there, as happens
-    # when there are few, this one goes.
-    nearest: Document | None = None
+    least, greatest = 2.0, -1.0
     for encoded in _encode(files, tokenizer.path, options.workers):
         if encoded.bad and not options.skip_bad_lines:
-            raise DataError(f"{encoded.bad[0]}; --skip_bad_lines counts such documents and goes on")
+            raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
-            if document.where < options.val_fraction:
-                val.write(document.tokens, document.n_bytes)
-                continue
-            if nearest is None or document.where < nearest.where:
-                document, nearest = nearest, document
-            if document is not None:
-                train.write(document.tokens, document.n_bytes)
+            least, greatest = min(least, document.where), max(greatest, document.where)
+            split = val if document.where < threshold else train
+            split.write(document.tokens, document.n_bytes)
         progress(encoded.raw_bytes)
-    if nearest is not None:
-        needs_one = options.val_fraction > 0 and not val.documents and train.documents
-        (val if needs_one else train).write(nearest.tokens, nearest.n_bytes)
     if not train.documents:
         raise DataError("no text for training in these files")
-    return {
+    written = {
         "splits": {"train": train.close(), "val": val.close()},
         "bad_documents": bad_documents,
         "first_bad_document": first_bad,
     }
+    return written, least, greatest
 
 
 def _encode(files: list[str], tokenizer: str, workers: int) -> Iterator[Encoded]:
@@ -257,7 +282,10 @@ def _remove_abandoned(out: Path) -> None:
     """Partial folders of preparations that no longer run."""
     for partial in out.parent.glob(f"{out.name}.partial-*"):
         pid = partial.name.rpartition("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
+        if pid.isdigit() and Path("/proc").exists():
+            # Our own number: in a container every run may have the same one.
+            if int(pid) != os.getpid() and Path(f"/proc/{pid}").exists():
+                continue
             shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -266,4 +294,6 @@ def _replace(partial: Path, out: Path) -> None:
     if out.exists():
         out.rename(old)
     partial.rename(out)
+    if old.is_file():
+        old.unlink()
     shutil.rmtree(old, ignore_errors=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -91,19 +92,23 @@ def read_description(folder: str | Path) -> dict:
             )
         if type(description["vocab_size"]) is not int or description["vocab_size"] < 1:
             raise DataError(f"{path}: vocab_size is {description['vocab_size']!r}")
-        itemsize = np.dtype(description["dtype"]).itemsize
         if description["dtype"] != token_dtype(description["vocab_size"]).str:
             raise DataError(f"{path}: dtype {description['dtype']!r} does not suit the vocabulary")
+        itemsize = token_dtype(description["vocab_size"]).itemsize
         for split in SPLITS:
             for shard in description["splits"][split]["shards"]:
+                if not re.fullmatch(r"[\w.-]+", shard["file"], re.ASCII):
+                    raise DataError(f"{path}: {shard['file']!r} is no name of a shard")
                 _check_shard(folder / shard["file"], shard["tokens"], itemsize)
             total = sum(shard["tokens"] for shard in description["splits"][split]["shards"])
-            if total != description["splits"][split]["tokens"]:
+            said = description["splits"][split]["tokens"]
+            if type(said) is not int or total != said:
                 raise DataError(
                     f"{path}: the {split} shards hold {total} tokens, not what it says in all"
                 )
-            if type(description["splits"][split]["bytes"]) is not int:
-                raise DataError(f"{path}: the bytes of {split} are no whole number")
+            n_bytes = description["splits"][split]["bytes"]
+            if type(n_bytes) is not int or n_bytes < min(total, 1):
+                raise DataError(f"{path}: the {split} split has {n_bytes!r} bytes of text")
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(
             f"{path}: not a description of token shards ({type(error).__name__}: {error})"

@@ -13,6 +13,7 @@ from data.errors import DataError
 TOKENIZER_FILE = "tokenizer.model"
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
 RESERVED_PIECES = 3 + 256  # unknown, begin, end of document; one piece per byte
+LEAST_VOCABULARY = RESERVED_PIECES + 3
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
 
 
@@ -81,11 +82,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
     Raises:
         DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
     """
-    if vocab_size <= RESERVED_PIECES + 2:
+    if vocab_size < LEAST_VOCABULARY:
         raise DataError(
-            f"vocab_size {vocab_size} is too small: {RESERVED_PIECES} pieces are bytes and markers"
+            f"vocab_size {vocab_size} is too small, for {RESERVED_PIECES} pieces are bytes and "
+            "markers: pass --vocab_size 300 or more"
         )
     texts = list(texts)
+    size, model = vocab_size, _train(texts, vocab_size)
+    while isinstance(model, int) and model >= LEAST_VOCABULARY:
+        size, model = model, _train(texts, model)  # fewer characters get pieces: it may be too many
+    if isinstance(model, int):
+        raise DataError("too little text to train a tokenizer on")
+    if size < vocab_size:
+        raise DataError(
+            f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
+        )
+    Path(path).write_bytes(model)
+
+
+def _train(texts: list[str], vocab_size: int) -> bytes | int:
+    """The model, or how many pieces the texts suffice for."""
     counts = Counter()
     for text in texts:
         counts.update(text)
@@ -118,11 +134,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
             pad_id=-1,
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         limit = re.search(r"value <= (\d+)", str(error))
         if limit:
-            raise DataError(
-                f"too little text for {vocab_size} pieces: pass --vocab_size {limit[1]} or less"
-            ) from error
+            return int(limit[1])
         raise DataError(f"SentencePiece cannot train on this text: {error}") from error
-    Path(path).write_bytes(model.getvalue())
+    return model.getvalue()

@@ -58,6 +58,13 @@ class LMConfig:
             value = getattr(self, name)
             if type(value) is not int or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+        for name in ("norm_eps", "rope_theta", "dropout"):
+            value = getattr(self, name)
+            if type(value) not in (int, float):
+                raise ConfigError(f"{name} must be a number, not {value!r}")
+        for name in ("tie_embeddings", "use_flash_attn"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.dim % self.n_heads:
             raise ConfigError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:

@@ -29,6 +29,10 @@ def generate(
     """
     if not prompt:
         raise ValueError("an empty prompt: begin with at least the begin-of-document token")
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be positive and finite, not {temperature}")
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, not {top_k}")
     device = model.tok_embeddings.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([prompt], device=device)

@@ -38,7 +38,7 @@ def load_portable(folder: str | Path) -> Transformer:
         weights = load_file(folder / WEIGHTS_FILE)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"{folder}: no readable weights ({error})") from error
     model = Transformer(config)
     load_weights(model, weights, str(folder))

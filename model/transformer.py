@@ -144,7 +144,10 @@ class Transformer(nn.Module):
         every rotation.
         """
         pos_cis = self._buffers.pop("pos_cis")
-        super()._apply(fn, recurse)
+        try:
+            super()._apply(fn, recurse)
+        finally:  # a move that fails, for want of memory, leaves the model whole
+            self.register_buffer("pos_cis", pos_cis, persistent=False)
         device = fn(torch.zeros(0, device=pos_cis.device)).device
         if pos_cis.is_meta and device.type != "meta":  # to_empty(): there is nothing to copy from
             pos_cis = self._rotations()

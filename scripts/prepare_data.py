@@ -4,6 +4,7 @@ python -m scripts.prepare_data --data my.jsonl
 """
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -13,6 +14,7 @@ from data.corpus import BUILTIN, SUFFIXES, find_files
 from data.errors import DataError
 from data.packing import PackingOptions, describe_sources, prepare
 from data.shards import DESCRIPTION_FILE, read_description
+from data.tokenizer import TOKENIZER_FILE
 from training.errors import UsageError, one_line_errors
 from training.progress import progress_bar
 
@@ -69,8 +71,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def already_prepared(out: Path, source: dict) -> bool:
     """True if out holds whole shards made from exactly this source with these settings."""
     try:
-        return read_description(out)["prepared_from"] == source
-    except (DataError, KeyError):
+        description = read_description(out)
+        tokenizer = hashlib.sha256((out / TOKENIZER_FILE).read_bytes()).hexdigest()
+        return (description["tokenizer_sha256"], description["prepared_from"]) == (
+            tokenizer,
+            source,
+        )
+    except (DataError, OSError, KeyError):
         return False
 
 
@@ -97,7 +104,7 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    with one_line_errors("prepare_data", UsageError, DataError, PermissionError):
+    with one_line_errors("prepare_data", UsageError, DataError, OSError):
         files = find_files(args.data)
         options = PackingOptions(
             args.vocab_size, args.val_fraction, args.workers, args.skip_bad_lines, args.tokenizer
@@ -110,6 +117,10 @@ def main(argv: list[str] | None = None) -> None:
             if not (args.out / DESCRIPTION_FILE).exists():
                 what = "exists and is no prepared data"
             raise UsageError(f"{args.out} {what}: pass --overwrite to replace it, or another --out")
+        if any(args.out.resolve() in Path(path).resolve().parents for path in files):
+            raise UsageError(f"--out {args.out} holds the text itself: choose another folder")
+        if args.out.resolve() in (Path.cwd(), *Path.cwd().parents):
+            raise UsageError(f"--out {args.out} is the working folder or above it: choose another")
         total = sum(map(os.path.getsize, files))
         packed = any(path.endswith(".gz") for path in files)
         start = time.perf_counter()

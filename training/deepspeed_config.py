@@ -57,10 +57,10 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     stage = config["zero_optimization"].get("stage")
     if stage not in ZERO_STAGES:
         raise UsageError(f'{source}: "zero_optimization.stage" must be 1 or 2, not {stage!r}')
-    if config.get("optimizer", {}).get("type", "AdamW") not in OPTIMIZERS:
-        raise UsageError(
-            f"{source}: the optimizer must be Adam or AdamW, or not stand there at all"
-        )
+    if "optimizer" in config:
+        optimizer, _ = _section(config, "optimizer.type", source)
+        if optimizer.setdefault("type", "AdamW") not in OPTIMIZERS:
+            raise UsageError(f"{source}: the optimizer must be Adam or AdamW, or not stand there")
     wanted = {
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
@@ -73,7 +73,6 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         "fp16.enabled": ("--dtype " + args.dtype, args.dtype == "float16"),
     }
     if "optimizer" in config:
-        config["optimizer"].setdefault("params", {})
         wanted |= {
             "optimizer.params.lr": ("--learning_rate", args.learning_rate),
             "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),

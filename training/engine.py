@@ -157,8 +157,9 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     except UsageError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
         raise UsageError(
-            f"Accelerate rejects the DeepSpeed configuration {path}: {error}"
+            f"Accelerate rejects the DeepSpeed configuration {path}: {reason}"
         ) from error
 
 

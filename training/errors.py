@@ -31,6 +31,8 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             time.sleep(3)
             program = f"{program} (rank {rank})"
         sys.stdout.flush()
-        # An error that crossed a process boundary brings its traceback along, the message last.
-        print(f"{program}: error: {message.strip().splitlines()[-1]}", file=sys.stderr, flush=True)
+        if "Traceback (most recent" in message:  # of a worker process; the message comes last
+            message = message.strip().splitlines()[-1]
+        message = " ".join(message.split()) or type(error).__name__
+        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)

@@ -29,6 +29,8 @@ PEAK_BF16_FLOPS = {
     "MI300X": 1307e12,
     "MI250X": 191.5e12,  # one of its two dies, which is what PyTorch calls a device
 }
+# Parts of names that mean less than the whole device: laptop chips, cut-down chips, MIG slices.
+SMALLER_RELATIVES = ("Laptop", "D", "MIG")
 
 
 def device_name(device: torch.device) -> str:
@@ -39,9 +41,11 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Peak of the named device, None if the table does not have it."""
-    words = f" {name} "
+    words = f" {name} ".replace("-", " ")
+    if any(f" {part} " in words for part in SMALLER_RELATIVES):
+        return None
     return next(
-        (peak for key, peak in PEAK_BF16_FLOPS.items() if f" {key} " in words.replace("-", " ")),
+        (peak for key, peak in PEAK_BF16_FLOPS.items() if f" {key} " in words),
         None,
     )
 

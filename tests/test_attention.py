@@ -1,0 +1,133 @@
+import pytest
+import torch
+
+from model import Attention, LMConfig, precompute_pos_cis, repeat_kv
+
+KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
+
+
+def config(**changes) -> LMConfig:
+    return LMConfig(**{"dim": 32, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 16} | changes)
+
+
+def attention(seed=0, **changes) -> Attention:
+    torch.manual_seed(seed)
+    return Attention(config(**changes))
+
+
+def inputs(seq_len=11, batch=2, dim=32) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(batch, seq_len, dim, generator=torch.Generator().manual_seed(1))
+    return x, precompute_pos_cis(8, seq_len)
+
+
+def head_by_head(layer: Attention, x: torch.Tensor, pos_cis: torch.Tensor) -> torch.Tensor:
+    """Grouped attention as loops over batch, heads and positions, in float64."""
+    wq, wk, wv, wo = (w.weight.double() for w in (layer.wq, layer.wk, layer.wv, layer.wo))
+    head_dim, group = layer.head_dim, layer.n_heads // layer.n_kv_heads
+
+    def project(weight, row, head, turn):
+        out = row @ weight[head * head_dim : (head + 1) * head_dim].T  # (T, head_dim)
+        if not turn:
+            return out
+        return torch.view_as_real(
+            torch.view_as_complex(out.unflatten(-1, (-1, 2))) * pos_cis.to(torch.complex128)
+        ).flatten(-2)
+
+    rows = []
+    for row in x.double():
+        heads = []
+        for head in range(layer.n_heads):
+            q = project(wq, row, head, turn=True)
+            k = project(wk, row, head // group, turn=True)
+            v = project(wv, row, head // group, turn=False)
+            seen = []
+            for t in range(len(row)):
+                weights = torch.exp(k[: t + 1] @ q[t] / head_dim**0.5)
+                seen.append(weights @ v[: t + 1] / weights.sum())
+            heads.append(torch.stack(seen))
+        rows.append(torch.cat(heads, dim=-1) @ wo.T)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("n_rep", [1, 2, 5])
+def test_repeat_kv_repeats_each_head_in_place(n_rep):
+    x = torch.randn(2, 3, 4, 5)
+    assert torch.equal(repeat_kv(x, n_rep), x.repeat_interleave(n_rep, dim=2))
+
+
+@KERNELS
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("seq_len", [1, 2, 13])
+def test_grouped_heads_equal_a_loop_over_heads(use_flash_attn, n_kv_heads, seq_len):
+    layer = attention(n_kv_heads=n_kv_heads, use_flash_attn=use_flash_attn)
+    x, pos_cis = inputs(seq_len)
+    expected = head_by_head(layer, x, pos_cis)
+    torch.testing.assert_close(layer(x, pos_cis).double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_plain_and_flash_give_the_same_output_and_gradients(n_kv_heads):
+    plain = attention(n_kv_heads=n_kv_heads)
+    flash = attention(n_kv_heads=n_kv_heads, use_flash_attn=True)
+    results = []
+    for layer in (plain, flash):
+        x, pos_cis = inputs()
+        x.requires_grad_()
+        out = layer(x, pos_cis)
+        out.square().sum().backward()
+        results.append([out, x.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@KERNELS
+def test_bf16_input_gives_bf16_output_near_the_exact_one(use_flash_attn):
+    layer = attention(use_flash_attn=use_flash_attn).bfloat16()
+    x, pos_cis = inputs()
+    out = layer(x.bfloat16(), pos_cis)
+    assert out.dtype == torch.bfloat16
+    expected = head_by_head(layer, x.bfloat16(), pos_cis)
+    torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0)
+
+
+@KERNELS
+def test_a_position_sees_itself_and_the_past_alone(use_flash_attn):
+    layer = attention(use_flash_attn=use_flash_attn)
+    x, pos_cis = inputs()
+    x.requires_grad_()
+    for t in range(x.shape[1]):
+        (gradient,) = torch.autograd.grad(layer(x, pos_cis)[0, t].sum(), x)
+        assert (gradient[0, t + 1 :] == 0).all()
+        assert (gradient[0, : t + 1].abs().sum(-1) > 0).all()
+        assert (gradient[1] == 0).all()
+
+
+@KERNELS
+def test_without_training_dropout_changes_nothing(use_flash_attn):
+    x, pos_cis = inputs()
+    with_dropout = attention(use_flash_attn=use_flash_attn, dropout=0.5).eval()
+    without = attention(use_flash_attn=use_flash_attn)
+    assert torch.equal(with_dropout(x, pos_cis), without(x, pos_cis))
+
+
+@KERNELS
+@pytest.mark.parametrize("place", ["weights", "output"])
+def test_in_training_dropout_acts_on_attention_weights_and_on_the_output(use_flash_attn, place):
+    layer = attention(use_flash_attn=use_flash_attn, dropout=0.5)
+    if place == "weights":
+        layer.residual_dropout.p = 0.0
+    else:
+        layer.dropout = 0.0
+    x, pos_cis = inputs()
+    first, second = layer(x, pos_cis), layer(x, pos_cis)
+    assert not torch.equal(first, second)
+    dropped = (first == 0).float().mean().item()
+    assert dropped == pytest.approx(0.5 if place == "output" else 0.0, abs=0.1)
+
+
+@KERNELS
+def test_dropout_leaves_the_expected_output_as_it_is(use_flash_attn):
+    layer = attention(use_flash_attn=use_flash_attn, dropout=0.2)
+    x, pos_cis = inputs(seq_len=5, batch=1)
+    average = layer(x.expand(4000, -1, -1), pos_cis).mean(0)
+    torch.testing.assert_close(average, layer.eval()(x, pos_cis)[0], atol=0.03, rtol=0)

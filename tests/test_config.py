@@ -1,0 +1,87 @@
+import json
+import math
+
+import pytest
+
+from model import ConfigError, LMConfig
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "max_seq_len"],
+)
+@pytest.mark.parametrize("value", [0, -8, 8.0, "8", None, True])
+def test_sizes_must_be_positive_whole_numbers(field, value):
+    with pytest.raises(ConfigError, match=rf"^{field} .*{value!r}"):
+        LMConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [0, -64, 64.0, "64", True])
+def test_hidden_dim_must_be_a_positive_whole_number(value):
+    with pytest.raises(ConfigError, match=rf"hidden_dim .*{value!r}"):
+        LMConfig(hidden_dim=value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"dim": 500, "n_heads": 8}, ["dim 500", "n_heads 8"]),
+        ({"n_heads": 8, "n_kv_heads": 3}, ["n_heads 8", "n_kv_heads 3"]),
+        ({"n_heads": 2, "n_kv_heads": 4, "dim": 64}, ["n_heads 2", "n_kv_heads 4"]),
+        ({"dim": 24, "n_heads": 8}, ["head_dim", "3"]),
+        ({"dropout": 1.0}, ["dropout", "1.0"]),
+        ({"dropout": -0.1}, ["dropout", "-0.1"]),
+        ({"dropout": math.nan}, ["dropout", "nan"]),
+        ({"norm_eps": 0.0}, ["norm_eps", "0.0"]),
+        ({"norm_eps": math.nan}, ["norm_eps", "nan"]),
+        ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
+        ({"rope_theta": math.inf}, ["rope_theta", "inf"]),
+    ],
+)
+def test_shapes_that_cannot_be_built_are_refused_by_name(settings, named):
+    with pytest.raises(ConfigError) as error:
+        LMConfig(**settings)
+    assert all(word in str(error.value) for word in named)
+
+
+@pytest.mark.parametrize("field", ["dropout", "norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", ["0.5", None, [0.5]])
+def test_a_number_of_another_type_is_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=field):
+        LMConfig.from_dict({field: value})
+
+
+@pytest.mark.parametrize("field", ["tie_embeddings", "use_flash_attn"])
+@pytest.mark.parametrize("value", ["false", 2, None])
+def test_a_switch_that_is_neither_true_nor_false_is_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=field):
+        LMConfig.from_dict({field: value})
+
+
+@pytest.mark.parametrize(
+    ("dim", "multiple_of", "hidden_dim"),
+    [(512, 64, 1408), (768, 64, 2048), (4096, 256, 11008), (96, 1, 256), (32, 64, 128)],
+)
+def test_hidden_dim_follows_from_dim_as_in_llama(dim, multiple_of, hidden_dim):
+    assert LMConfig(dim=dim, multiple_of=multiple_of).hidden_dim == hidden_dim
+
+
+def test_a_hidden_dim_that_is_given_stays():
+    assert LMConfig(dim=512, hidden_dim=1000).hidden_dim == 1000
+
+
+def test_head_dim_is_the_share_of_one_query_head():
+    assert LMConfig(dim=96, n_heads=6).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LMConfig(), LMConfig(dim=64, n_heads=4, n_kv_heads=1, hidden_dim=100, tie_embeddings=False)],
+)
+def test_a_config_survives_json(config):
+    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_unknown_settings_are_named():
+    with pytest.raises(ConfigError, match="n_experts, n_shared"):
+        LMConfig.from_dict({"dim": 64, "n_shared": 1, "n_experts": 4})

@@ -1,0 +1,283 @@
+import gzip
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import write_corpus
+
+from data.shards import read_description
+from scripts.prepare_data import default_out, main
+
+SMALL = ["--vocab_size", "300", "--workers", "1"]
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch) -> Path:
+    """An empty folder with a small corpus, in which the command runs."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "sums.jsonl", 60)
+    return tmp_path
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def refused(capfd, *flags: str) -> str:
+    """The one line with which these flags, or this data, end the command."""
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, *flags])
+    assert ended.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    lines = err.replace("\r", "\n").splitlines()
+    errors = [line for line in lines if "prepare_data: error: " in line]
+    assert errors == lines[-1:]
+    return errors[0]
+
+
+def test_data_goes_to_a_folder_of_its_name_by_default(workplace, capsys):
+    main([*SMALL, "--data", "sums.jsonl"])
+    description = read_description(workplace / "out" / "data" / "sums")
+    documents = sum(split["documents"] for split in description["splits"].values())
+    assert documents == 60
+    assert description["vocab_size"] == 300
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{Path('out/data/sums')}: ")
+    for name, split in description["splits"].items():
+        assert (
+            f"{name:5} {split['documents']:>9,} documents {split['tokens']:>13,} tokens" in printed
+        )
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("builtin", "builtin"),
+        ("/a/b/c.jsonl", "c"),
+        ("/a/b/c.jsonl.gz", "c"),
+        ("c.txt", "c"),
+        ("/a/v1.5.jsonl", "v1.5"),
+        ("/a/folder/", "folder"),
+        ("/a/folder/.", "folder"),
+    ],
+)
+def test_the_default_folder_is_named_after_the_data(data, name):
+    assert default_out(data) == Path("out/data") / name
+
+
+def test_the_default_folder_of_the_working_folder_has_its_name(workplace):
+    assert default_out(".") == Path("out/data") / workplace.name
+
+
+def test_it_can_be_written_elsewhere(workplace):
+    main([*SMALL, "--data", "sums.jsonl", "--out", "some/where"])
+    read_description(workplace / "some" / "where")
+    assert not (workplace / "out").exists()
+
+
+def test_a_second_call_finds_the_data_prepared_and_changes_nothing(workplace, capsys):
+    main([*SMALL, "--data", "sums.jsonl"])
+    before = contents("out")
+    stamps = {path: os.stat(path).st_mtime_ns for path in before}
+    capsys.readouterr()
+    for more in ([], ["--overwrite"], ["--workers", "2"]):
+        main([*SMALL, "--data", "sums.jsonl", *more])
+        assert capsys.readouterr().out == "out/data/sums: already prepared from this text\n"
+    assert contents("out") == before
+    assert {path: os.stat(path).st_mtime_ns for path in before} == stamps
+
+
+CHANGES = {
+    "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
+    "another vocabulary": lambda: ["--vocab_size", "310"],
+    "another share": lambda: ["--val_fraction", "0.3"],
+    "bad lines skipped": lambda: ["--skip_bad_lines"],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplace, capfd, change):
+    main([*SMALL, "--data", "sums.jsonl"])
+    before = contents("out")
+    capfd.readouterr()
+    flags = ["--data", "sums.jsonl", *change()]
+    line = refused(capfd, *flags)
+    assert "out/data/sums was prepared from other text or with other settings" in line
+    assert "--overwrite" in line
+    assert "--out" in line
+    assert contents("out") == before
+
+    main([*SMALL, *flags, "--overwrite"])
+    assert contents("out") != before
+    assert "already" not in capfd.readouterr().out
+    main([*SMALL, *flags])
+    assert "already prepared" in capfd.readouterr().out
+
+
+def test_damaged_data_is_not_taken_for_prepared(workplace, capfd):
+    main([*SMALL, "--data", "sums.jsonl"])
+    shard = Path("out/data/sums/train-00000.bin")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    capfd.readouterr()
+    assert "--overwrite" in refused(capfd, "--data", "sums.jsonl")
+    main([*SMALL, "--data", "sums.jsonl", "--overwrite"])
+    assert shard.read_bytes() == whole
+
+
+def test_data_without_its_tokenizer_is_not_taken_for_prepared(workplace, capfd):
+    main([*SMALL, "--data", "sums.jsonl"])
+    Path("out/data/sums/tokenizer.model").unlink()
+    capfd.readouterr()
+    assert "--overwrite" in refused(capfd, "--data", "sums.jsonl")
+
+
+def test_another_tokenizer_under_the_same_name_is_noticed(workplace, capfd):
+    for vocab_size in ("300", "310"):
+        main(
+            [
+                "--data",
+                "sums.jsonl",
+                "--workers",
+                "1",
+                "--vocab_size",
+                vocab_size,
+                "--out",
+                vocab_size,
+            ]
+        )
+    shutil.copy("300/tokenizer.model", "t.model")
+    flags = ["--data", "sums.jsonl", "--out", "o", "--tokenizer", "t.model"]
+    main([*SMALL, *flags])
+    shutil.copy("310/tokenizer.model", "t.model")
+    capfd.readouterr()
+    assert "--overwrite" in refused(capfd, *flags)
+
+
+def test_a_folder_that_is_no_prepared_data_is_left_alone(workplace, capfd):
+    (workplace / "mine").mkdir()
+    (workplace / "mine" / "thesis.txt").write_text("years of work")
+    line = refused(capfd, "--data", "sums.jsonl", "--out", "mine")
+    assert "mine exists and is no prepared data" in line
+    assert (workplace / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_text_itself_is_never_overwritten(workplace, capfd):
+    folder = workplace / "text"
+    folder.mkdir()
+    shutil.move("sums.jsonl", folder / "sums.jsonl")
+    before = contents(folder)
+    refused(capfd, "--data", "text", "--out", "text", "--overwrite")
+    assert contents(folder) == before
+
+
+def test_a_file_in_the_place_of_the_folder_can_be_replaced_when_told_to(workplace, capfd):
+    Path("there").write_text("a file")
+    flags = ["--data", "sums.jsonl", "--out", "there"]
+    assert "there exists" in refused(capfd, *flags)
+    main([*SMALL, *flags, "--overwrite"])
+    read_description("there")
+    assert sorted(os.listdir()) == ["sums.jsonl", "there"]
+
+
+def write_bad(path: str, data: bytes) -> str:
+    Path(path).write_bytes(data)
+    return path
+
+
+def many_lines() -> bytes:
+    chooser = random.Random(0)
+    return b"".join(b'{"text": "%d"}\n' % chooser.randrange(10**9) for _ in range(1000))
+
+
+GOOD_LINE = b'{"text": "good"}\n'
+BAD_INPUTS = {
+    "no such file": (lambda: "nowhere.jsonl", ["nowhere.jsonl", "no such file"]),
+    "another kind of file": (lambda: write_bad("a.pdf", b"%PDF"), ["a.pdf", ".jsonl"]),
+    "an empty folder": (lambda: os.mkdir("empty") or "empty", ["empty", "no .txt"]),
+    "an empty file": (lambda: write_bad("a.jsonl", b""), ["text"]),
+    "no JSON": (lambda: write_bad("a.jsonl", GOOD_LINE * 3 + b"{\n"), ["a.jsonl, line 4"]),
+    "no text": (lambda: write_bad("a.jsonl", GOOD_LINE + b"{}\n"), ["a.jsonl, line 2", '"text"']),
+    "invalid UTF-8": (lambda: write_bad("a.txt", b"abc\xff"), ["a.txt", "UTF-8"]),
+    "cut gzip": (
+        lambda: write_bad("a.jsonl.gz", gzip.compress(many_lines())[:3000]),
+        ["a.jsonl.gz", "cannot be read"],
+    ),
+    "no gzip": (lambda: write_bad("a.jsonl.gz", GOOD_LINE), ["a.jsonl.gz", "cannot be read"]),
+    "too little text": (lambda: write_bad("a.txt", b"abc"), ["--vocab_size"]),
+    "too long a name": (lambda: "x" * 300 + ".txt", ["x" * 300]),
+}
+
+
+@pytest.mark.parametrize(("data", "expected"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_bad_data_ends_with_one_line_and_leaves_nothing(workplace, capfd, data, expected):
+    path = data()
+    before = sorted(os.listdir())
+    line = refused(capfd, "--data", path, "--out", "o")
+    assert all(words in line for words in expected)
+    assert sorted(os.listdir()) == before
+
+
+NONSENSE = {
+    "vocabulary of nothing": (["--vocab_size", "0"], "vocab_size 0"),
+    "negative vocabulary": (["--vocab_size", "-1"], "vocab_size -1"),
+    "vocabulary without room": (["--vocab_size", "256"], "vocab_size 256"),
+    "enormous vocabulary": (["--vocab_size", "1000000000000"], "1000000000000"),
+    "vocabulary in words": (["--vocab_size", "many"], "--vocab_size"),
+    "half a piece": (["--vocab_size", "300.5"], "--vocab_size"),
+    "negative share": (["--val_fraction", "-0.1"], "--val_fraction"),
+    "everything for validation": (["--val_fraction", "1"], "--val_fraction"),
+    "share that is no number": (["--val_fraction", "nan"], "--val_fraction"),
+    "no workers": (["--workers", "0"], "--workers"),
+    "negative workers": (["--workers", "-3"], "--workers"),
+    "unknown flag": (["--seed", "3"], "--seed"),
+    "no such tokenizer": (["--tokenizer", "nowhere.model"], "nowhere.model"),
+    "tokenizer that is text": (["--tokenizer", "sums.jsonl"], "sums.jsonl"),
+    "tokenizer that is a folder": (["--tokenizer", "."], "tokenizer"),
+    "output below a file": (["--out", "sums.jsonl/o"], "sums.jsonl"),
+    "the working folder as output": (["--out", ".", "--overwrite"], "--out"),
+    "output of too long a name": (["--out", "x" * 300], "xxx"),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_flags_end_with_one_line_that_names_them(workplace, capfd, flags, expected):
+    line = refused(capfd, "--data", "sums.jsonl", *flags)
+    assert expected in line
+    left = [path for path in Path().rglob("*") if path.is_file()]
+    assert left == [Path("sums.jsonl")]
+
+
+def test_bad_lines_are_skipped_when_told_to_and_reported(workplace, capsys):
+    with open("sums.jsonl", "ab") as file:
+        file.write(b"{broken\n" + GOOD_LINE)
+    main([*SMALL, "--data", "sums.jsonl", "--skip_bad_lines"])
+    printed = capsys.readouterr().out
+    assert "skipped 1 bad documents" in printed
+    assert "sums.jsonl, line 61: not JSON" in printed
+    description = read_description("out/data/sums")
+    assert sum(split["documents"] for split in description["splits"].values()) == 61
+
+
+def test_a_tokenizer_of_another_corpus_can_be_used(workplace, capsys):
+    main([*SMALL, "--data", "sums.jsonl"])
+    Path("b.txt").write_text("4 + 5 = 9\n" * 100)
+    main(["--data", "b.txt", "--workers", "1", "--tokenizer", "out/data/sums/tokenizer.model"])
+    models = [Path(f"out/data/{name}/tokenizer.model").read_bytes() for name in ("sums", "b")]
+    assert models[0] == models[1]
+    assert read_description("out/data/b")["vocab_size"] == 300
+
+
+def test_the_description_says_what_it_was_prepared_from(workplace):
+    main([*SMALL, "--data", "sums.jsonl", "--val_fraction", "0.3"])
+    source = json.loads(Path("out/data/sums/dataset.json").read_text(encoding="utf-8"))[
+        "prepared_from"
+    ]
+    assert source["files"] == 1
+    assert source["bytes_on_disk"] == os.path.getsize("sums.jsonl")
+    assert (source["vocab_size"], source["val_fraction"]) == (300, 0.3)

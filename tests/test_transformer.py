@@ -1,0 +1,341 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
+
+KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
+
+
+def tiny(**changes) -> LMConfig:
+    return LMConfig(
+        **{
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "vocab_size": 50,
+            "hidden_dim": 64,
+            "max_seq_len": 40,
+        }
+        | changes
+    )
+
+
+def transformer(seed=0, **changes) -> Transformer:
+    """In evaluation mode, with norm weights that are not all one."""
+    torch.manual_seed(seed)
+    model = Transformer(tiny(**changes)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.uniform_(0.5, 1.5)
+        else:
+            parameter.data.mul_(5)  # logits of ordinary size
+    return model
+
+
+def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
+    return torch.randint(50, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of wq or wk from interleaved pairs to transformers' (first half, second half)."""
+    rows = weight.unflatten(0, (heads, -1))
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
+
+
+def as_llama(model: Transformer) -> LlamaForCausalLM:
+    """transformers' Llama with the same weights."""
+    config = model.config
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            intermediate_size=config.hidden_dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_embeddings,
+            attn_implementation="eager",
+        )
+    )
+    weights = {
+        "model.embed_tokens.weight": model.tok_embeddings.weight,
+        "model.norm.weight": model.norm.weight,
+        "lm_head.weight": model.output.weight,
+    }
+    for i, block in enumerate(model.layers):
+        attention, feed_forward = block.attention, block.feed_forward
+        weights |= {
+            f"model.layers.{i}.{name}.weight": weight
+            for name, weight in {
+                "input_layernorm": block.attention_norm.weight,
+                "self_attn.q_proj": half_split(attention.wq.weight, config.n_heads),
+                "self_attn.k_proj": half_split(attention.wk.weight, config.n_kv_heads),
+                "self_attn.v_proj": attention.wv.weight,
+                "self_attn.o_proj": attention.wo.weight,
+                "post_attention_layernorm": block.ffn_norm.weight,
+                "mlp.gate_proj": feed_forward.w1.weight,
+                "mlp.down_proj": feed_forward.w2.weight,
+                "mlp.up_proj": feed_forward.w3.weight,
+            }.items()
+        }
+    llama.load_state_dict(weights)
+    return llama.eval()
+
+
+@KERNELS
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings, n_kv_heads):
+    model = transformer(
+        n_kv_heads=n_kv_heads, tie_embeddings=tie_embeddings, use_flash_attn=use_flash_attn
+    )
+    llama = as_llama(model)
+    for seq_len in (1, 7, 23, 40):
+        tokens = some_tokens(seq_len)
+        with torch.no_grad():
+            ours, theirs = model(tokens).logits, llama(tokens).logits
+        assert ours.std() > 0.1
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+def test_gradients_equal_those_of_transformers_llama(tie_embeddings):
+    model = transformer(tie_embeddings=tie_embeddings)
+    llama = as_llama(model)
+    tokens, targets = some_tokens(), some_tokens(seed=2)
+    model(tokens, targets).loss.backward()
+    F.cross_entropy(llama(tokens).logits.flatten(0, 1), targets.flatten()).backward()
+    inner = llama.model
+    for ours, theirs in (
+        (model.tok_embeddings, inner.embed_tokens),
+        (model.output, llama.lm_head),
+        (model.norm, inner.norm),
+        (model.layers[0].attention_norm, inner.layers[0].input_layernorm),
+        (model.layers[0].attention.wv, inner.layers[0].self_attn.v_proj),
+        (model.layers[1].feed_forward.w1, inner.layers[1].mlp.gate_proj),
+    ):
+        torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, atol=1e-5, rtol=1e-4)
+
+
+def log_probabilities(model: Transformer, tokens, targets) -> torch.Tensor:
+    log_p = model(tokens).logits.double().log_softmax(-1)
+    return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+
+
+def test_loss_is_the_mean_negative_log_probability_of_the_targets():
+    model = transformer()
+    tokens, targets = some_tokens(), some_tokens(seed=2)
+    out = model(tokens, targets)
+    assert out.logits is None
+    assert out.loss.dtype == torch.float32
+    expected = -log_probabilities(model, tokens, targets).mean()
+    torch.testing.assert_close(out.loss.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_ignored_targets_do_not_count_in_the_loss():
+    model = transformer()
+    tokens, targets = some_tokens(), some_tokens(seed=2)
+    targets[0, 3:] = IGNORE_INDEX
+    targets[2] = IGNORE_INDEX
+    counted = targets != IGNORE_INDEX
+    expected = -log_probabilities(model, tokens, targets)[counted].mean()
+    loss = model(tokens, targets).loss
+    torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=0)
+    logits = model(tokens).logits
+    same = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+    torch.testing.assert_close(loss, same)
+
+
+def test_without_reduction_every_position_has_its_loss_and_ignored_ones_zero():
+    model = transformer()
+    tokens, targets = some_tokens(), some_tokens(seed=2)
+    targets[1, ::2] = IGNORE_INDEX
+    losses = model(tokens, targets, reduction="none").loss
+    expected = torch.where(targets == IGNORE_INDEX, 0.0, -log_probabilities(model, tokens, targets))
+    torch.testing.assert_close(losses.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_the_loss_of_a_bf16_model_is_fp32():
+    model = transformer().bfloat16()
+    assert model(some_tokens()).logits.dtype == torch.bfloat16
+    assert model(some_tokens(), some_tokens(seed=2)).loss.dtype == torch.float32
+
+
+@KERNELS
+def test_future_tokens_do_not_change_past_logits(use_flash_attn):
+    model = transformer(use_flash_attn=use_flash_attn)
+    tokens = some_tokens()
+    before = model(tokens).logits
+    for t in range(1, tokens.shape[1]):
+        changed = tokens.clone()
+        changed[:, t:] = (changed[:, t:] + 1) % 50
+        after = model(changed).logits
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
+        assert not torch.allclose(after[:, t], before[:, t], atol=1e-3)
+
+
+@KERNELS
+def test_sequences_of_a_batch_do_not_influence_each_other(use_flash_attn):
+    model = transformer(use_flash_attn=use_flash_attn)
+    tokens = some_tokens(batch=4)
+    together = model(tokens).logits
+    for i in range(4):
+        torch.testing.assert_close(
+            model(tokens[i : i + 1]).logits[0], together[i], atol=1e-5, rtol=0
+        )
+
+
+def test_the_same_tokens_in_another_order_give_other_logits():
+    model = transformer()
+    tokens = some_tokens(seq_len=8, batch=1)
+    swapped = tokens[:, [1, 0, *range(2, 8)]]
+    assert not torch.allclose(model(tokens).logits[0, -1], model(swapped).logits[0, -1], atol=1e-3)
+
+
+def test_a_sequence_longer_than_the_context_is_refused():
+    model = transformer()
+    assert model(some_tokens(seq_len=40)).logits.shape == (3, 40, 50)
+    with pytest.raises(ValueError, match="sequence of 41 tokens, but max_seq_len is 40"):
+        model(some_tokens(seq_len=41))
+
+
+def test_dropout_acts_in_training_alone():
+    model, plain = transformer(dropout=0.5), transformer()
+    tokens = some_tokens()
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
+    model.train()
+    assert not torch.allclose(model(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "millions"),
+    [({}, 25.83), ({"dim": 768, "n_layers": 16}, 104.03)],
+)
+def test_the_documented_shapes_have_the_documented_number_of_parameters(changes, millions):
+    config = LMConfig(**changes)
+    with torch.device("meta"):
+        model = Transformer(config)
+    attention = 2 * config.dim**2 + 2 * config.dim * config.dim // 4  # 2 of 8 heads have keys
+    block = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
+    expected = config.vocab_size * config.dim + config.n_layers * block + config.dim
+    assert model.num_parameters() == expected
+    assert round(expected / 1e6, 2) == millions
+
+
+def test_an_untied_model_has_one_more_matrix():
+    tied, untied = transformer(), transformer(tie_embeddings=False)
+    assert untied.num_parameters() - tied.num_parameters() == 50 * 32
+    assert tied.output.weight is tied.tok_embeddings.weight
+    assert untied.output.weight is not untied.tok_embeddings.weight
+
+
+def test_parameter_names_are_those_of_llamas_release():
+    names = set(transformer(n_layers=1, tie_embeddings=False).state_dict())
+    block = {f"attention.{w}" for w in ("wq", "wk", "wv", "wo")}
+    block |= {f"feed_forward.{w}" for w in ("w1", "w2", "w3")} | {"attention_norm", "ffn_norm"}
+    expected = {f"layers.0.{name}" for name in block} | {"tok_embeddings", "norm", "output"}
+    assert names == {f"{name}.weight" for name in expected}
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+def test_weights_start_normal_and_residual_outputs_smaller_with_depth(tie_embeddings):
+    torch.manual_seed(0)
+    config = tiny(
+        dim=256, n_layers=8, vocab_size=600, tie_embeddings=tie_embeddings, hidden_dim=512
+    )
+    for name, parameter in Transformer(config).named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all()
+            continue
+        writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        expected = 0.02 / math.sqrt(2 * 8) if writes_residual else 0.02
+        assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+        assert abs(parameter.mean().item()) < expected / 50, name
+
+
+def test_an_untrained_model_predicts_every_token_alike():
+    torch.manual_seed(0)
+    loss = Transformer(tiny())(some_tokens(), some_tokens(seed=2)).loss
+    assert loss.item() == pytest.approx(math.log(50), abs=0.1)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+def test_flops_per_token_equal_a_count_by_hand(tie_embeddings):
+    model = transformer(vocab_size=100, tie_embeddings=tie_embeddings)
+    # Weights: output 100·32; per layer wq, wo 32·32, wk, wv 16·32, w1, w2, w3 32·64, norms 2·32;
+    # last norm 32: 3200 + 2·(2048 + 1024 + 6144 + 64) + 32 = 21792.
+    # Attention: 12 · 2 layers · 32 channels · 16 tokens = 12288.
+    assert model.flops_per_token(16) == 6 * 21_792 + 12_288
+
+
+def assert_rotations_are_whole(model: Transformer) -> None:
+    config = model.config
+    expected = precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
+    assert model.pos_cis.dtype == torch.complex64
+    assert torch.equal(model.pos_cis, expected)
+    assert dict(model.named_buffers())["pos_cis"] is model.pos_cis
+
+
+def test_pos_cis_is_not_saved():
+    assert "pos_cis" not in transformer().state_dict()
+
+
+CASTS = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "to device and dtype": lambda model: model.to("cpu", torch.float16),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "half and back": lambda model: model.half().float(),
+    "deepcopy": copy.deepcopy,
+    "deepcopy, cast": lambda model: copy.deepcopy(model).bfloat16(),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+def test_pos_cis_survives(cast):
+    assert_rotations_are_whole(cast(transformer()))
+
+
+def test_pos_cis_is_made_when_a_meta_model_becomes_real():
+    with torch.device("meta"):
+        model = Transformer(tiny())
+    assert model.pos_cis.is_meta
+    assert_rotations_are_whole(model.to_empty(device="cpu"))
+
+
+def test_pos_cis_follows_to_the_meta_device_and_back():
+    model = transformer().to("meta")
+    assert model.pos_cis.is_meta
+    assert_rotations_are_whole(model.to_empty(device="cpu"))
+
+
+def test_a_move_that_fails_leaves_pos_cis_in_place():
+    model = transformer()
+
+    def out_of_memory(tensor):
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model._apply(out_of_memory)
+    assert_rotations_are_whole(model)
+
+
+def test_a_cast_model_still_computes_with_exact_rotations():
+    model = transformer()
+    exact, cast = model(some_tokens()).logits, copy.deepcopy(model).bfloat16()(some_tokens()).logits
+    torch.testing.assert_close(cast.float(), exact, atol=0.2, rtol=0)
+
+
+def test_ddp_is_told_to_leave_pos_cis_alone():
+    assert "pos_cis" in Transformer._ddp_params_and_buffers_to_ignore
