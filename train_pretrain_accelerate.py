@@ -185,16 +185,21 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 
     seed_everything(args.seed)  # the same initial weights on every process
     model = Transformer(config)
-    flops_per_token = model.flops_per_token(config.max_seq_len)
+    model_flops = model.flops_per_token(config.max_seq_len)
     optimizer = build_optimizer(model, args, accelerator)
     model, optimizer = accelerator.prepare(model, optimizer)
     state = TrainingState(accelerator, model, optimizer)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
 
     first_step = choice.step + 1
-    tokens_per_step = samples_per_step * config.max_seq_len
     log = TrainingLog(
-        accelerator, choice.folder, args, tokens_per_step, flops_per_token, total_steps, first_step
+        accelerator,
+        choice.folder.metrics,
+        args.log_interval,
+        tokens_per_step=samples_per_step * config.max_seq_len,
+        flops_per_token=model_flops,
+        total_steps=total_steps,
+        first_step=first_step,
     )
     if choice.checkpoint:
         load_checkpoint(choice.checkpoint, state, log)
@@ -202,7 +207,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     sampler = MicroBatchSampler(
         len(train_set), *position, seed=args.seed, start=choice.step * samples_per_step
     )
-    val_loader = val_set and validation_loader(val_set, args, accelerator)
+    val_loader = val_set and validation_loader(
+        val_set, args.batch_size, args.eval_samples, accelerator
+    )
     learning_rate = LearningRate.from_arguments(args, total_steps)
     log.say(start_block(args, config, engine, train_set, val_loader, model, learning_rate, choice))
     choice.folder.write_settings(args, config, engine)

@@ -12,8 +12,8 @@ import pytest
 
 from data.packing import PackingOptions, prepare
 
-# By default OpenMP's threads spin while they wait for each other. Where another program wants the
-# cores as well, a step of a tiny model then takes a hundred times as long. Read when torch is loaded.
+# OpenMP's threads spin while they wait for each other. Where another program wants the cores too, a
+# step of a tiny model then takes a hundred times as long. Must be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent

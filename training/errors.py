@@ -31,7 +31,7 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             time.sleep(3)
             program = f"{program} (rank {rank})"
         sys.stdout.flush()
-        if "Traceback (most recent" in message:  # of a worker process; the message comes last
+        if "Traceback" in message:  # of a worker process; the message comes last
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)

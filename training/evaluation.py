@@ -9,18 +9,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from data.dataset import PackedDataset
-from training.arguments import TrainingArguments
 
 
 def validation_loader(
-    dataset: PackedDataset, args: TrainingArguments, accelerator: Accelerator
+    dataset: PackedDataset, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """This process's batches of at most eval_samples sequences (0: all), spread over the split."""
-    n = len(dataset) if args.eval_samples == 0 else min(len(dataset), args.eval_samples)
+    """This process's batches of at most max_samples sequences (0: all), spread over the split."""
+    n = len(dataset) if max_samples == 0 else min(len(dataset), max_samples)
     chosen = np.linspace(0, len(dataset) - 1, n).astype(int).tolist()
     # With a generator of its own the loader draws nothing from the global one, which drives
     # dropout.
-    loader = DataLoader(Subset(dataset, chosen), args.batch_size, generator=torch.Generator())
+    loader = DataLoader(Subset(dataset, chosen), batch_size, generator=torch.Generator())
     return accelerator.prepare_data_loader(loader)
 
 

@@ -13,10 +13,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from training.arguments import TrainingArguments
 from training.hardware import device_name, mfu, peak_flops
 from training.progress import progress_bar
-from training.run_folder import RunFolder
 
 
 class TrainingLog:
@@ -27,8 +25,8 @@ class TrainingLog:
 
     Args:
         accelerator: after `prepare`; only its main process writes.
-        folder: its metrics.jsonl is gone on with.
-        args: log_interval counts here; the first and the last step are reported too.
+        path: metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped.
+        log_interval: steps between reports; the first and the last step report too.
         tokens_per_step: of all processes together.
         flops_per_token: see `Transformer.flops_per_token`.
         total_steps: of the run.
@@ -38,21 +36,21 @@ class TrainingLog:
     def __init__(
         self,
         accelerator: Accelerator,
-        folder: RunFolder,
-        args: TrainingArguments,
+        path: Path,
+        log_interval: int,
         tokens_per_step: int,
         flops_per_token: int,
         total_steps: int,
         first_step: int,
     ):
         self.accelerator = accelerator
-        self.total_steps, self.log_interval = total_steps, args.log_interval
+        self.total_steps, self.log_interval = total_steps, log_interval
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak = peak_flops(device_name(accelerator.device))
         self._file = None
         if accelerator.is_main_process:
-            drop_rows_from(folder.metrics, first_step)
-            self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115, closed in close()
+            drop_rows_from(path, first_step)
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close()
         self.bar = progress_bar(
             total_steps,
             desc="step",

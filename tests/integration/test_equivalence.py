@@ -1,0 +1,171 @@
+"""The same global batch gives the same run, whoever computes it: as plain PyTorch does."""
+
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Trained, train
+from torch.nn import functional as F
+
+from data.dataset import PackedDataset
+from data.order import MicroBatchSampler
+from model import LMConfig, Transformer
+
+pytestmark = pytest.mark.slow
+
+STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 6, 8, 32, 7
+PEAK, WARMUP = 1e-3, 2
+TOLERANCE = 1e-4
+# engine, processes, batch_size, accumulation_steps: a global batch of 8 each
+SHARED_OUT = {
+    "plain 8": ("plain", 1, 8, 1),
+    "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
+    "DDP 2 x 4": ("ddp", 2, 4, 1),
+    "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
+    "ZeRO-2 1 x 8": ("zero2", 1, 8, 1),
+    "ZeRO-2 2 x 4": ("zero2", 2, 4, 1),
+    "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
+}
+CLIPPED, UNCLIPPED = 0.1, 0.0
+
+
+@dataclass
+class Reference:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+    averages: dict[str, torch.Tensor]
+
+
+def plain_pytorch(data: Path, grad_clip: float) -> Reference:
+    """Training by hand: one process, one batch, nothing of `training/`."""
+    train_set = PackedDataset(data, "train", SEQ_LEN)
+    torch.manual_seed(SEED)
+    model = Transformer(
+        LMConfig(
+            dim=32, n_layers=2, n_heads=4, max_seq_len=SEQ_LEN, vocab_size=train_set.vocab_size
+        )
+    )
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    scales = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
+    batches = iter(MicroBatchSampler(len(train_set), GLOBAL_BATCH, seed=SEED))
+    losses, grad_norms = [], []
+    for step in range(1, STEPS + 1):
+        wave = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+        rate = step / WARMUP if step < WARMUP else 0.1 + 0.9 * wave
+        samples = [train_set[i] for i in next(batches)]
+        tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        if grad_clip and norm > grad_clip:
+            for p in model.parameters():
+                p.grad *= grad_clip / norm
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK * rate
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        grad_norms.append(norm.item())
+    parameters = dict(model.named_parameters())
+    averages = {
+        f"{name}.{key}": optimizer.state[p][key]
+        for name, p in parameters.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return Reference(losses, grad_norms, {n: p.detach() for n, p in parameters.items()}, averages)
+
+
+@pytest.fixture(scope="module")
+def reference(packed):
+    """The same by hand, for each clipping."""
+    return {grad_clip: plain_pytorch(packed, grad_clip) for grad_clip in (CLIPPED, UNCLIPPED)}
+
+
+def flags(batch_size: int, accumulation_steps: int, grad_clip: float) -> str:
+    return (
+        f"--batch_size {batch_size} --accumulation_steps {accumulation_steps} "
+        f"--grad_clip {grad_clip} --max_steps {STEPS} --learning_rate {PEAK} "
+        f"--warmup_steps {WARMUP} --seed {SEED} --dtype float32 --save_interval 3"
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(packed, tmp_path_factory):
+    """Runs, each of them launched once, when it is first asked for."""
+    out_dir, done = tmp_path_factory.mktemp("runs"), {}
+
+    def get(name: str, grad_clip: float) -> Trained:
+        if (name, grad_clip) not in done:
+            engine, processes, *sizes = SHARED_OUT[name]
+            path = out_dir / f"run-{len(done)}"
+            done[name, grad_clip] = train(engine, processes, packed, path, flags(*sizes, grad_clip))
+        return done[name, grad_clip]
+
+    return get
+
+
+def largest_difference(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def relative(averages: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict:
+    """In units of the largest one of each tensor: squares of gradients are tiny numbers."""
+    return {name: value / reference[name].abs().max() for name, value in averages.items()}
+
+
+def assert_same_end(run: Trained, reference: Reference) -> None:
+    assert largest_difference(run.tensors(), reference.weights) <= TOLERANCE
+    by_hand = reference.averages
+    averages = relative(run.tensors("optimizer"), by_hand)
+    assert largest_difference(averages, relative(by_hand, by_hand)) <= 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("grad_clip", [CLIPPED, UNCLIPPED])
+@pytest.mark.parametrize("name", SHARED_OUT)
+def test_every_engine_trains_as_plain_pytorch_does(name, grad_clip, runs, reference):
+    run, by_hand = runs(name, grad_clip), reference[grad_clip]
+    assert run.column("loss") == pytest.approx(by_hand.losses, abs=TOLERANCE)
+    assert run.column("grad_norm") == pytest.approx(by_hand.grad_norms, abs=TOLERANCE)
+    assert_same_end(run, by_hand)
+
+
+def test_the_clipping_that_was_tested_does_clip(reference):
+    clipped, unclipped = reference[CLIPPED], reference[UNCLIPPED]
+    assert min(clipped.grad_norms) > 2 * CLIPPED
+    assert largest_difference(clipped.weights, unclipped.weights) > 10 * TOLERANCE
+    averages = [relative(r.averages, unclipped.averages) for r in (clipped, unclipped)]
+    assert largest_difference(*averages) > 0.5
+
+
+def test_validation_does_not_depend_on_who_shares_it(runs):
+    """Its samples are an odd number, so that one of two processes has fewer."""
+    results = [runs(name, CLIPPED).rows("val_loss")[-1] for name in SHARED_OUT]
+    assert {row["val_samples"] for row in results} == {results[0]["val_samples"]}
+    assert results[0]["val_samples"] % 2 == 1
+    expected = pytest.approx(results[0]["val_loss"], abs=TOLERANCE)
+    assert [row["val_loss"] for row in results] == [expected] * len(results)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("ZeRO-2 2 x 4", "plain 8"), ("plain 8", "ZeRO-2 2 x 2 x 2 accumulation")]
+)
+def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
+    before, after, runs, reference, packed, tmp_path
+):
+    checkpoint = runs(before, CLIPPED).checkpoint(3)
+    moved = tmp_path / "moved"
+    shutil.copytree(checkpoint, moved / "checkpoints" / checkpoint.name)
+    engine, processes, *sizes = SHARED_OUT[after]
+    resumed = train(engine, processes, packed, moved, flags(*sizes, CLIPPED) + f" --resume {moved}")
+    assert resumed.column("step") == [4, 5, 6]
+    assert resumed.column("loss") == pytest.approx(reference[CLIPPED].losses[3:], abs=TOLERANCE)
+    assert_same_end(resumed, reference[CLIPPED])

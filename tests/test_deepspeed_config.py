@@ -1,0 +1,309 @@
+import copy
+import json
+
+import pytest
+import torch
+from conftest import REPOSITORY
+
+from training.arguments import TrainingArguments
+from training.deepspeed_config import AUTO_DEFAULTS, read_config, resolve
+from training.errors import UsageError
+
+ARGS = TrainingArguments(
+    batch_size=4,
+    accumulation_steps=3,
+    learning_rate=2e-4,
+    weight_decay=0.05,
+    grad_clip=0.7,
+    beta1=0.8,
+    beta2=0.97,
+)
+WORLD_SIZE = 2
+
+
+@pytest.fixture
+def config() -> dict:
+    """The repository's own file."""
+    return json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
+
+
+def resolved(config: dict, args: TrainingArguments = ARGS) -> dict:
+    return resolve(config, args, WORLD_SIZE, "my.json")
+
+
+def refused(config: dict, args: TrainingArguments = ARGS) -> str:
+    with pytest.raises(UsageError) as error:
+        resolved(config, args)
+    assert "my.json" in str(error.value)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def put(config: dict, key: str, value) -> dict:
+    config = copy.deepcopy(config)
+    *parents, name = key.split(".")
+    section = config
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    section[name] = value
+    return config
+
+
+def get(config: dict, key: str):
+    for name in key.split("."):
+        config = config[name]
+    return config
+
+
+def all_values(config) -> list:
+    if isinstance(config, dict):
+        return [value for section in config.values() for value in all_values(section)]
+    if isinstance(config, list):
+        return [value for item in config for value in all_values(item)]
+    return [config]
+
+
+FILLED = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 3,
+    "train_batch_size": 24,
+    "gradient_clipping": 0.7,
+    "bf16.enabled": True,
+    "fp16.enabled": False,
+    "optimizer.params.lr": 2e-4,
+    "optimizer.params.weight_decay": 0.05,
+    "optimizer.params.betas": [0.8, 0.97],
+    "optimizer.params.eps": 1e-8,
+}
+
+
+def test_the_repositorys_file_keeps_no_auto(config):
+    assert "auto" in all_values(config)
+    assert "auto" not in all_values(resolved(config))
+
+
+@pytest.mark.parametrize(("key", "value"), FILLED.items())
+def test_flags_fill_every_auto(config, key, value):
+    assert get(resolved(put(config, key, "auto")), key) == value
+
+
+@pytest.mark.parametrize(("key", "value"), FILLED.items())
+def test_flags_fill_what_is_missing(config, key, value):
+    *parents, name = key.split(".")
+    del (get(config, ".".join(parents)) if parents else config)[name]
+    assert get(resolved(config), key) == value
+
+
+def test_missing_sections_are_filled(config):
+    assert all(
+        get(resolved({"zero_optimization": {"stage": 2}}), key) == FILLED[key]
+        for key in FILLED
+        if not key.startswith("optimizer")
+    )
+
+
+@pytest.mark.parametrize(("key", "value"), FILLED.items())
+def test_a_number_equal_to_the_flags_is_accepted(config, key, value):
+    assert get(resolved(put(config, key, value)), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "in_file", "flag", "by_flags"),
+    [
+        ("train_micro_batch_size_per_gpu", 8, "--batch_size", "4"),
+        ("gradient_accumulation_steps", 1, "--accumulation_steps", "3"),
+        ("train_batch_size", 32, "--batch_size × --accumulation_steps × processes", "24"),
+        ("gradient_clipping", 1.0, "--grad_clip", "0.7"),
+        ("bf16.enabled", False, "--dtype bfloat16", "true"),
+        ("fp16.enabled", True, "--dtype bfloat16", "false"),
+        ("optimizer.params.lr", 0.001, "--learning_rate", "0.0002"),
+        ("optimizer.params.weight_decay", 0.1, "--weight_decay", "0.05"),
+        ("optimizer.params.betas", [0.9, 0.999], "--beta1 --beta2", "[0.8, 0.97]"),
+        ("optimizer.params.eps", 1e-6, "this script", "1e-08"),
+    ],
+)
+def test_a_contradiction_names_key_flag_and_both_values(config, key, in_file, flag, by_flags):
+    message = refused(put(config, key, in_file))
+    for part in (key, json.dumps(in_file), flag, by_flags):
+        assert part in message
+
+
+@pytest.mark.parametrize("grad_clip", [0.0, 0.1, 1.0])
+def test_clipping_is_what_the_flag_says(config, grad_clip):
+    args = TrainingArguments(grad_clip=grad_clip)
+    assert resolved(config, args)["gradient_clipping"] == grad_clip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bf16", "fp16"),
+    [("bfloat16", True, False), ("float16", False, True), ("float32", False, False)],
+)
+def test_precision_is_what_the_flag_says(config, dtype, bf16, fp16):
+    config = resolved(config, TrainingArguments(dtype=dtype))
+    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (bf16, fp16)
+
+
+@pytest.mark.parametrize("key", AUTO_DEFAULTS)
+def test_autos_of_trainer_files_get_a_value(config, key):
+    assert get(resolved(put(config, key, "auto")), key) == AUTO_DEFAULTS[key]
+
+
+@pytest.mark.parametrize("key", AUTO_DEFAULTS)
+def test_a_bucket_that_was_set_stays(config, key):
+    assert get(resolved(put(config, key, 12345)), key) == 12345
+
+
+@pytest.mark.parametrize(
+    "key", ["steps_per_print", "zero_optimization.sub_group_size", "activation.checkpointing.deep"]
+)
+def test_an_auto_that_nothing_fills_is_refused(config, key):
+    message = refused(put(config, key, "auto"))
+    assert key in message
+    assert "auto" in message
+
+
+def test_a_scheduler_is_refused(config):
+    message = refused(put(config, "scheduler.type", "WarmupLR"))
+    assert "scheduler" in message
+    assert "--lr_schedule" in message
+
+
+@pytest.mark.parametrize("stage", [0, 3, "auto", None, "2"])
+def test_stages_that_are_not_supported_are_refused(config, stage):
+    message = refused(put(config, "zero_optimization.stage", stage))
+    assert "zero_optimization.stage" in message
+    assert repr(stage) in message
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_one_and_two_are_accepted(config, stage):
+    assert (
+        resolved(put(config, "zero_optimization.stage", stage))["zero_optimization"]["stage"]
+        == stage
+    )
+
+
+@pytest.mark.parametrize("kind", ["Lion", "Muon", "OneBitAdam"])
+def test_another_optimizer_is_refused(config, kind):
+    assert "AdamW" in refused(put(config, "optimizer.type", kind))
+
+
+@pytest.mark.parametrize("key", ["bf16", "optimizer.params", "optimizer"])
+@pytest.mark.parametrize("value", [None, "auto", True, [1]])
+def test_a_section_that_is_not_one_is_refused_by_name(config, key, value):
+    assert key.split(".")[-1] in refused(put(config, key, value))
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_an_optimizer_without_a_type_is_adamw(config, tools, has_compiler):
+    tools(*(["ninja", "c++"] if has_compiler else []))
+    del config["optimizer"]["type"]
+    assert resolved(config)["optimizer"]["type"] == "AdamW"
+    del config["optimizer"]["params"]["torch_adam"]
+    if has_compiler:
+        assert resolved(config)["optimizer"]["type"] == "AdamW"
+    else:
+        assert "AdamW" in refused(config)
+
+
+def test_without_an_optimizer_section_none_is_added(config):
+    del config["optimizer"]
+    config = resolved(config)
+    assert "optimizer" not in config
+    assert "auto" not in all_values(config)
+
+
+def test_what_was_given_is_not_changed(config):
+    before = copy.deepcopy(config)
+    resolved(config)
+    assert config == before
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A PATH with nothing but the tools named."""
+
+    def only(*names: str) -> None:
+        for name in names:
+            (tmp_path / name).touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    only()
+    return only
+
+
+@pytest.fixture
+def own_adam(config) -> dict:
+    del config["optimizer"]["params"]["torch_adam"]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "compiler", "there", "missing"),
+    [
+        (False, "c++", [], "ninja and c++"),
+        (False, "c++", ["ninja"], "c++"),
+        (False, "c++", ["c++"], "ninja"),
+        (True, "nvcc", [], "ninja and nvcc"),
+        (True, "nvcc", ["ninja"], "nvcc"),
+    ],
+)
+def test_deepspeeds_own_adam_is_refused_without_a_compiler(
+    own_adam, tools, monkeypatch, has_gpu, compiler, there, missing
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    tools(*there)
+    message = refused(own_adam)
+    assert f"compiled with {missing}," in message
+    assert '"torch_adam": true' in message
+    tools("ninja", compiler)
+    resolved(own_adam)
+
+
+def test_torch_adam_false_counts_as_deepspeeds_own(config, tools):
+    assert "torch_adam" in refused(put(config, "optimizer.params.torch_adam", False))
+
+
+def test_no_compiler_is_needed_for_the_repositorys_file(config, tools):
+    resolved(config)
+
+
+def test_no_compiler_is_needed_without_an_optimizer_section(config, tools):
+    del config["optimizer"]
+    resolved(config)
+
+
+def test_a_sound_file_is_read():
+    assert read_config(str(REPOSITORY / "ds_config.json"))["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ("{'stage': 2}", "not JSON"),
+        ("[]", "zero_optimization"),
+        ("{}", "zero_optimization"),
+        ('{"zero_optimization": 2}', "zero_optimization"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, says):
+    path = tmp_path / "ds.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=says) as error:
+        read_config(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(UsageError, match=r"ds\.json"):
+        read_config(str(path))
+
+
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="DeepSpeed configuration"):
+        read_config(str(tmp_path / name))

@@ -1,0 +1,199 @@
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import REPOSITORY
+
+from training.arguments import TrainingArguments
+from training.engine import _check_launch, _name, _use_all_cores, build_engine, deepspeed_plugin
+from training.errors import UsageError
+
+BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch) -> dict:
+    """An environment without launcher, restored after the test."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in launcher
+    }
+    monkeypatch.setattr(os, "environ", clean)
+    return clean
+
+
+def refused(args: TrainingArguments, deepspeed: bool = False, has_gpu: bool = False) -> str:
+    with pytest.raises(UsageError) as error:
+        _check_launch(args, deepspeed, has_gpu)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def fake_gpu(monkeypatch, has_bf16: bool = True, devices: int = 1) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+
+
+@pytest.mark.parametrize("deepspeed", [True, False])
+@pytest.mark.parametrize("args", [BF16, FP32])
+def test_nothing_to_say_about_a_plain_launch(args, deepspeed):
+    _check_launch(args, deepspeed, has_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("launched", "args"), [("fp16", BF16), ("bf16", FP32), ("fp8", BF16), ("fp16", FP32)]
+)
+def test_a_precision_of_the_launcher_that_contradicts_the_flag_is_refused(environ, launched, args):
+    environ["ACCELERATE_MIXED_PRECISION"] = launched
+    message = refused(args)
+    assert f"--mixed_precision {launched}" in message
+    assert f"--dtype is {args.dtype}" in message
+
+
+@pytest.mark.parametrize("launched", ["no", "bf16"])
+def test_a_precision_of_the_launcher_that_agrees_or_is_silent_passes(environ, launched):
+    environ["ACCELERATE_MIXED_PRECISION"] = launched
+    _check_launch(BF16, deepspeed=False, has_gpu=False)
+
+
+def test_float16_is_refused_on_a_cpu():
+    message = refused(FP16)
+    assert "float16" in message
+    assert "bfloat16 or float32" in message
+
+
+def test_bfloat16_is_refused_on_a_gpu_without_it(monkeypatch):
+    fake_gpu(monkeypatch, has_bf16=False)
+    message = refused(BF16, has_gpu=True)
+    assert "Tesla V100" in message
+    assert "--dtype float16" in message
+    _check_launch(FP16, deepspeed=False, has_gpu=True)
+
+
+@pytest.mark.parametrize("value", ["true", "True", "1", "yes"])
+def test_a_cpu_launch_that_would_switch_deepspeed_off_is_refused(environ, value):
+    environ["ACCELERATE_USE_CPU"] = value
+    assert "DeepSpeed" in refused(BF16, deepspeed=True)
+
+
+def test_a_cpu_launch_that_starts_one_process_whatever_was_asked_is_refused(environ):
+    environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "29500"}
+    message = refused(BF16)
+    assert "--num_processes" in message
+    assert "--multi_gpu" in message
+
+
+def test_a_cpu_launch_of_real_processes_passes(environ):
+    environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "29500", "RANK": "0"}
+    _check_launch(BF16, deepspeed=False, has_gpu=False)
+
+
+def test_accumulation_of_the_launcher_that_contradicts_the_flag_is_refused(environ):
+    environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "8"
+    message = refused(TrainingArguments(accumulation_steps=4))
+    assert "--gradient_accumulation_steps 8" in message
+    assert "--accumulation_steps is 4" in message
+
+
+@pytest.mark.parametrize("value", ["auto", "4"])
+def test_accumulation_of_the_launcher_that_agrees_passes(environ, value):
+    environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = value
+    _check_launch(TrainingArguments(accumulation_steps=4), deepspeed=True, has_gpu=False)
+
+
+def test_more_processes_than_gpus_are_refused(environ, monkeypatch):
+    fake_gpu(monkeypatch, devices=2)
+    environ["LOCAL_WORLD_SIZE"] = "4"
+    message = refused(BF16, has_gpu=True)
+    assert "4 processes for 2 GPUs" in message
+    assert "--num_processes 2" in message
+    environ["LOCAL_WORLD_SIZE"] = "2"
+    _check_launch(BF16, deepspeed=False, has_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("processes", "zero_stage", "says"),
+    [
+        (1, 2, "DeepSpeed ZeRO-2"),
+        (4, 1, "DeepSpeed ZeRO-1"),
+        (2, None, "DDP, not DeepSpeed"),
+        (1, None, "single process"),
+    ],
+)
+def test_the_engine_has_a_name_for_people(processes, zero_stage, says):
+    assert says in _name(SimpleNamespace(num_processes=processes), zero_stage)
+
+
+def test_ddp_names_the_flag_that_gives_deepspeed():
+    assert "--use_deepspeed" in _name(SimpleNamespace(num_processes=2), None)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "cores", "used"), [(1, 6, 6), (2, 6, 3), (4, 6, 1), (8, 6, 1)]
+)
+def test_the_cores_are_divided_among_the_processes(
+    environ, monkeypatch, threads, local_world_size, cores, used
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "OMP_NUM_THREADS": "1"}
+    _use_all_cores()
+    assert torch.get_num_threads() == used
+
+
+def test_a_number_of_threads_that_the_user_chose_stays(environ, threads):
+    environ["OMP_NUM_THREADS"] = "3"
+    _use_all_cores()
+    assert torch.get_num_threads() == 1  # as it was
+
+
+@pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
+def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerator, args, precision):
+    type(accelerator.state)._reset_state(reset_partial_state=True)
+    engine = build_engine(args)
+    assert engine.name.startswith("single process")
+    assert engine.zero_stage is None
+    assert engine.accelerator.mixed_precision == precision
+    assert engine.accelerator.num_processes == 1
+
+
+def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
+    environ |= {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
+        "WORLD_SIZE": "2",
+        "ACCELERATE_GRADIENT_CLIPPING": "9.0",
+    }
+    plugin = deepspeed_plugin(TrainingArguments(batch_size=4, accumulation_steps=3, grad_clip=0.7))
+    assert plugin.zero_stage == 2
+    assert plugin.deepspeed_config["gradient_clipping"] == 0.7
+    assert plugin.deepspeed_config["train_batch_size"] == 24
+    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 3
+    assert plugin.deepspeed_config["bf16"]["enabled"] is True
+
+
+def test_the_launchers_own_zero_flags_make_a_configuration(environ):
+    environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "WORLD_SIZE": "1"}
+    plugin = deepspeed_plugin(TrainingArguments(batch_size=4, grad_clip=0.7))
+    assert plugin.zero_stage == 2
+    assert plugin.deepspeed_config["gradient_clipping"] == 0.7
+
+
+def test_what_accelerate_rejects_is_said_in_one_line(environ, tmp_path):
+    environ |= {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
+        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero_stage",
+    }
+    with pytest.raises(UsageError, match=r"ds_config\.json.*zero_stage") as error:
+        deepspeed_plugin(BF16)
+    assert "\n" not in str(error.value)

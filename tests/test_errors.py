@@ -1,0 +1,73 @@
+import errno
+import os
+
+import pytest
+
+from training import errors
+from training.errors import EXIT_CODE, UsageError, one_line_errors
+
+
+class OtherError(Exception):
+    pass
+
+
+def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
+    """What a program says on stderr when this error ends it with exit code 2."""
+    with pytest.raises(SystemExit) as ended, one_line_errors("prog", *expected):
+        raise error
+    assert ended.value.code == EXIT_CODE == 2
+    return capsys.readouterr().err
+
+
+def test_an_expected_error_is_one_line_on_stderr(capsys):
+    assert ended_by(UsageError("--dim is 7"), capsys, UsageError) == "prog: error: --dim is 7\n"
+
+
+def test_subclasses_of_what_is_expected_count(capsys):
+    assert ended_by(UsageError("x"), capsys, ValueError) == "prog: error: x\n"
+
+
+def test_an_error_that_brings_a_traceback_along_is_still_one_line(capsys):
+    said = ended_by(UsageError("Traceback ...\n  File x\n\nthe reason\n"), capsys, UsageError)
+    assert said == "prog: error: the reason\n"
+
+
+def test_an_error_without_words_does_not_become_another_error(capsys):
+    assert ended_by(UsageError(), capsys, UsageError).startswith("prog: error:")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_line_whatever_was_expected(capsys, code):
+    said = ended_by(OSError(code, os.strerror(code), "out/x.bin"), capsys)
+    assert said.startswith("prog: error: no space left on the disk: ")
+    assert "out/x.bin" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [OtherError("boom"), OSError(errno.EIO, "input/output error")])
+def test_other_errors_keep_their_traceback(error):
+    with pytest.raises(type(error)), one_line_errors("prog", UsageError):
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0)])
+def test_interrupts_and_exits_pass_through(error):
+    with pytest.raises(type(error)), one_line_errors("prog", Exception):
+        raise error
+
+
+def test_no_error_no_word(capsys):
+    with one_line_errors("prog", UsageError):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_rank_zero_speaks_first_and_others_say_who_they_are(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(errors.time, "sleep", waited.append)
+    monkeypatch.setenv("RANK", "0")
+    assert ended_by(UsageError("x"), capsys, UsageError) == "prog: error: x\n"
+    assert waited == []
+    monkeypatch.setenv("RANK", "3")
+    assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
+    assert waited

@@ -1,0 +1,62 @@
+import pytest
+
+from model import LMConfig
+from training.memory import activation_bytes, model_state_bytes
+
+N = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero_stage", "processes", "bytes_per_parameter"),
+    [
+        # without DeepSpeed: fp32 weights 4, gradients 4, averages 8
+        ("bfloat16", None, 1, 16),
+        ("bfloat16", None, 4, 16),
+        ("float32", None, 4, 16),
+        # 16 bits: weights 2, gradients 2 + 4 accumulated, master 4 and averages 8
+        ("bfloat16", 1, 1, 2 + 6 + 12),
+        ("bfloat16", 1, 4, 2 + 6 + 3),
+        ("bfloat16", 2, 1, 2 + 6 + 12),
+        ("bfloat16", 2, 4, 2 + 1.5 + 3),
+        ("float16", 2, 4, 2 + 1.5 + 3),
+        ("bfloat16", 3, 4, 0.5 + 1.5 + 3),
+        # fp32: twice the weights and gradients
+        ("float32", 2, 1, 4 + 8 + 12),
+        ("float32", 2, 4, 4 + 2 + 3),
+    ],
+)
+def test_weights_gradients_and_averages_by_hand(dtype, zero_stage, processes, bytes_per_parameter):
+    states = model_state_bytes(N, dtype, zero_stage, processes)
+    assert states == pytest.approx(N * bytes_per_parameter)
+
+
+def test_offload_takes_master_and_averages_off_the_device():
+    assert model_state_bytes(N, "bfloat16", 2, 4, offload=True) == N * (2 + 1.5)
+
+
+def small(**changes) -> LMConfig:
+    settings = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 100}
+    return LMConfig(**settings | {"max_seq_len": 32} | changes)
+
+
+def test_activations_with_fused_attention_by_hand():
+    layer = 64 * (6 * 2 + 4 * 4) + 128 * 4 * 2
+    by_hand = 8 * 32 * (2 * layer + 100 * (2 + 8))
+    assert activation_bytes(small(use_flash_attn=True), 8, "bfloat16") == by_hand
+
+
+def test_activations_with_plain_attention_hold_the_scores_too():
+    fused = activation_bytes(small(use_flash_attn=True), 8, "bfloat16")
+    plain = activation_bytes(small(), 8, "bfloat16")
+    assert plain - fused == 8 * 2 * 4 * 32 * 32 * (4 + 4 + 2)  # batch, layers, heads, T × T
+
+
+def test_activations_in_fp32_by_hand():
+    layer = 64 * (6 * 4 + 4 * 4) + 128 * 4 * 4
+    by_hand = 8 * 32 * (2 * layer + 100 * (4 + 8))
+    assert activation_bytes(small(use_flash_attn=True), 8, "float32") == by_hand
+
+
+def test_activations_grow_with_the_batch():
+    one, eight = (activation_bytes(small(), b, "bfloat16") for b in (1, 8))
+    assert eight == 8 * one

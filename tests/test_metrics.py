@@ -1,0 +1,267 @@
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from training import metrics
+from training.metrics import TrainingLog
+
+FLOPS_PER_TOKEN = 1000
+
+
+class Clock:
+    """In place of the module `time`: stands still until told otherwise."""
+
+    now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def start(accelerator, tmp_path):
+    """Makes a TrainingLog; closes it in the end."""
+    made = []
+
+    def start(accelerator=accelerator, **changes) -> TrainingLog:
+        settings = {
+            "log_interval": 1,
+            "tokens_per_step": 640,
+            "flops_per_token": FLOPS_PER_TOKEN,
+            "total_steps": 100,
+            "first_step": 1,
+        }
+        made.append(TrainingLog(accelerator, tmp_path / "metrics.jsonl", **settings | changes))
+        return made[-1]
+
+    yield start
+    for log in made:
+        log.close()
+
+
+def no_constant(name: str):
+    raise ValueError(f"{name} is not JSON")
+
+
+def rows(path: Path) -> list[dict]:
+    text = (path / "metrics.jsonl").read_text(encoding="utf-8")
+    assert text.endswith("\n") or not text
+    return [json.loads(line, parse_constant=no_constant) for line in text.splitlines()]
+
+
+def feed(log: TrainingLog, step: int, losses: list[float], grad_norm=0.5) -> None:
+    for loss in losses:
+        log.micro_batch(torch.tensor(loss))
+    log.step(step, learning_rate=1e-3, grad_norm=grad_norm, epoch=step / 100)
+
+
+def test_the_logged_loss_is_the_mean_over_every_micro_batch_since_the_last_line(
+    start, clock, tmp_path
+):
+    log = start(log_interval=2)
+    losses = [[1.0, 2.0], [3.0, 5.0], [6.0, 8.0], [1.0, 1.0], [4.0, 8.0]]
+    for step, micro_batches in enumerate(losses, 1):
+        clock.now += 1
+        feed(log, step, micro_batches)
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [
+        (1, 1.5),  # the first step reports too
+        (2, 4.0),
+        (4, 4.0),
+    ]
+
+
+def test_first_last_and_every_interval_report(start, clock, tmp_path):
+    log = start(log_interval=4, total_steps=11, first_step=3)
+    for step in range(3, 12):
+        clock.now += 1
+        feed(log, step, [1.0])
+    assert [row["step"] for row in rows(tmp_path)] == [3, 4, 8, 11]
+
+
+def test_losses_of_other_processes_are_averaged_in(start, accelerator, clock, tmp_path):
+    others = SimpleNamespace(
+        device=accelerator.device,
+        is_main_process=True,
+        num_processes=2,
+        reduce=lambda mine, how: (mine + torch.tensor(7.0)) / 2 if how == "mean" else None,
+        log=lambda values, step: None,
+    )
+    log = start(accelerator=others)
+    clock.now += 1
+    feed(log, 1, [1.0, 3.0])
+    assert rows(tmp_path)[0]["loss"] == pytest.approx((2.0 + 7.0) / 2)
+
+
+def test_other_processes_write_nothing(start, accelerator, clock, tmp_path, capsys):
+    other = SimpleNamespace(
+        device=accelerator.device,
+        is_main_process=False,
+        num_processes=2,
+        reduce=lambda mine, how: mine,
+    )
+    log = start(accelerator=other)
+    clock.now += 1
+    feed(log, 1, [1.0])
+    log.validation(1, {"loss": 1.0, "perplexity": 2.7, "bits_per_byte": 0.5, "samples": 3})
+    log.say("hello")
+    assert not (tmp_path / "metrics.jsonl").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_throughput_counts_all_tokens_of_all_steps_since_the_last_line(start, clock, tmp_path):
+    log = start(log_interval=3, tokens_per_step=8 * 4 * 2 * 64)
+    for step in range(1, 7):
+        clock.now += 2
+        feed(log, step, [1.0] * 4)
+    seconds = [row["step_seconds"] for row in rows(tmp_path)]
+    rates = [row["tokens_per_second"] for row in rows(tmp_path)]
+    assert seconds == [2.0, 2.0, 2.0]
+    assert rates == [8 * 4 * 2 * 64 / 2] * 3
+
+
+def test_pauses_do_not_count_as_training(start, clock, tmp_path):
+    log = start(log_interval=2, tokens_per_step=100)
+    clock.now += 1
+    feed(log, 1, [1.0])
+    with log.pause():  # after the line of step 1: belongs to the next one
+        clock.now += 50
+    clock.now += 1
+    with log.pause():
+        clock.now += 7
+    clock.now += 1
+    feed(log, 2, [1.0])
+    clock.now += 1
+    feed(log, 3, [1.0])
+    with log.pause():
+        clock.now += 30
+    clock.now += 3
+    feed(log, 4, [1.0])
+    assert [row["step_seconds"] for row in rows(tmp_path)] == [1.0, 2.0, 2.0]
+    assert [row["tokens_per_second"] for row in rows(tmp_path)] == [100.0, 50.0, 50.0]
+
+
+def test_the_time_left_leaves_pauses_out(start, clock, capsys):
+    log = start(total_steps=11, log_interval=1)
+    clock.now += 6
+    with log.pause():
+        clock.now += 1000
+    feed(log, 1, [1.0])
+    assert "left 1:00" in capsys.readouterr().out
+
+
+def test_mfu_is_reported_against_the_peak_of_all_devices(start, clock, tmp_path, capsys):
+    log = start()
+    log.peak = 1e6
+    clock.now += 1
+    feed(log, 1, [1.0])
+    assert rows(tmp_path)[0]["mfu"] == pytest.approx(640 * FLOPS_PER_TOKEN / 1e6)
+    assert "MFU 64.0%" in capsys.readouterr().out
+
+
+def test_mfu_of_an_unknown_device_is_not_available(start, clock, tmp_path, capsys):
+    log = start()
+    clock.now += 1
+    feed(log, 1, [1.0])
+    assert rows(tmp_path)[0]["mfu"] is None
+    assert "MFU n/a" in capsys.readouterr().out
+
+
+def test_a_line_holds_every_number_a_plot_needs(start, clock, tmp_path):
+    log = start()
+    clock.now += 1
+    feed(log, 1, [2.5], grad_norm=torch.tensor(0.25))
+    (row,) = rows(tmp_path)
+    assert row["memory_gib"] > 0
+    for key, value in {
+        "step": 1,
+        "epoch": 0.01,
+        "tokens": 640,
+        "loss": 2.5,
+        "learning_rate": 1e-3,
+        "grad_norm": 0.25,
+    }.items():
+        assert row[key] == value
+
+
+def test_training_validation_and_profile_lines_all_parse(start, clock, tmp_path):
+    log = start()
+    clock.now += 1
+    feed(log, 1, [2.5])
+    log.validation(1, {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3})
+    log.profile(1, {"data": 0.1, "forward": 0.2, "step": 0.3}, "report")
+    train, validation, profile = rows(tmp_path)
+    assert "val_loss" not in train
+    assert validation == {
+        "step": 1,
+        "val_loss": 2.0,
+        "val_perplexity": 7.4,
+        "val_bits_per_byte": 0.9,
+        "val_samples": 3,
+    }
+    assert profile == {
+        "step": 1,
+        "data_seconds": 0.1,
+        "forward_seconds": 0.2,
+        "step_seconds": 0.3,
+    }
+
+
+@pytest.mark.parametrize("grad_norm", [float("inf"), float("nan")])
+def test_lines_stay_json_when_a_gradient_overflows(start, clock, tmp_path, grad_norm):
+    """As float16 does in its first steps; other programs reject Infinity and NaN."""
+    log = start()
+    clock.now += 1
+    feed(log, 1, [2.5], grad_norm=grad_norm)
+    assert rows(tmp_path)[0]["loss"] == 2.5
+
+
+def test_every_line_is_on_disk_when_it_has_been_said(start, clock, tmp_path):
+    log = start()
+    for step in (1, 2):
+        clock.now += 1
+        feed(log, step, [1.0])
+        assert len(rows(tmp_path)) == step
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(start, clock, tmp_path):
+    for first_step in (1, 2):
+        log = start(first_step=first_step)
+        clock.now += 1
+        feed(log, first_step, [1.0])
+        log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_numbers_reach_the_trackers(start, accelerator, clock, monkeypatch):
+    logged = []
+    monkeypatch.setattr(accelerator, "log", lambda values, step: logged.append((step, values)))
+    log = start()
+    clock.now += 1
+    feed(log, 1, [2.5])
+    log.validation(1, {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3})
+    assert logged[0][0] == 1
+    assert logged[0][1]["train/loss"] == 2.5
+    assert logged[1][1]["val/loss"] == 2.0
+    assert None not in logged[0][1].values()
+
+
+def test_a_log_line_tells_what_people_watch(start, clock, capsys):
+    log = start()
+    clock.now += 1
+    feed(log, 1, [2.5])
+    line = capsys.readouterr().out.strip()
+    assert re.fullmatch(
+        r"step 1/100  loss 2\.5000  lr 1\.00e-03  grad_norm 0\.500  640 tokens/s  MFU n/a  "
+        r"left 1:39",
+        line,
+    )

@@ -1,0 +1,72 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DummyOptim
+
+from model import LMConfig, Transformer
+from training.arguments import TrainingArguments
+from training.optimizer import build_optimizer, parameter_groups, set_learning_rate
+
+ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
+
+
+def tiny(**settings) -> Transformer:
+    return Transformer(LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=64, **settings))
+
+
+def fake_accelerator(deepspeed_config: dict | None) -> SimpleNamespace:
+    plugin = deepspeed_config and SimpleNamespace(deepspeed_config=deepspeed_config)
+    return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_every_parameter_is_in_exactly_one_group(tie_embeddings):
+    model = tiny(tie_embeddings=tie_embeddings)
+    grouped = [id(p) for group in parameter_groups(model, 0.1) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+
+
+def test_matrices_decay_and_norms_do_not():
+    model = tiny()
+    names = {id(p): name for name, p in model.named_parameters()}
+    decay, no_decay = parameter_groups(model, 0.1)
+    assert (decay["weight_decay"], no_decay["weight_decay"]) == (0.1, 0.0)
+    assert all("norm" in names[id(p)] for p in no_decay["params"])
+    assert not any("norm" in names[id(p)] for p in decay["params"])
+    assert "tok_embeddings.weight" in {names[id(p)] for p in decay["params"]}
+
+
+def test_frozen_parameters_are_left_out():
+    model = tiny()
+    model.tok_embeddings.weight.requires_grad_(False)
+    grouped = [id(p) for group in parameter_groups(model, 0.1) for p in group["params"]]
+    assert id(model.tok_embeddings.weight) not in grouped
+
+
+def test_no_group_is_empty():
+    groups = parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)
+    assert len(groups) == 1
+
+
+@pytest.mark.parametrize("deepspeed_config", [None, {"zero_optimization": {"stage": 2}}])
+def test_the_script_makes_adamw_where_the_deepspeed_file_holds_none(deepspeed_config):
+    optimizer = build_optimizer(tiny(), ARGS, fake_accelerator(deepspeed_config))
+    assert type(optimizer) is torch.optim.AdamW
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+
+
+def test_the_groups_reach_an_optimizer_of_the_deepspeed_file():
+    model = tiny()
+    optimizer = build_optimizer(model, ARGS, fake_accelerator({"optimizer": {"type": "AdamW"}}))
+    assert isinstance(optimizer, DummyOptim)
+    assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 0.2)
+    assert [group["weight_decay"] for group in optimizer.params] == [0.2, 0.0]
+
+
+def test_the_learning_rate_reaches_every_group():
+    optimizer = build_optimizer(tiny(), ARGS, fake_accelerator(None))
+    set_learning_rate(optimizer, 7e-5)
+    assert [group["lr"] for group in optimizer.param_groups] == [7e-5, 7e-5]

@@ -1,0 +1,155 @@
+import json
+import os
+import shutil
+
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from data.errors import DataError
+from model import ConfigError
+from training.errors import UsageError
+from training.preflight import check_launch
+
+TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
+ZERO_2 = "accelerate_config.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    """As run_accelerate.sh calls it; the environment is restored after the test."""
+    monkeypatch.chdir(REPOSITORY)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    monkeypatch.setattr(os, "environ", clean)
+
+
+@pytest.fixture
+def flags(packed) -> list[str]:
+    return [*TINY, "--data", str(packed)]
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes a launcher's configuration like the repository's, with changes."""
+
+    def write(ds_config: str | dict | None = None, **changes) -> str:
+        config = yaml.safe_load((REPOSITORY / ZERO_2).read_text(encoding="utf-8"))
+        if ds_config is not None:
+            path = tmp_path / "ds.json"
+            path.write_text(ds_config if isinstance(ds_config, str) else json.dumps(ds_config))
+            config["deepspeed_config"] = {"deepspeed_config_file": str(path)}
+        path = tmp_path / "launch.yaml"
+        path.write_text(yaml.safe_dump(config | changes), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def refused(config_file: str, flags: list[str], processes: str = "1", error=UsageError) -> str:
+    with pytest.raises(error) as raised:
+        check_launch(config_file, processes, flags)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("processes", ["1", "4"])
+def test_a_launch_that_works_passes(flags, processes):
+    check_launch(ZERO_2, processes, flags)
+
+
+def test_a_launch_without_deepspeed_passes(flags, config_file):
+    ddp = {"distributed_type": "MULTI_GPU", "deepspeed_config": {}, "mixed_precision": "bf16"}
+    check_launch(config_file(**ddp), "2", flags)
+
+
+@pytest.mark.parametrize("processes", ["0", "-1", "two", "", "1.5"])
+def test_a_number_of_processes_that_is_none_is_refused(flags, processes):
+    assert "number of processes" in refused(ZERO_2, flags, processes)
+
+
+def test_bad_flags_are_refused(flags):
+    assert "--nonsense" in refused(ZERO_2, [*flags, "--nonsense"])
+
+
+def test_a_bad_shape_is_refused(flags):
+    assert "dim 7" in refused(ZERO_2, [*flags, "--dim", "7"], error=ConfigError)
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab"])
+def test_a_tracker_that_is_not_installed_is_refused(flags, tracker, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert f"pip install {tracker}" in refused(ZERO_2, [*flags, "--log_with", tracker])
+
+
+def test_a_missing_configuration_is_refused_by_name(flags, tmp_path):
+    assert "missing.yaml" in refused(str(tmp_path / "missing.yaml"), flags)
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "[1, 2]", "", "distributed_type: NONSENSE\n"])
+def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert "broken.yaml" in refused(str(path), flags)
+
+
+def test_an_unknown_key_is_refused_by_name(flags, config_file):
+    assert "num_procesess" in refused(config_file(num_procesess=2), flags)
+
+
+def test_a_precision_beside_a_deepspeed_file_is_refused(flags, config_file):
+    assert "mixed_precision" in refused(config_file(mixed_precision="bf16"), flags)
+
+
+def test_a_deepspeed_file_that_is_not_json_is_refused(flags, config_file):
+    message = refused(config_file(ds_config="{'a': 1}"), flags)
+    assert "ds.json" in message
+    assert "not JSON" in message
+
+
+def test_a_deepspeed_file_that_is_missing_is_refused(flags, config_file, tmp_path):
+    path = str(tmp_path / "nowhere.json")
+    message = refused(config_file(deepspeed_config={"deepspeed_config_file": path}), flags)
+    assert path in message
+
+
+def test_a_contradiction_between_file_and_flags_is_refused(flags, config_file):
+    ds_config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}
+    message = refused(config_file(ds_config=ds_config), [*flags, "--accumulation_steps", "4"])
+    assert "8" in message
+    assert "--accumulation_steps gives 4" in message
+
+
+def test_the_number_of_processes_counts_for_the_batch(flags, config_file):
+    ds_config = {"zero_optimization": {"stage": 2}, "train_batch_size": 16}
+    check_launch(config_file(ds_config=ds_config), "2", [*flags, "--batch_size", "8"])
+    message = refused(config_file(ds_config=ds_config), [*flags, "--batch_size", "8"], "4")
+    assert "16" in message
+    assert "32" in message
+
+
+def test_missing_data_is_refused(tmp_path):
+    flags = [*TINY, "--data", str(tmp_path / "nothing")]
+    assert str(tmp_path / "nothing") in refused(ZERO_2, flags, error=DataError)
+
+
+def test_data_shorter_than_one_sequence_is_refused(flags):
+    message = refused(ZERO_2, [*flags, "--max_seq_len", "100000"], error=DataError)
+    assert "--max_seq_len" in message
+
+
+def test_a_damaged_shard_is_refused(packed, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(packed, damaged)
+    shard = next(damaged.glob("train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    message = refused(ZERO_2, [*TINY, "--data", str(damaged)], error=DataError)
+    assert shard.name in message
+
+
+def test_an_id_outside_the_vocabulary_is_refused(packed, tmp_path):
+    foreign = tmp_path / "foreign"
+    shutil.copytree(packed, foreign)
+    shard = next(foreign.glob("train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\xff\xff")
+    message = refused(ZERO_2, [*TINY, "--data", str(foreign)], error=DataError)
+    assert "65535" in message
