@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -167,23 +168,31 @@ def load_checkpoint(path: Path, state: TrainingState, log: TrainingLog) -> None:
     Raises:
         UsageError: files missing or damaged, or of a model of another shape.
     """
-    accelerator = state.accelerator
     try:
         scalars = _read_json(path / STATE)
         state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
-        random = load_file(path / RANDOM)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, ConfigError) as error:
+        _restore_random(load_file(path / RANDOM), scalars["processes"], state.accelerator, log)
+    except (SafetensorError, ConfigError, OSError, ValueError, LookupError, TypeError) as error:
         raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
-    rank = accelerator.process_index
-    same_processes = f"{accelerator.num_processes}.cpu" not in random
-    if f"{rank}.cpu" not in random or not same_processes:
-        if accelerator.is_main_process:
-            print("another number of processes: dropout, if any, takes other masks", flush=True)
+    except (RuntimeError, RecursionError) as error:  # torch's, about a random state that is none
+        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+
+
+def _restore_random(
+    random: dict[str, Tensor], saved: int, accelerator: Accelerator, log: TrainingLog
+) -> None:
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if saved == processes:
+        torch.set_rng_state(random[f"{rank}.cpu"])
+        if accelerator.device.type == "cuda" and f"{rank}.cuda" in random:
+            torch.cuda.set_rng_state(random[f"{rank}.cuda"], accelerator.device)
+        log.load_state(random[f"{rank}.log"])
         return
-    torch.set_rng_state(random[f"{rank}.cpu"])
-    if accelerator.device.type == "cuda" and f"{rank}.cuda" in random:
-        torch.cuda.set_rng_state(random[f"{rank}.cuda"], accelerator.device)
-    log.load_state(random[f"{rank}.log"])
+    if accelerator.is_main_process:
+        print("another number of processes: dropout, if any, takes other masks", flush=True)
+    # The unfinished log line: as many micro-batches as before, divided among more or fewer.
+    lines = torch.stack([random[f"{other}.log"] for other in range(saved)])
+    log.load_state(lines.mean(0) * torch.tensor([saved / processes, saved / processes, 1]))
 
 
 def damage(path: Path) -> str | None:

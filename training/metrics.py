@@ -75,7 +75,7 @@ class TrainingLog:
 
     def load_state(self, state: Tensor) -> None:
         self._loss_sum.fill_(state[0])
-        self._losses, self.skipped_steps = int(state[1]), int(state[2])
+        self._losses, self.skipped_steps = state[1].item(), int(state[2])
 
     def step(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
         """An optimizer step has ended. One with a non-finite gradient has changed no weights."""
