@@ -12,7 +12,9 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,16 +26,26 @@ from data.errors import DataError
 from data.order import MicroBatchSampler
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import TrainingArguments, parse_arguments
-from training.checkpoint import fp32_weights, load_checkpoint, save_checkpoint
+from training.checkpoint import Checkpointer, load_checkpoint
 from training.engine import build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
+from training.interruption import StopRequest, report_interruption
+from training.lock import RunLock
 from training.metrics import TrainingLog
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiler import StepProfiler
-from training.run_folder import choose_run, seed_everything
+from training.resume import (
+    choose_run,
+    describe_bad_steps,
+    describe_finished,
+    reconcile,
+    run_identity,
+)
+from training.run_folder import RunFolder, seed_everything
 from training.schedule import LearningRate
+from training.state import TrainingState
 from training.summary import start_block
 from training.trackers import require_trackers, start_trackers
 
@@ -45,96 +57,69 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def train(args: TrainingArguments, model_settings: dict) -> None:
-    require_trackers(args.trackers)
-    engine = build_engine(args)
-    accelerator = engine.accelerator
-    train_set, val_set = open_data(args, model_settings["max_seq_len"], accelerator)
-    config = LMConfig(**model_settings | {"vocab_size": train_set.vocab_size})
-    run, checkpoint = choose_run(args, accelerator)
-
-    seed_everything(args.seed)  # the same initial weights on every process
-    model = Transformer(config)
-    flops_per_token = model.flops_per_token(config.max_seq_len)
-    optimizer = build_optimizer(model, args, accelerator)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    seed_everything(
-        args.seed, rank=accelerator.process_index
-    )  # other dropout masks on every process
-
-    samples_per_step = args.batch_size * args.accumulation_steps * accelerator.num_processes
-    total_steps = args.max_steps or math.ceil(args.epochs * len(train_set) / samples_per_step)
-    learning_rate = LearningRate.from_arguments(args, total_steps)
-    step = load_checkpoint(checkpoint, accelerator, model, optimizer)["step"] if checkpoint else 0
-    batches = micro_batches(train_set, args, accelerator, start=step * samples_per_step)
-    val_loader = val_set and validation_loader(
-        val_set, args.batch_size, args.eval_samples, accelerator
-    )
-
-    block = start_block(
-        args, config, engine, train_set, val_loader, model, learning_rate, run, checkpoint
-    )
-    run.write_settings(args, config, engine)
-    start_trackers(accelerator, args.trackers, run.path, vars(args) | config.to_dict())
-    if accelerator.is_main_process:
-        print(block, flush=True)
-    log = TrainingLog(
-        accelerator,
-        run.metrics,
-        args.log_interval,
-        tokens_per_step=samples_per_step * config.max_seq_len,
-        flops_per_token=flops_per_token,
-        total_steps=total_steps,
-        first_step=step + 1,
-    )
-    profiler = StepProfiler(accelerator, model, run.profile, args)
-
-    model.train()
+    run = set_up(args, model_settings)
+    if run is None:
+        return
+    accelerator, log, checkpointer = run.accelerator, run.log, run.checkpointer
+    step, total_steps = run.first_step - 1, run.learning_rate.total_steps
+    run.model.train()
     while step < total_steps:
         step += 1
-        set_learning_rate(
-            optimizer, learning_rate(step)
-        )  # now, for DeepSpeed steps inside backward
-        profiler.begin_step(step)
-        grad_norm = optimizer_step(args, accelerator, model, optimizer, batches, profiler, log)
+        rate = run.learning_rate(step)
+        set_learning_rate(run.optimizer, rate)  # now, for DeepSpeed steps inside backward
+        run.profiler.begin_step(step)
+        grad_norm = optimizer_step(run)
         with log.pause():
-            profile = profiler.end_step(step)
-        log.step(
-            step, learning_rate(step), grad_norm, epoch=step * samples_per_step / len(train_set)
-        )
+            profile = run.profiler.end_step(step)
+        log.step(step, rate, grad_norm, epoch=step * run.samples_per_step / len(run.train_set))
         if profile:
             log.profile(step, *profile)
-        if val_loader and due(step, args.eval_interval, total_steps):
-            with log.pause():
-                log.validation(
-                    step, evaluate(model, val_loader, accelerator, val_set.bytes_per_token)
-                )
-        if due(step, args.save_interval, total_steps):
-            with log.pause():
-                save_checkpoint(run.checkpoint(step), accelerator, model, optimizer, {"step": step})
-                log.say(f"step {step}/{total_steps}  saved {run.checkpoint(step)}")
+        if log.bad_in_row >= args.max_bad_steps:
+            checkpointer.wait()
+            raise UsageError(
+                describe_bad_steps(log.bad_in_row, step, run.sampler, run.samples_per_step)
+            )
 
-    weights = fp32_weights(accelerator, model, optimizer)
+        val_loss = None
+        if run.val_loader and due(step, args.eval_interval, total_steps):
+            with log.pause():
+                result = evaluate(run.model, run.val_loader, accelerator, run.bytes_per_token)
+            log.validation(step, result)
+            val_loss = result["loss"]
+        interruption = run.stop.reason()
+        if interruption or due(step, args.save_interval, total_steps):
+            with log.pause():
+                checkpointer.save(step, val_loss)
+        checkpointer.poll()
+        if interruption and step < total_steps:
+            saved = checkpointer.wait()
+            log.close()
+            report_interruption(interruption, step, run.folder, saved, accelerator)
+            return
+
+    saved = checkpointer.wait()
+    weights = run.state.weights()
     log.close()
     if accelerator.is_main_process:
-        finish(args, run, config, weights, train_set)
+        finish(args, run.folder, run.config, weights, run.train_set)
+        if not saved:
+            raise UsageError(
+                f"{run.folder.path}: the weights are there, the last checkpoint is not"
+            )
     accelerator.end_training()
 
 
-def optimizer_step(
-    args: TrainingArguments,
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    profiler: StepProfiler,
-    log: TrainingLog,
-) -> Tensor | float | None:
-    """All micro-batches of one step and the update; returns the gradient's norm before clipping."""
-    for _ in range(args.accumulation_steps):
+def optimizer_step(run: "Run") -> float:
+    """All micro-batches of one step and the update; returns the gradient's norm before clipping.
+
+    Where that is not finite, the update is left out: DeepSpeed and fp16's loss scaling see to it
+    themselves.
+    """
+    accelerator, model, profiler, grad_norm = run.accelerator, run.model, run.profiler, 0.0
+    for _ in range(run.args.accumulation_steps):
         with profiler.phase("data"):
-            tokens, targets = next(batches)
-        # `accumulate` averages gradients over the micro-batches and lets the last one alone trigger
-        # the update.
+            tokens, targets = next(run.batches)
+        # `accumulate` averages gradients over the micro-batches; the last one alone has an update.
         with accelerator.accumulate(model):
             with profiler.phase("forward"):
                 loss = model(tokens, targets).loss
@@ -142,13 +127,115 @@ def optimizer_step(
                 accelerator.backward(loss)
             with profiler.phase("optimizer"):
                 if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(
-                        model.parameters(), args.grad_clip or math.inf
-                    )
-                optimizer.step()
-                optimizer.zero_grad()
-        log.micro_batch(loss.detach())
+                    max_norm = run.args.grad_clip or math.inf
+                    grad_norm = float(accelerator.clip_grad_norm_(model.parameters(), max_norm))
+                if math.isfinite(grad_norm) or accelerator.scaler is not None:
+                    run.optimizer.step()
+                run.optimizer.zero_grad()
+        run.log.micro_batch(loss.detach())
     return grad_norm
+
+
+@dataclass
+class Run:
+    """Everything that the loop uses, made by `set_up`."""
+
+    args: TrainingArguments  # as given, but for accumulation_steps on another number of processes
+    config: LMConfig
+    folder: RunFolder
+    lock: RunLock | None  # on the main process: nobody else writes here while this lives
+    accelerator: Accelerator
+    model: torch.nn.Module  # as prepared, like the optimizer
+    optimizer: Any
+    state: TrainingState
+    train_set: PackedDataset
+    sampler: MicroBatchSampler
+    batches: Iterator[tuple[Tensor, Tensor]]
+    val_loader: DataLoader | None
+    bytes_per_token: float  # of the validation text
+    samples_per_step: int
+    first_step: int
+    learning_rate: LearningRate
+    log: TrainingLog
+    profiler: StepProfiler
+    checkpointer: Checkpointer
+    stop: StopRequest
+
+
+def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
+    """Build everything, resume where asked, and say what is in use; None if the run is finished.
+
+    Raises:
+        UsageError, ConfigError, DataError: this cannot be trained.
+    """
+    require_trackers(args.trackers)
+    engine = build_engine(args)
+    accelerator = engine.accelerator
+    train_set, val_set = open_data(args, model_settings["max_seq_len"], accelerator)
+    config = LMConfig(**model_settings | {"vocab_size": train_set.vocab_size})
+    choice = choose_run(args, accelerator)
+    identity = run_identity(config, train_set, args, accelerator.num_processes)
+    if choice.checkpoint:
+        reconcile(choice, engine, args, identity)
+    samples_per_step = identity["global_batch"]
+    total_steps = args.max_steps or math.ceil(args.epochs * len(train_set) / samples_per_step)
+    if choice.step >= total_steps and choice.folder.weights.exists():
+        accelerator.print(describe_finished(choice, total_steps))
+        return None
+
+    seed_everything(args.seed)  # the same initial weights on every process
+    model = Transformer(config)
+    model_flops = model.flops_per_token(config.max_seq_len)
+    optimizer = build_optimizer(model, args, accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    state = TrainingState(accelerator, model, optimizer)
+    seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
+
+    first_step = choice.step + 1
+    log = TrainingLog(
+        accelerator,
+        choice.folder.metrics,
+        args.log_interval,
+        tokens_per_step=samples_per_step * config.max_seq_len,
+        flops_per_token=model_flops,
+        total_steps=total_steps,
+        first_step=first_step,
+    )
+    if choice.checkpoint:
+        load_checkpoint(choice.checkpoint, state, log)
+    position = (args.batch_size, accelerator.process_index, accelerator.num_processes)
+    sampler = MicroBatchSampler(
+        len(train_set), *position, seed=args.seed, start=choice.step * samples_per_step
+    )
+    val_loader = val_set and validation_loader(
+        val_set, args.batch_size, args.eval_samples, accelerator
+    )
+    learning_rate = LearningRate.from_arguments(args, total_steps)
+    log.say(start_block(args, config, engine, train_set, val_loader, model, learning_rate, choice))
+    choice.folder.write_settings(args, config, engine)
+    start_trackers(accelerator, args, choice.folder.path, config, first_step)
+    return Run(
+        args=args,
+        config=config,
+        folder=choice.folder,
+        lock=choice.lock,
+        accelerator=accelerator,
+        model=model,
+        optimizer=optimizer,
+        state=state,
+        train_set=train_set,
+        sampler=sampler,
+        batches=micro_batches(train_set, sampler, args.num_workers, accelerator.device),
+        val_loader=val_loader,
+        bytes_per_token=val_set.bytes_per_token if val_set else 0.0,
+        samples_per_step=samples_per_step,
+        first_step=first_step,
+        learning_rate=learning_rate,
+        log=log,
+        profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
+        checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log),
+        stop=StopRequest(accelerator, args.time_limit),
+    )
 
 
 def due(step: int, interval: int, total_steps: int) -> bool:
@@ -192,35 +279,20 @@ def open_data(
 
 
 def micro_batches(
-    train_set: PackedDataset, args: TrainingArguments, accelerator: Accelerator, start: int
+    train_set: PackedDataset, sampler: MicroBatchSampler, num_workers: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens, targets), each (batch_size, max_seq_len), for this process on its device.
-
-    `start` is the number of samples that all processes together have consumed before.
-    """
-    sampler = MicroBatchSampler(
-        len(train_set),
-        args.batch_size,
-        accelerator.process_index,
-        accelerator.num_processes,
-        args.seed,
-        start,
-    )
-    on_gpu = accelerator.device.type == "cuda"
-    # With a generator of its own the loader draws nothing from the global one, which drives
-    # dropout.
+    """Endless (tokens, targets) on the device, each (batch_size, max_seq_len)."""
+    on_gpu = device.type == "cuda"
+    # A generator of its own: the loader draws nothing from the global one, which drives dropout.
     loader = DataLoader(
         train_set,
         batch_sampler=sampler,
-        num_workers=args.num_workers,
+        num_workers=num_workers,
         pin_memory=on_gpu,
         generator=torch.Generator(),
     )
     for tokens, targets in loader:
-        yield (
-            tokens.to(accelerator.device, non_blocking=on_gpu),
-            targets.to(accelerator.device, non_blocking=on_gpu),
-        )
+        yield tokens.to(device, non_blocking=on_gpu), targets.to(device, non_blocking=on_gpu)
 
 
 if __name__ == "__main__":

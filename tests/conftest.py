@@ -30,6 +30,16 @@ def write_corpus(path: Path, documents: int = 300) -> Path:
     return path
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="the slow proofs in full")
+
+
+@pytest.fixture(scope="session")
+def thorough(request) -> bool:
+    """Whether slow proofs run in full."""
+    return request.config.getoption("--all")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "sums.jsonl")
@@ -64,19 +74,24 @@ class Finished:
     out: str  # stdout and stderr, as a person at a terminal sees them
 
 
-def run(
-    command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str
-) -> Finished:
-    """Run a command in the repository, without a GPU and this process's launcher variables."""
+def clean_environment() -> dict[str, str]:
+    """This process's environment without a GPU and what a launcher may have left in it."""
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         clean.pop(name, None)
+    return clean | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(
+    command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str
+) -> Finished:
+    """Run a command in the repository, without a GPU and this process's launcher variables."""
     ended = subprocess.run(
         command,
         cwd=cwd,
-        env=clean | {"CUDA_VISIBLE_DEVICES": ""} | environ,
+        env=clean_environment() | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -94,12 +109,14 @@ def free_port() -> str:
 
 
 def launch_command(engine: str, processes: int) -> list[str]:
-    """The command line up to the script's flags. Engines: plain, ddp, zero2."""
+    """The command line up to the script's flags. Engines: plain, ddp, zero1, zero2."""
     if engine == "plain":
         return [sys.executable, "train_pretrain_accelerate.py"]
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
     if engine == "ddp":
         launch += ["--multi_gpu"]
+    elif engine == "zero1":
+        launch += ["--use_deepspeed", "--zero_stage", "1"]
     else:
         launch += ["--config_file", "accelerate_config.yaml"]
     launch += ["--num_processes", str(processes), "--main_process_port", free_port()]

@@ -80,12 +80,37 @@ def test_the_logged_loss_is_the_mean_over_every_micro_batch_since_the_last_line(
     ]
 
 
-def test_first_last_and_every_interval_report(start, clock, tmp_path):
-    log = start(log_interval=4, total_steps=11, first_step=3)
-    for step in range(3, 12):
+@pytest.mark.parametrize(("first_step", "reported"), [(1, [1, 4, 8, 11]), (3, [4, 8, 11])])
+def test_first_last_and_every_interval_report(start, clock, tmp_path, first_step, reported):
+    """The first step of the run, that is: a resume adds no line of its own."""
+    log = start(log_interval=4, total_steps=11, first_step=first_step)
+    for step in range(first_step, 12):
         clock.now += 1
         feed(log, step, [1.0])
-    assert [row["step"] for row in rows(tmp_path)] == [3, 4, 8, 11]
+    assert [row["step"] for row in rows(tmp_path)] == reported
+
+
+def test_a_resumed_run_goes_on_in_the_middle_of_a_log_interval(start, clock, tmp_path):
+    interrupted = start(log_interval=4)
+    for step, loss in ((1, 9.0), (2, 1.0), (3, 2.0)):
+        clock.now += 1
+        feed(interrupted, step, [loss])
+    state = interrupted.state()
+    feed(interrupted, 4, [100.0])  # lost with the process, and its row as well
+    interrupted.close()
+    resumed = start(log_interval=4, first_step=4)
+    resumed.load_state(state)
+    clock.now += 1
+    feed(resumed, 4, [3.0])
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 9.0), (4, 2.0)]
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(start, clock, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    log = start(first_step=3)
+    clock.now += 1
+    feed(log, 3, [1.0])
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
 
 
 def test_losses_of_other_processes_are_averaged_in(start, accelerator, clock, tmp_path):
@@ -179,7 +204,7 @@ def test_mfu_of_an_unknown_device_is_not_available(start, clock, tmp_path, capsy
 def test_a_line_holds_every_number_a_plot_needs(start, clock, tmp_path):
     log = start()
     clock.now += 1
-    feed(log, 1, [2.5], grad_norm=torch.tensor(0.25))
+    feed(log, 1, [2.5], grad_norm=0.25)
     (row,) = rows(tmp_path)
     assert row["memory_gib"] > 0
     for key, value in {
@@ -217,12 +242,20 @@ def test_training_validation_and_profile_lines_all_parse(start, clock, tmp_path)
 
 
 @pytest.mark.parametrize("grad_norm", [float("inf"), float("nan")])
-def test_lines_stay_json_when_a_gradient_overflows(start, clock, tmp_path, grad_norm):
-    """As float16 does in its first steps; other programs reject Infinity and NaN."""
-    log = start()
-    clock.now += 1
-    feed(log, 1, [2.5], grad_norm=grad_norm)
-    assert rows(tmp_path)[0]["loss"] == 2.5
+def test_a_step_without_a_finite_gradient_is_counted_and_its_loss_left_out(
+    start, clock, tmp_path, grad_norm
+):
+    """Its loss is not finite either, and other programs reject Infinity and NaN in JSON."""
+    log = start(log_interval=2)
+    for step, loss, norm in ((1, 5.0, 1.0), (2, float("nan"), grad_norm), (3, 2.0, 1.0)):
+        clock.now += 1
+        feed(log, step, [loss], grad_norm=norm)
+    assert log.bad_in_row == 0
+    feed(log, 4, [float("nan")], grad_norm=grad_norm)
+    assert log.bad_in_row == 1
+    assert [row["loss"] for row in rows(tmp_path)] == [5.0, None, 2.0]
+    assert [row["skipped_steps"] for row in rows(tmp_path)] == [0, 1, 2]
+    assert rows(tmp_path)[1]["grad_norm"] is None
 
 
 def test_every_line_is_on_disk_when_it_has_been_said(start, clock, tmp_path):

@@ -1,128 +1,12 @@
 import json
-import os
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 import torch
 
 from model import LMConfig
 from training.arguments import TrainingArguments
 from training.engine import Engine
-from training.errors import UsageError
-from training.run_folder import RunFolder, choose_run, seed_everything
-
-ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
-
-
-def choose(out_dir: Path, **flags) -> tuple[Path, Path | None]:
-    run, checkpoint = choose_run(TrainingArguments(out_dir=str(out_dir), **flags), ALONE)
-    return run.path, checkpoint
-
-
-def refused(out_dir: Path, **flags) -> str:
-    with pytest.raises(UsageError) as error:
-        choose(out_dir, **flags)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-def make_run(path: Path, *steps: int, age: float = 0) -> Path:
-    """A run with metrics and checkpoints, the newest of them written `age` seconds ago."""
-    path.mkdir(parents=True)
-    (path / "metrics.jsonl").write_text("", encoding="utf-8")
-    for step in steps:
-        checkpoint = RunFolder(path).checkpoint(step)
-        checkpoint.mkdir(parents=True)
-        (checkpoint / "state.json").write_text("{}", encoding="utf-8")
-        now = os.stat(path).st_mtime
-        os.utime(checkpoint, (now - age, now - age))
-    return path
-
-
-def test_a_new_run_gets_a_folder_of_its_name(tmp_path):
-    assert choose(tmp_path, run_name="first") == (tmp_path / "first", None)
-    assert (tmp_path / "first").is_dir()
-
-
-def test_a_run_without_a_name_is_named_after_the_time(tmp_path):
-    path, _ = choose(tmp_path)
-    assert path.parent == tmp_path
-    assert path.name.replace("-", "").isdigit()
-
-
-def test_a_new_run_never_falls_on_an_old_one(tmp_path):
-    make_run(tmp_path / "first")
-    message = refused(tmp_path, run_name="first")
-    assert str(tmp_path / "first") in message
-    assert "--resume auto" in message
-    assert "--run_name" in message
-
-
-def test_an_empty_folder_is_no_run(tmp_path):
-    (tmp_path / "first").mkdir()
-    assert choose(tmp_path, run_name="first") == (tmp_path / "first", None)
-
-
-def test_a_file_in_the_way_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    assert "cannot make the run folder" in refused(tmp_path / "file", run_name="first")
-    assert "cannot make the run folder" in refused(tmp_path, run_name="file")
-
-
-def test_auto_takes_the_checkpoint_written_last_of_all_runs(tmp_path):
-    make_run(tmp_path / "older", 10, 900, age=100)
-    newer = make_run(tmp_path / "newer", 20, 30)
-    assert choose(tmp_path, resume="auto") == (newer, RunFolder(newer).checkpoint(30))
-
-
-def test_auto_with_a_name_stays_with_that_run(tmp_path):
-    older = make_run(tmp_path / "older", 10, age=100)
-    make_run(tmp_path / "newer", 20)
-    assert choose(tmp_path, resume="auto", run_name="older")[0] == older
-
-
-@pytest.mark.parametrize("flags", [{}, {"run_name": "first"}])
-def test_auto_with_nothing_to_resume_starts_a_run_and_says_so(tmp_path, capsys, flags):
-    path, checkpoint = choose(tmp_path / "runs", resume="auto", **flags)
-    assert checkpoint is None
-    assert path.is_dir()
-    assert "no checkpoint" in capsys.readouterr().out
-
-
-def test_auto_passes_over_checkpoints_that_were_not_finished(tmp_path):
-    run = make_run(tmp_path / "first", 10)
-    (run / "checkpoints" / "step-00000020.partial").mkdir()
-    assert choose(tmp_path, resume="auto")[1] == RunFolder(run).checkpoint(10)
-
-
-def test_steps_are_compared_as_numbers(tmp_path):
-    run = make_run(tmp_path / "first", 9, 10, 1000)
-    assert RunFolder(run).newest_checkpoint() == RunFolder(run).checkpoint(1000)
-
-
-def test_the_path_of_a_run_means_its_last_checkpoint(tmp_path):
-    run = make_run(tmp_path / "first", 10, 20)
-    assert choose(tmp_path / "elsewhere", resume=str(run)) == (run, RunFolder(run).checkpoint(20))
-
-
-def test_the_path_of_a_checkpoint_means_that_one(tmp_path):
-    run = make_run(tmp_path / "first", 10, 20)
-    checkpoint = RunFolder(run).checkpoint(10)
-    assert choose(tmp_path / "elsewhere", resume=str(checkpoint)) == (run, checkpoint)
-
-
-def test_a_relative_path_is_accepted(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "first", 10)
-    monkeypatch.chdir(tmp_path)
-    assert choose(tmp_path, resume="first")[0].resolve() == run.resolve()
-
-
-@pytest.mark.parametrize("name", ["missing", "empty"])
-def test_a_path_without_a_checkpoint_is_refused(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    message = refused(tmp_path, resume=str(tmp_path / name))
-    assert f"--resume {tmp_path / name}" in message
+from training.run_folder import RunFolder, seed_everything
 
 
 def test_every_file_of_a_run_lies_in_its_folder():

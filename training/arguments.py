@@ -33,6 +33,8 @@ class TrainingArguments:
     resume: str | None = setting(
         None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint"
     )
+    keep_last: int = setting(3, "newest checkpoints to keep, besides the best; 0 keeps all")
+    time_limit: float | None = setting(None, "minutes after which to save and stop")
     num_workers: int = setting(
         0, "extra processes that read batches; 0 reads in the training process"
     )
@@ -52,6 +54,7 @@ class TrainingArguments:
     beta1: float = setting(0.9, "AdamW's average of the gradient")
     beta2: float = setting(0.95, "AdamW's average of its square")
     grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as it is")
+    max_bad_steps: int = setting(20, "stop after so many steps in a row with a non-finite gradient")
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
     seed: int = setting(42, "of initial weights, order of the data, dropout and samples")
 
@@ -85,8 +88,12 @@ class TrainingArguments:
             "num_workers",
             "seed",
             "sample_tokens",
+            "keep_last",
         ):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("max_bad_steps", self.max_bad_steps >= 1, "at least 1")
+        limit_holds = self.time_limit is None or 0 < self.time_limit < math.inf
+        self._require("time_limit", limit_holds, "positive and finite")
         self._require("max_steps", self.max_steps is None or self.max_steps >= 1, "at least 1")
         self._require(
             "warmup_steps", self.warmup_steps is None or self.warmup_steps >= 0, "at least 0"

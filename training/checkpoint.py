@@ -1,245 +1,277 @@
-"""Checkpoints: all that the next step depends on, by parameter name, in fp32, in files that cannot
-execute.
+"""Checkpoints: all that the next step depends on, complete or not there at all.
 
 A checkpoint is a folder checkpoints/step-N:
 
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's averages
-    rng-RANK.safetensors   state of that process's random generators
-    state.json             step, samples consumed, the optimizer's step, loss scale
+    random.safetensors     per process, the state of its random generators and of its log line
+    state.json             step, optimizer's step, loss scale, and what the run must have in common
+    manifest.json          size and SHA-256 of each of these files
 
-Nothing in it depends on the engine or the number of processes: what ZeRO has divided is put
-together parameter by parameter. The folder is written under another name and renamed when it is
-complete.
+Nothing in it depends on the engine or the number of processes, and nothing can execute. The main
+process copies everything to its CPU memory, training goes on, and a thread writes the copy: into a
+folder of another name, read back and checked, renamed; then `latest` moves, then old ones go.
 """
 
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+import time
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.config import ConfigError
-from model.portable import load_weights
 from training.errors import UsageError
+from training.metrics import TrainingLog
+from training.run_folder import RunFolder
+from training.state import TrainingState
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
-AVERAGES = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass
-class Slice:
-    """The part of one parameter that this process holds in fp32, and the averages of that part.
-
-    `fp32` and `averages` are flat views into the optimizer's own memory; `start` is where they
-    begin in the flattened parameter. Without ZeRO every process holds the whole.
-    """
-
-    parameter: Tensor
-    start: int
-    fp32: Tensor
-    averages: dict[str, Tensor]
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+RANDOM, STATE, MANIFEST = "random.safetensors", "state.json", "manifest.json"
 
 
-def _names(accelerator, model) -> dict[int, str]:
-    return {id(p): name for name, p in accelerator.unwrap_model(model).named_parameters()}
-
-
-def _torch_optimizer(accelerator, model, optimizer) -> torch.optim.Optimizer:
-    return model.optimizer.optimizer if _is_zero(accelerator) else optimizer.optimizer
-
-
-def _is_zero(accelerator) -> bool:
-    return accelerator.state.deepspeed_plugin is not None
-
-
-def _averages(torch_optimizer, held: Tensor) -> dict[str, Tensor]:
-    """AdamW's averages for a tensor it steps, made now if it has not stepped yet."""
-    state = torch_optimizer.state[held]
-    if "exp_avg" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=held.device)
-        for key in AVERAGES:
-            state[key] = torch.zeros_like(held)
-    return {key: state[key] for key in AVERAGES}
-
-
-def _slices(accelerator, model, optimizer) -> Iterator[tuple[str, Tensor, Slice | None]]:
-    """(name, parameter, what this process holds of it), in the same order on every process."""
-    names = _names(accelerator, model)
-    torch_optimizer = _torch_optimizer(accelerator, model, optimizer)
-    if not _is_zero(accelerator):
-        for group in torch_optimizer.param_groups:
-            for p in group["params"]:
-                averages = {k: v.view(-1) for k, v in _averages(torch_optimizer, p).items()}
-                yield names[id(p)], p, Slice(p, 0, p.data.view(-1), averages)
-        return
-    # ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal stretch
-    # of that line. In bf16 with fp32 gradients ZeRO-1 is another class, with other names for both.
-    zero = model.optimizer
-    if hasattr(zero, "single_partition_of_fp32_groups"):
-        stretches, groups = zero.single_partition_of_fp32_groups, zero.bit16_groups
-    else:
-        stretches, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
-    for flat, parameters in zip(stretches, groups, strict=True):
-        averages = _averages(torch_optimizer, flat)
-        for p in parameters:
-            held = None
-            if (mapping := p._hp_mapping) is not None:
-                whole, part = mapping.lp_fragment_address, mapping.hp_fragment_address
-                here = slice(part.start, part.start + part.numel)
-                held = Slice(
-                    p, whole.start, flat.data[here], {k: v[here] for k, v in averages.items()}
-                )
-            yield names[id(p)], p, held
-
-
-def _whole(accelerator, parameter: Tensor, held: Slice | None, part: Tensor | None) -> Tensor:
-    """A parameter-shaped fp32 tensor put together from every process's part."""
-    if not _is_zero(accelerator):
-        return part.view_as(parameter)
-    full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if held is not None:
-        full[held.start : held.start + part.numel()] = part
-    if accelerator.num_processes > 1:
-        torch.distributed.all_reduce(full)
-    return full.view_as(parameter)
-
-
-def fp32_weights(accelerator, model, optimizer) -> dict[str, Tensor]:
-    """The fp32 weights by name, on the main process's CPU; empty elsewhere. A collective call."""
-    weights = {}
-    for name, parameter, held in _slices(accelerator, model, optimizer):
-        whole = _whole(accelerator, parameter, held, held and held.fp32)
-        if accelerator.is_main_process:
-            weights[name] = whole.detach().to("cpu", torch.float32, copy=True)
-    return weights
-
-
-def save_checkpoint(path: Path, accelerator, model, optimizer, progress: dict) -> None:
-    """Write a checkpoint. Every process must call it.
+class Checkpointer:
+    """Saves checkpoints of a run and keeps the newest `keep_last` and the best by validation loss.
 
     Args:
-        path: the folder to make; one of that name from before is replaced.
-        progress: JSON values to find again when resuming, such as step and samples.
-
-    Raises:
-        OSError: on the process that could not write.
+        run: where they go.
+        state: what they hold.
+        keep_last: how many to keep; 0 keeps all.
+        identity: what a run that resumes must have in common, see `differences`.
+        log: tells what happened, and has a state of its own to save.
     """
-    partial = path.with_name(path.name + ".partial")
-    if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    accelerator.wait_for_everyone()
-    weights = fp32_weights(accelerator, model, optimizer)
-    averages = {}
-    for name, parameter, held in _slices(accelerator, model, optimizer):
-        for key in AVERAGES:
-            whole = _whole(accelerator, parameter, held, held and held.averages[key])
-            if accelerator.is_main_process:
-                averages[f"{name}.{key}"] = whole.detach().to("cpu", copy=True)
-    if accelerator.is_main_process:
-        save_file(weights, partial / WEIGHTS)
-        save_file(averages, partial / OPTIMIZER)
-        torch_optimizer = _torch_optimizer(accelerator, model, optimizer)
-        state = progress | {
-            "optimizer_step": int(next(iter(torch_optimizer.state.values()))["step"]),
-            "loss_scale": _loss_scaler(accelerator, model),
-            "processes": accelerator.num_processes,
+
+    def __init__(
+        self,
+        run: RunFolder,
+        state: TrainingState,
+        keep_last: int,
+        identity: dict,
+        log: TrainingLog,
+    ):
+        self.run, self.accelerator, self.state = run, state.accelerator, state
+        self.keep_last, self.identity, self.log = keep_last, identity, log
+        self._writer: threading.Thread | None = None
+        self._outcome: str | OSError | None = None
+
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Copy the state now and write it behind training. Every process must call it.
+
+        A disk that is full or refuses does not stop training: it is reported, the checkpoint before
+        stays, and the next call tries again.
+        """
+        self.wait()
+        started = time.perf_counter()
+        weights, averages, scalars = (
+            self.state.weights(),
+            self.state.averages(),
+            self.state.scalars(),
+        )
+        random = self._gather_random()
+        if not self.accelerator.is_main_process:
+            return
+        values = {
+            "step": step,
+            "val_loss": val_loss,
+            "identity": self.identity,
+            "processes": self.accelerator.num_processes,
+        } | scalars
+        stalled = time.perf_counter() - started
+        self._writer = threading.Thread(
+            target=self._write, args=(step, weights, averages, random, values, stalled)
+        )
+        self._writer.start()
+
+    def poll(self) -> None:
+        """Report a save that has ended since."""
+        if self._writer is not None and not self._writer.is_alive():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save under way and report it; False if it failed."""
+        if self._writer is None:
+            return True
+        self._writer.join()
+        self._writer = None
+        if isinstance(self._outcome, OSError):
+            self.log.say(
+                f"CHECKPOINT NOT SAVED: {self._outcome}; the one before is kept, training goes on, "
+                "the next save tries again"
+            )
+            return False
+        self.log.say(self._outcome)
+        return True
+
+    def _write(self, step, weights, averages, random, values, stalled) -> None:
+        path = self.run.checkpoint(step)
+        partial = path.with_name(f"{path.name}.partial")
+        started = time.perf_counter()
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, averages), (RANDOM, random)):
+                _save_tensors(partial / name, tensors)
+            _write_json(partial / STATE, values)
+            size = _write_manifest(partial)
+            shutil.rmtree(path, ignore_errors=True)  # of a run that came this far before
+            partial.rename(path)
+            _sync(path.parent)
+            _replace_text(self.run.latest, path.name)
+            self._prune()
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._outcome = error if isinstance(error, OSError) else OSError(str(error))
+            return
+        seconds = time.perf_counter() - started
+        self._outcome = (
+            f"saved {path}: training stalled {stalled:.2f} s, {size / 1e6:.1f} MB written behind "
+            f"it at {size / 1e6 / seconds:.0f} MB/s"
+        )
+
+    def _gather_random(self) -> dict[str, Tensor]:
+        """Every process's random state and unfinished log line, keyed rank.what."""
+        mine = {"cpu": torch.get_rng_state(), "log": self.log.state()}
+        if self.accelerator.device.type == "cuda":
+            mine["cuda"] = torch.cuda.get_rng_state(self.accelerator.device)
+        everyone = gather_object([mine]) if self.accelerator.num_processes > 1 else [mine]
+        return {
+            f"{rank}.{k}": v for rank, tensors in enumerate(everyone) for k, v in tensors.items()
         }
-        (partial / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-    save_file(_rng_state(accelerator.device), partial / _rng_file(accelerator))
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        shutil.rmtree(path, ignore_errors=True)
-        partial.rename(path)
-    accelerator.wait_for_everyone()
+
+    def _prune(self) -> None:
+        """Remove all but the newest keep_last and the one with the lowest validation loss."""
+        if self.keep_last == 0:
+            return
+        checkpoints = self.run.all_checkpoints()
+        losses = {}
+        for path in checkpoints:
+            value = _read_json(path / STATE).get("val_loss")
+            if value is not None:
+                losses[path] = value
+        keep = {*checkpoints[-self.keep_last :], min(losses, key=losses.get, default=None)}
+        for path in checkpoints:
+            if path not in keep:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def load_checkpoint(path: Path, accelerator, model, optimizer) -> dict:
+def load_checkpoint(path: Path, state: TrainingState, log: TrainingLog) -> None:
     """Put a checkpoint into the prepared model and optimizer, on every process.
-
-    Returns:
-        The `progress` that was saved.
 
     Raises:
         UsageError: files missing or damaged, or of a model of another shape.
     """
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        weights, averages = load_file(path / WEIGHTS), load_file(path / OPTIMIZER)
-        load_weights(accelerator.unwrap_model(model), weights, str(path / WEIGHTS))
-        for name, parameter, held in _slices(accelerator, model, optimizer):
-            if held is None:
-                continue
-            end = held.start + held.fp32.numel()
-            held.fp32.copy_(weights[name].view(-1)[held.start : end])
-            for key in AVERAGES:
-                whole = averages[f"{name}.{key}"]
-                if whole.shape != parameter.shape:
-                    raise UsageError(
-                        f"{path / OPTIMIZER}: {name}.{key} has shape {tuple(whole.shape)}"
-                    )
-                held.averages[key].copy_(whole.view(-1)[held.start : end])
-        for tensors in _torch_optimizer(accelerator, model, optimizer).state.values():
-            tensors["step"].fill_(state["optimizer_step"])
-        _set_loss_scaler(accelerator, model, state["loss_scale"])
-        _restore_rng(path, accelerator)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError, ConfigError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(
-            f"checkpoint {path} cannot be used: {type(error).__name__}: {error}"
-        ) from error
-    return state
+        scalars = _read_json(path / STATE)
+        state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
+        _restore_random(load_file(path / RANDOM), scalars["processes"], state.accelerator, log)
+    except (SafetensorError, ConfigError, OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+    except (RuntimeError, RecursionError) as error:  # torch's, about a random state that is none
+        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
 
-def _loss_scaler(accelerator, model) -> dict | None:
-    """fp16's loss scaling; None in other precisions."""
-    if accelerator.mixed_precision != "fp16":
-        return None
-    if _is_zero(accelerator):
-        return {
-            k: v
-            for k, v in vars(model.optimizer.loss_scaler).items()
-            if isinstance(v, bool | int | float)
-        }
-    return accelerator.scaler.state_dict()
-
-
-def _set_loss_scaler(accelerator, model, values: dict | None) -> None:
-    if values is None or accelerator.mixed_precision != "fp16":
+def _restore_random(
+    random: dict[str, Tensor], saved: int, accelerator: Accelerator, log: TrainingLog
+) -> None:
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    if saved == processes:
+        torch.set_rng_state(random[f"{rank}.cpu"])
+        if accelerator.device.type == "cuda" and f"{rank}.cuda" in random:
+            torch.cuda.set_rng_state(random[f"{rank}.cuda"], accelerator.device)
+        log.load_state(random[f"{rank}.log"])
         return
-    if _is_zero(accelerator):
-        vars(model.optimizer.loss_scaler).update(values)
-    else:
-        accelerator.scaler.load_state_dict(values)
+    if accelerator.is_main_process:
+        print("another number of processes: dropout, if any, takes other masks", flush=True)
+    # The unfinished log line: as many micro-batches as before, divided among more or fewer.
+    lines = torch.stack([random[f"{other}.log"] for other in range(saved)])
+    log.load_state(lines.mean(0) * torch.tensor([saved / processes, saved / processes, 1]))
 
 
-def _rng_file(accelerator) -> str:
-    return f"rng-{accelerator.process_index:05d}.safetensors"
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files by its manifest; None if it is sound."""
+    try:
+        files = _read_json(path / MANIFEST)["files"]
+        missing = {WEIGHTS, OPTIMIZER, RANDOM, STATE} - files.keys()
+        if missing:
+            return f"the manifest lacks {', '.join(sorted(missing))}"
+        for name, expected in files.items():
+            size = (path / name).stat().st_size
+            if size != expected["size"]:
+                return f"{name} is {size} bytes long instead of {expected['size']}"
+            if _sha256(path / name) != expected["sha256"]:
+                return f"the checksum of {name} is wrong"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
-def _rng_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def read_state(path: Path) -> dict:
+    """A checkpoint's state.json; only of one without `damage`."""
+    return _read_json(path / STATE)
 
 
-def _restore_rng(path: Path, accelerator) -> None:
-    file = path / _rng_file(accelerator)
-    if not file.exists():
-        print(
-            f"rank {accelerator.process_index}: {path} has no random state for it, "
-            "dropout takes other masks"
-        )
-        return
-    state = load_file(file)
-    torch.set_rng_state(state["cpu"])
-    if accelerator.device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], accelerator.device)
+def differences(saved: dict, current: dict) -> list[str]:
+    """Where two runs' identities differ, one line each, for people."""
+    keys = sorted(saved.keys() | current.keys())
+    return [
+        f"{key}: {saved.get(key)} in the checkpoint, {current.get(key)} now"
+        for key in keys
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    _sync(path)
+
+
+def _write_manifest(folder: Path) -> int:
+    """Read every file back from the folder and note size and checksum; returns the sum of sizes."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    _write_json(folder / MANIFEST, {"files": files})
+    _sync(folder)
+    return sum(entry["size"] for entry in files.values())
+
+
+def _write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _replace_text(path: Path, text: str) -> None:
+    aside = path.with_name(f"{path.name}.partial")
+    aside.write_text(text + "\n", encoding="utf-8")
+    _sync(aside)
+    aside.replace(path)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Have a file's or folder's contents on the disk, not in the system's memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

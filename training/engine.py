@@ -31,6 +31,15 @@ class Engine:
     name: str  # for people, e.g. "DeepSpeed ZeRO-2"
     zero_stage: int | None  # None without DeepSpeed
 
+    def set_accumulation(self, steps: int) -> None:
+        """Change the micro-batches per step; only before `prepare`."""
+        self.accelerator.gradient_accumulation_steps = steps
+        if self.zero_stage is not None:
+            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            micro_batch = config["train_micro_batch_size_per_gpu"]
+            config["gradient_accumulation_steps"] = steps
+            config["train_batch_size"] = micro_batch * steps * self.accelerator.num_processes
+
 
 def build_engine(args: TrainingArguments) -> Engine:
     """The Accelerator for this launch.

@@ -22,8 +22,11 @@ def finish(
     train_set: PackedDataset,
 ) -> None:
     """Write weights with config and tokenizer, sample.txt and loss.png, and print a last report."""
-    save_portable(run.weights, config, weights)
-    shutil.copyfile(train_set.tokenizer_path, run.weights / TOKENIZER_FILE)
+    aside = run.weights.with_name("weights.partial")
+    save_portable(aside, config, weights)
+    shutil.copyfile(train_set.tokenizer_path, aside / TOKENIZER_FILE)
+    shutil.rmtree(run.weights, ignore_errors=True)
+    aside.rename(run.weights)  # whole, or not there: a resumed run looks for it
     draw_losses(run.metrics, run.loss_picture)
     sample = continuation(args, run)
     run.sample.write_text(sample + "\n", encoding="utf-8")

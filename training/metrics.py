@@ -1,6 +1,7 @@
 """What a run tells while it trains: progress bar, log lines, metrics.jsonl and trackers."""
 
 import json
+import math
 import resource
 import sys
 import time
@@ -24,7 +25,7 @@ class TrainingLog:
 
     Args:
         accelerator: after `prepare`; only its main process writes.
-        path: metrics.jsonl.
+        path: metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped.
         log_interval: steps between reports; the first and the last step report too.
         tokens_per_step: of all processes together.
         flops_per_token: see `Transformer.flops_per_token`.
@@ -43,11 +44,12 @@ class TrainingLog:
         first_step: int,
     ):
         self.accelerator = accelerator
-        self.total_steps, self.first_step, self.log_interval = total_steps, first_step, log_interval
+        self.total_steps, self.log_interval = total_steps, log_interval
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak = peak_flops(device_name(accelerator.device))
         self._file = None
         if accelerator.is_main_process:
+            drop_rows_from(path, first_step)
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close()
         self.bar = progress_bar(
             total_steps,
@@ -56,23 +58,44 @@ class TrainingLog:
             initial=first_step - 1,
             disable=not accelerator.is_main_process,
         )
-        self._loss_sum, self._losses, self._steps = torch.zeros((), device=accelerator.device), 0, 0
+        self._loss_sum = torch.zeros((), device=accelerator.device)
+        self._step_loss = torch.zeros_like(self._loss_sum)
+        self._losses = self._step_losses = self._steps = 0
+        self.skipped_steps = self.bad_in_row = 0
         self._last, self._paused = time.perf_counter(), 0.0
 
     def micro_batch(self, loss: Tensor) -> None:
         """One micro-batch's mean loss, detached, still on the device."""
-        self._loss_sum += loss
-        self._losses += 1
+        self._step_loss += loss
+        self._step_losses += 1
 
-    def step(
-        self, step: int, learning_rate: float, grad_norm: Tensor | float | None, epoch: float
-    ) -> None:
-        """An optimizer step has ended."""
+    def state(self) -> Tensor:
+        """What has been collected since the last report, to go on with after a resume."""
+        return torch.tensor([self._loss_sum.item(), self._losses, self.skipped_steps])
+
+    def load_state(self, state: Tensor) -> None:
+        self._loss_sum.fill_(state[0])
+        self._losses, self.skipped_steps = state[1].item(), int(state[2])
+
+    def step(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
+        """An optimizer step has ended. One with a non-finite gradient has changed no weights."""
         self._steps += 1
         self.bar.update()
-        if step % self.log_interval and step not in (self.first_step, self.total_steps):
+        if math.isfinite(grad_norm):
+            self._loss_sum += self._step_loss
+            self._losses += self._step_losses
+            self.bad_in_row = 0
+        else:
+            self.skipped_steps += 1
+            self.bad_in_row += 1
+            self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
+        self._step_loss.zero_()
+        self._step_losses = 0
+        if step % self.log_interval and step not in (1, self.total_steps):
             return
-        loss = self.accelerator.reduce(self._loss_sum / self._losses, "mean").item()
+        loss = None  # if every step since the last report was skipped
+        if self._losses:
+            loss = self.accelerator.reduce(self._loss_sum / self._losses, "mean").item()
         seconds = time.perf_counter() - self._last - self._paused
         tokens_per_second = self._steps * self.tokens_per_step / seconds
         utilisation = mfu(
@@ -84,7 +107,8 @@ class TrainingLog:
             "tokens": step * self.tokens_per_step,
             "loss": loss,
             "learning_rate": learning_rate,
-            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "skipped_steps": self.skipped_steps,
             "tokens_per_second": round(tokens_per_second, 1),
             "step_seconds": round(seconds / self._steps, 4),
             "mfu": utilisation,
@@ -93,13 +117,13 @@ class TrainingLog:
         self._write(values, "train")
         left = int(seconds / self._steps * (self.total_steps - step))
         self.say(
-            f"step {step}/{self.total_steps}  loss {loss:.4f}  lr {learning_rate:.2e}  "
-            f"grad_norm {float(grad_norm or 0):.3f}  {tokens_per_second:,.0f} tokens/s  "
-            f"MFU {'n/a' if utilisation is None else f'{utilisation:.1%}'}  "
+            f"step {step}/{self.total_steps}  loss {_show(loss, '.4f')}  lr {learning_rate:.2e}  "
+            f"grad_norm {grad_norm:.3f}  {tokens_per_second:,.0f} tokens/s  "
+            f"MFU {_show(utilisation, '.1%')}  "
             f"left {left // 60}:{left % 60:02d}"
         )
         self.bar.set_postfix_str(
-            f"loss {loss:.3f}, {tokens_per_second:,.0f} tokens/s", refresh=False
+            f"loss {_show(loss, '.3f')}, {tokens_per_second:,.0f} tokens/s", refresh=False
         )
         self._loss_sum.zero_()
         self._losses = self._steps = 0
@@ -147,6 +171,26 @@ class TrainingLog:
             k.removeprefix("val_"): v for k, v in values.items() if k != "step" and v is not None
         }
         self.accelerator.log({f"{section}/{k}": v for k, v in scalars.items()}, step=values["step"])
+
+
+def _show(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+def drop_rows_from(path: Path, step: int) -> None:
+    """Take rows of this step and later out of metrics.jsonl: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue  # a line cut short when the run was killed
+    aside = path.with_name(f"{path.name}.partial")
+    aside.write_text("".join(kept), encoding="utf-8")
+    aside.replace(path)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,7 +1,5 @@
 """The block printed at start: everything that is in use, so that nothing is in use silently."""
 
-from pathlib import Path
-
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -13,7 +11,7 @@ from training.arguments import TrainingArguments
 from training.engine import Engine
 from training.hardware import device_name
 from training.memory import GIB, activation_bytes, model_state_bytes
-from training.run_folder import RunFolder
+from training.resume import Choice
 from training.schedule import LearningRate
 
 
@@ -44,8 +42,7 @@ def start_block(
     val_loader: DataLoader | None,
     model: nn.Module,
     learning_rate: LearningRate,
-    run: RunFolder,
-    checkpoint: Path | None,
+    choice: Choice,
 ) -> str:
     """One line per fact, names aligned."""
     accelerator = engine.accelerator
@@ -56,7 +53,8 @@ def start_block(
     )
     activations = activation_bytes(config, args.batch_size, args.dtype)
     fields = {
-        "run folder": f"{run.path}{f', resumed from {checkpoint.name}' if checkpoint else ''}",
+        "run folder": f"{choice.folder.path}, "
+        + (f"from {choice.checkpoint.name}" if choice.checkpoint else "from scratch"),
         "engine": engine.name,
         "processes": f"{accelerator.num_processes} "
         f"({accelerator.state.backend or 'no process group'})",

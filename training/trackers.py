@@ -6,6 +6,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 
+from model import LMConfig
+from training.arguments import TrainingArguments
 from training.errors import UsageError
 
 
@@ -18,22 +20,29 @@ def require_trackers(names: list[str]) -> None:
             )
 
 
-def start_trackers(accelerator: Accelerator, names: list[str], run: Path, settings: dict) -> None:
-    """Give the accelerator its trackers; `accelerator.log` then reaches all of them."""
-    names = [name for name in names if name != "none"]
+def start_trackers(
+    accelerator: Accelerator, args: TrainingArguments, run: Path, model: LMConfig, first_step: int
+) -> None:
+    """Give the accelerator its trackers; `accelerator.log` then reaches all of them.
+
+    TensorBoard is told to forget what an interrupted run wrote for `first_step` and later.
+    """
+    names = [name for name in args.trackers if name != "none"]
     if not names:
         return
     accelerator.log_with = filter_trackers(names, str(run))
     accelerator.project_configuration.logging_dir = str(run)
     options = {
+        "tensorboard": {"purge_step": first_step},
         "wandb": {"name": run.name, "dir": str(run)},
         "swanlab": {"experiment_name": run.name},
     }
     # TensorBoard would make a folder of "hyperparameters" per start; settings.json has them all.
     config = None
     if names != ["tensorboard"]:
+        settings = (vars(args) | model.to_dict()).items()
         plain = bool | int | float | str
-        config = {k: v if isinstance(v, plain) else str(v) for k, v in settings.items()}
+        config = {k: v if isinstance(v, plain) else str(v) for k, v in settings}
     accelerator.init_trackers(
         "tensorboard" if names == ["tensorboard"] else "pretrain",
         config=config,

@@ -1,0 +1,52 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from training.errors import UsageError
+from training.lock import RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from training.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_live_process_keeps_others_out_and_is_named(holder, tmp_path):
+    with pytest.raises(UsageError) as error:
+        RunLock(tmp_path / "lock")
+    assert f"in use by process {holder.pid} on {os.uname().nodename}" in str(error.value)
+
+
+def test_a_killed_process_holds_nothing(holder, tmp_path):
+    holder.kill()
+    holder.wait()
+    RunLock(tmp_path / "lock")
+
+
+def test_a_lock_file_of_nonsense_is_no_obstacle(tmp_path):
+    (tmp_path / "lock").write_bytes(b"\xff{nonsense")
+    RunLock(tmp_path / "lock")
+
+
+def test_a_holder_whose_name_cannot_be_read_is_still_a_holder(holder, tmp_path):
+    (tmp_path / "lock").write_text("nonsense")
+    with pytest.raises(UsageError, match="in use by another process"):
+        RunLock(tmp_path / "lock")

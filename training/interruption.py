@@ -1,0 +1,79 @@
+"""Stopping in good order: a signal or a time limit ends the run after the step, on all ranks."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from training.run_folder import RunFolder
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
+SAME_REQUEST_SECONDS = 2.0
+TIME_LIMIT = 1000  # beyond every signal's number
+
+
+class StopRequest:
+    """Asks all ranks, once per step, whether one of them has been told to stop.
+
+    A first signal is noted; a second one, a moment later, ends the process at once.
+
+    Args:
+        time_limit: minutes from now after which to stop; None for never.
+    """
+
+    def __init__(self, accelerator: Accelerator, time_limit: float | None):
+        self.accelerator = accelerator
+        self.deadline = time.monotonic() + 60 * time_limit if time_limit else float("inf")
+        self._signal, self._since = 0, 0.0
+        # A group of its own on the CPU: asking must neither wait for the GPU nor disturb it.
+        self._group = None
+        if accelerator.num_processes > 1:
+            self._group = torch.distributed.new_group(backend="gloo")
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def reason(self) -> str | None:
+        """Why to stop now, the same on every rank; None to go on. Every process must call it."""
+        code = self._signal or (TIME_LIMIT if time.monotonic() > self.deadline else 0)
+        if self._group is not None:
+            everyone = torch.tensor([code])
+            torch.distributed.all_reduce(everyone, torch.distributed.ReduceOp.MAX, self._group)
+            code = int(everyone)
+        if code == 0:
+            return None
+        return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
+
+    def _note(self, number: int, frame) -> None:
+        if self._signal and time.monotonic() - self._since > SAME_REQUEST_SECONDS:
+            os._exit(128 + number)
+        if not self._signal:
+            self._signal, self._since = number, time.monotonic()
+
+
+def report_interruption(
+    reason: str, step: int, run: RunFolder, saved: bool, accelerator: Accelerator
+) -> None:
+    """The last words of a run that stops before its end."""
+    state = "saved" if saved else "NOT saved, the checkpoint before is the newest"
+    accelerator.print(
+        f"stopped by {reason} after step {step}, {state}. To go on:\n  {resume_command(run.path)}",
+        flush=True,
+    )
+    accelerator.end_training()
+
+
+def resume_command(run: Path) -> str:
+    """What to type to go on: the launcher's command line, or this process's, with --resume."""
+    own = [sys.executable, *sys.argv]
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except (OSError, UnicodeDecodeError):
+        parent = []
+    launched = any("accelerate" in word or "torchrun" in word for word in parent[:4])
+    return shlex.join([*(parent if launched else own), "--resume", str(run)])

@@ -1,0 +1,43 @@
+"""One run, one writer: a lock on the run folder that dies with its process."""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+
+from training.errors import UsageError
+
+
+class RunLock:
+    """Holds a run folder until the process ends, however it ends.
+
+    The system drops such a lock with its process, so the file of a killed run is no obstacle.
+
+    Raises:
+        UsageError: a live process holds the folder; names it.
+    """
+
+    def __init__(self, path: Path):
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise UsageError(
+                    f"{path.parent} is in use by {_holder(path)}: wait for it, or take another "
+                    "--run_name"
+                ) from error
+            print(f"no locks on this file system ({error.strerror}): let no second run write here")
+        os.ftruncate(self._descriptor, 0)
+        holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,195 @@
+"""Which run to write into, and which checkpoint of it to go on from."""
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from data.dataset import PackedDataset
+from data.order import MicroBatchSampler
+from model import LMConfig
+from training.arguments import TrainingArguments
+from training.checkpoint import damage, differences, read_state
+from training.engine import Engine
+from training.errors import UsageError
+from training.lock import RunLock
+from training.run_folder import RunFolder
+
+
+@dataclass
+class Choice:
+    """The answer, the same on every process."""
+
+    folder: RunFolder
+    checkpoint: Path | None = None
+    state: dict = field(default_factory=dict)  # state.json of the checkpoint
+    lock: RunLock | None = None  # held by the main process as long as this object lives
+
+    @property
+    def step(self) -> int:
+        return self.state.get("step", 0)
+
+
+def choose_run(args: TrainingArguments, accelerator: Accelerator) -> Choice:
+    """Find or make the run folder and lock it.
+
+    Raises:
+        UsageError: nothing to resume at the path given, a damaged checkpoint was named, a new run
+            would fall on an old one, or another process writes there.
+    """
+    answer: list = [None, None]
+    if accelerator.is_main_process:
+        try:
+            choice = _choose(args)
+            choice.lock = RunLock(choice.folder.lock)
+            _set_aside_later_checkpoints(choice)
+            answer[0] = (choice.folder.path, choice.checkpoint, choice.state)
+        except UsageError as error:
+            answer[1] = str(error)
+    if accelerator.num_processes > 1:
+        broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise UsageError(answer[1])
+    if accelerator.is_main_process:
+        return choice
+    path, checkpoint, state = answer[0]
+    return Choice(RunFolder(path), checkpoint, state)
+
+
+def _choose(args: TrainingArguments) -> Choice:
+    if args.resume == "auto":
+        return _newest(args) or _new_run(args, may_exist=True)
+    if args.resume is not None:
+        return _named(Path(args.resume))
+    return _new_run(args, may_exist=False)
+
+
+def _newest(args: TrainingArguments) -> Choice | None:
+    """The newest sound checkpoint of the run named, or of the run that saved last."""
+    out = Path(args.out_dir)
+    runs = [out / args.run_name] if args.run_name else list(out.glob("*"))
+    saved = [run for run in map(RunFolder, runs) if run.all_checkpoints()]
+    if not saved:
+        where = runs[0] if args.run_name else out
+        print(f"--resume auto: no checkpoint in {where}, a new run starts", flush=True)
+        return None
+    run = max(saved, key=lambda run: run.all_checkpoints()[-1].stat().st_mtime)
+    sound = _newest_sound(run)
+    if sound is None:
+        raise UsageError(f"every checkpoint of {run.path} is damaged; a new --run_name starts anew")
+    return Choice(run, sound, read_state(sound))
+
+
+def _newest_sound(run: RunFolder, quiet: bool = False) -> Path | None:
+    for checkpoint in reversed(run.all_checkpoints()):
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint
+        if not quiet:
+            print(f"DAMAGED CHECKPOINT {checkpoint}: {problem}; trying the one before", flush=True)
+    return None
+
+
+def _named(path: Path) -> Choice:
+    """A run's newest checkpoint or a checkpoint itself; a damaged one is refused."""
+    checkpoints = RunFolder(path).all_checkpoints()
+    checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
+    if not (checkpoint / "state.json").is_file() and not checkpoints:
+        raise UsageError(f"--resume {path}: neither a run with checkpoints nor a checkpoint")
+    run = RunFolder(checkpoint.parent.parent)
+    if problem := damage(checkpoint):
+        sound = _newest_sound(run, quiet=True)
+        advice = f"the newest sound one is {sound}" if sound else "no other is sound"
+        raise UsageError(f"checkpoint {checkpoint} is damaged: {problem}; {advice}")
+    return Choice(run, checkpoint, read_state(checkpoint))
+
+
+def _new_run(args: TrainingArguments, may_exist: bool) -> Choice:
+    run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
+    if run.metrics.exists() and not may_exist:
+        raise UsageError(
+            f"{run.path} holds a run already: pass --resume auto to go on with it, "
+            "or another --run_name"
+        )
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the run folder {run.path}: {error.strerror}") from error
+    return Choice(run)
+
+
+def _set_aside_later_checkpoints(choice: Choice) -> None:
+    """Checkpoints after the one resumed from are damaged or of a course not taken: rename them."""
+    for path in choice.folder.all_checkpoints():
+        if int(path.name[5:]) > choice.step:
+            path.rename(path.with_name(f"{path.name}.aside-{int(time.time())}"))
+            print(f"set aside {path}: the run goes on from step {choice.step}", flush=True)
+
+
+def reconcile(choice: Choice, engine: Engine, args: TrainingArguments, identity: dict) -> None:
+    """Make the run that resumes equal to the one that saved, or say why it cannot be.
+
+    With another number of processes, --accumulation_steps changes so that the global batch stays.
+
+    Raises:
+        UsageError: another model, tokenizer, data set or global batch; lists the differences.
+    """
+    saved = choice.state["identity"]
+    processes = engine.accelerator.num_processes
+    if processes != choice.state["processes"] and saved["global_batch"] != identity["global_batch"]:
+        steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
+        if rest or not steps:
+            raise UsageError(
+                f"the run's global batch of {saved['global_batch']} sequences cannot be made of "
+                f"--batch_size {args.batch_size} on {processes} processes: choose a --batch_size "
+                "that divides it"
+            )
+        args.accumulation_steps = steps
+        engine.set_accumulation(steps)
+        identity["global_batch"] = saved["global_batch"]
+        if engine.accelerator.is_main_process:
+            print(
+                f"{processes} processes instead of {choice.state['processes']}: "
+                f"--accumulation_steps is {steps} now, the global batch stays",
+                flush=True,
+            )
+    if different := differences(saved, identity):
+        raise UsageError(f"cannot resume {choice.checkpoint}: {'; '.join(different)}")
+
+
+def describe_finished(choice: Choice, total_steps: int) -> str:
+    return (
+        f"{choice.folder.path} is finished: {choice.step} of {total_steps} steps; "
+        "more --epochs or --max_steps would go on with it"
+    )
+
+
+def run_identity(
+    config: LMConfig, train_set: PackedDataset, args: TrainingArguments, processes: int
+) -> dict:
+    """What a run must have in common with the one it resumes."""
+    description = train_set.description
+    shards = [shard["sha256"] for shard in description["splits"]["train"]["shards"]]
+    # These change how something is computed, but not what is learned or from what.
+    free = ("use_flash_attn", "dropout")
+    return {
+        **{key: value for key, value in config.to_dict().items() if key not in free},
+        "tokenizer": description["tokenizer_sha256"][:16],
+        "data": hashlib.sha256("".join(shards).encode()).hexdigest()[:16],
+        "global_batch": args.batch_size * args.accumulation_steps * processes,
+        "seed": args.seed,
+    }
+
+
+def describe_bad_steps(count: int, step: int, sampler: MicroBatchSampler, samples: int) -> str:
+    """Why a run with nothing but non-finite gradients stops, and what it was reading."""
+    last = sampler.indices(np.arange((step - 1) * samples, step * samples)).tolist()
+    shown = ", ".join(map(str, last[:16])) + (", ..." if len(last) > 16 else "")
+    return (
+        f"{count} steps in a row had a non-finite gradient and changed nothing; the batch of step "
+        f"{step} was samples {shown}; the last checkpoint is as it was: try a lower --learning_rate"
+    )

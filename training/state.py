@@ -1,0 +1,145 @@
+"""Weights and optimizer state, whole and by parameter name, however the engine has divided them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from model.config import ConfigError
+from model.portable import load_weights
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Slice:
+    """The part of one parameter that this process holds in fp32, and the averages of that part.
+
+    `fp32` and `averages` are flat views into the optimizer's own memory; `start` is where they
+    begin in the flattened parameter. Without ZeRO every process holds the whole.
+    """
+
+    start: int
+    fp32: Tensor
+    averages: dict[str, Tensor]
+
+
+class TrainingState:
+    """Reads and writes what AdamW works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
+
+    All methods but `load` are collective: every process must call them, and what they return is
+    on the main process's CPU and empty elsewhere.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer):
+        self.accelerator, self.model = accelerator, model
+        self.zero = model.optimizer if accelerator.state.deepspeed_plugin is not None else None
+        self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
+
+    def weights(self) -> dict[str, Tensor]:
+        """name → fp32 weights."""
+        whole = {}
+        for name, parameter, held in self._slices():
+            whole |= self._on_main(name, parameter, held, held and held.fp32)
+        return whole
+
+    def averages(self) -> dict[str, Tensor]:
+        """name.exp_avg and name.exp_avg_sq → AdamW's averages."""
+        whole = {}
+        for name, parameter, held in self._slices():
+            for key in AVERAGES:
+                part = held and held.averages[key]
+                whole |= self._on_main(f"{name}.{key}", parameter, held, part)
+        return whole
+
+    def scalars(self) -> dict:
+        """AdamW's step, which the correction of its bias depends on, and fp16's loss scale."""
+        scale = None
+        if self.accelerator.mixed_precision == "fp16":
+            if self.zero:
+                scaler = vars(self.zero.loss_scaler)
+                scale = {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)}
+            else:
+                scale = self.accelerator.scaler.state_dict()
+        states = iter(self.optimizer.state.values())
+        return {"optimizer_step": int(next(states)["step"]), "loss_scale": scale}
+
+    def load(self, weights: dict, averages: dict, scalars: dict, source: str) -> None:
+        """Put all of it back, on every process.
+
+        Raises:
+            ConfigError: names or shapes that do not fit the model.
+        """
+        load_weights(self.accelerator.unwrap_model(self.model), weights, source)
+        for name, parameter, held in self._slices():
+            for key in AVERAGES:
+                if averages[f"{name}.{key}"].shape != parameter.shape:
+                    raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
+            if held is None:
+                continue
+            part = slice(held.start, held.start + held.fp32.numel())
+            held.fp32.copy_(weights[name].view(-1)[part])
+            for key in AVERAGES:
+                held.averages[key].copy_(averages[f"{name}.{key}"].view(-1)[part])
+        for state in self.optimizer.state.values():
+            state["step"].fill_(scalars["optimizer_step"])
+        if scalars["loss_scale"] is not None and self.accelerator.mixed_precision == "fp16":
+            if self.zero:
+                vars(self.zero.loss_scaler).update(scalars["loss_scale"])
+            else:
+                self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
+
+    def _slices(self) -> Iterator[tuple[str, Tensor, Slice | None]]:
+        """(name, parameter, what this process holds of it), in one order on every process."""
+        model = self.accelerator.unwrap_model(self.model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        if not self.zero:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    averages = {k: v.view(-1) for k, v in self._averages_of(p).items()}
+                    yield names[id(p)], p, Slice(0, p.data.view(-1), averages)
+            return
+        # ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal
+        # stretch of that line. ZeRO-1 in bf16 with fp32 gradients is a class with other names.
+        zero = self.zero
+        if hasattr(zero, "single_partition_of_fp32_groups"):
+            stretches, groups = zero.single_partition_of_fp32_groups, zero.bit16_groups
+        else:
+            stretches, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
+        for stretch, parameters in zip(stretches, groups, strict=True):
+            averages = self._averages_of(stretch)
+            for p in parameters:
+                held = None
+                if (mapping := p._hp_mapping) is not None:
+                    part = mapping.hp_fragment_address
+                    here = slice(part.start, part.start + part.numel)
+                    parts = {key: average[here] for key, average in averages.items()}
+                    held = Slice(mapping.lp_fragment_address.start, stretch.data[here], parts)
+                yield names[id(p)], p, held
+
+    def _averages_of(self, stepped: Tensor) -> dict[str, Tensor]:
+        """AdamW's averages of a tensor that it steps, made now if it has not stepped yet."""
+        state = self.optimizer.state[stepped]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
+            for key in AVERAGES:
+                state[key] = torch.zeros_like(stepped)
+        return {key: state[key] for key in AVERAGES}
+
+    def _on_main(
+        self, name: str, parameter: Tensor, held: Slice | None, part: Tensor | None
+    ) -> dict[str, Tensor]:
+        """{name: the whole tensor} on the main process, put together from everybody's part."""
+        if self.zero:
+            whole = torch.zeros(parameter.numel(), device=parameter.device)
+            if held is not None:
+                whole[held.start : held.start + part.numel()] = part
+            if self.accelerator.num_processes > 1:
+                torch.distributed.all_reduce(whole)
+        else:
+            whole = part
+        if not self.accelerator.is_main_process:
+            return {}
+        return {name: whole.detach().view_as(parameter).to("cpu", torch.float32, copy=True)}
