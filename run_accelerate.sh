@@ -5,6 +5,7 @@
 #   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .jsonl.gz or a folder of them)
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
 #
+# PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
 # CONFIG=file.yaml  another Accelerate configuration
 # MASTER_PORT=N     port at which the processes meet (default: any free one)
@@ -15,7 +16,15 @@ source scripts/environment.sh requirements.txt
 data=${DATA:-builtin}
 name=$(basename "$data")
 for suffix in .gz .jsonl .txt; do name=${name%"$suffix"}; done
-"$python" -m scripts.prepare_data --data "$data" --out "out/data/$name" --overwrite
+prepare=(--data "$data" --out "out/data/$name")
+# Data prepared by hand is used as it is; settings given here are what it has to have.
+if [ -n "${PREPARE_FLAGS:-}" ]; then
+  read -ra settings <<<"$PREPARE_FLAGS"
+  prepare+=(--overwrite "${settings[@]}")
+else
+  prepare+=(--reuse)
+fi
+"$python" -m scripts.prepare_data "${prepare[@]}"
 
 gpus=0
 if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then

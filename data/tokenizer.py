@@ -73,11 +73,16 @@ class Tokenizer:
         return self._model.decode(ids)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> None:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
+) -> None:
     """Train a BPE tokenizer on texts and write it to path.
 
     At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese
     corpus has ten thousand) are spelled in bytes, so that nothing is ever unknown.
+
+    Args:
+        may_shrink: where the texts do not suffice for vocab_size pieces, take as many as they do.
 
     Raises:
         DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
@@ -93,7 +98,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
         size, model = model, _train(texts, model)  # fewer characters get pieces: it may be too many
     if isinstance(model, int):
         raise DataError("too little text to train a tokenizer on")
-    if size < vocab_size:
+    if size < vocab_size and not may_shrink:
         raise DataError(
             f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
         )

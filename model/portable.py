@@ -1,6 +1,8 @@
 """Weights to use elsewhere: a folder with model.safetensors (fp32) and config.json."""
 
+import errno
 import json
+import re
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -15,14 +17,27 @@ CONFIG_FILE = "config.json"
 
 
 def save_portable(folder: str | Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write the folder. Weights go by their names in `named_parameters()`, a tied matrix once."""
+    """Write the folder. Weights go by their names in `named_parameters()`, a tied matrix once.
+
+    Raises:
+        OSError: the disk is full or refuses.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_tensors(folder / WEIGHTS_FILE, weights)
     (folder / CONFIG_FILE).write_text(
         json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8"
     )
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """safetensors' `save_file`, with the system's errors as OSError as from any other writer."""
+    try:
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
 
 
 def load_portable(folder: str | Path) -> Transformer:

@@ -5,17 +5,16 @@ python -m scripts.prepare_data --data my.jsonl
 
 import argparse
 import hashlib
-import json
 import os
 import time
 from pathlib import Path
 
 from data.corpus import BUILTIN, SUFFIXES, find_files
 from data.errors import DataError
-from data.packing import PackingOptions, describe_sources, prepare
+from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, describe_sources, prepare
 from data.shards import DESCRIPTION_FILE, read_description
 from data.tokenizer import TOKENIZER_FILE
-from training.errors import UsageError, one_line_errors
+from training.errors import OneLineParser, UsageError, one_line_errors
 from training.progress import progress_bar
 
 
@@ -32,7 +31,7 @@ def cpu_count() -> int:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="prepare_data",
         description=__doc__,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -46,7 +45,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--out", type=Path, help="folder to write (default: out/data/ and the name of the data)"
     )
     parser.add_argument(
-        "--vocab_size", type=int, default=6400, help="pieces of the tokenizer to train"
+        "--vocab_size",
+        type=int,
+        help=f"pieces of the tokenizer to train ({DEFAULT_VOCAB_SIZE}, fewer for a short text)",
     )
     parser.add_argument("--tokenizer", help="a SentencePiece model to use instead of training one")
     parser.add_argument(
@@ -59,6 +60,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace data prepared from other text"
     )
+    parser.add_argument(
+        "--reuse", action="store_true", help="take what is there if the text has not changed since"
+    )
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
@@ -68,17 +72,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def already_prepared(out: Path, source: dict) -> bool:
-    """True if out holds whole shards made from exactly this source with these settings."""
+def prepared_from(out: Path) -> dict:
+    """From what and how the data in `out` was made; empty if there is none, or not whole."""
     try:
         description = read_description(out)
         tokenizer = hashlib.sha256((out / TOKENIZER_FILE).read_bytes()).hexdigest()
-        return (description["tokenizer_sha256"], description["prepared_from"]) == (
-            tokenizer,
-            source,
-        )
+        return description["prepared_from"] if description["tokenizer_sha256"] == tokenizer else {}
     except (DataError, OSError, KeyError):
-        return False
+        return {}
+
+
+def refuse_to_replace(out: Path, files: list[str]) -> None:
+    """Raises UsageError: `out` is something that must not be written over."""
+    if any(out.resolve() in Path(path).resolve().parents for path in files):
+        raise UsageError(f"--out {out} holds the text itself: choose another folder")
+    if out.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise UsageError(f"--out {out} is the working folder or above it: choose another")
+    if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
+        raise UsageError(f"--out {out} exists and is no prepared data: choose another folder")
 
 
 def report(description: dict, out: Path, seconds: float, workers: int) -> str:
@@ -103,24 +114,23 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
     with one_line_errors("prepare_data", UsageError, DataError, OSError):
+        args = parse_arguments(argv)
         files = find_files(args.data)
         options = PackingOptions(
             args.vocab_size, args.val_fraction, args.workers, args.skip_bad_lines, args.tokenizer
         )
-        if already_prepared(args.out, json.loads(json.dumps(describe_sources(files, options)))):
+        source, stored = describe_sources(files, options), prepared_from(args.out)
+        if stored == source:
             print(f"{args.out}: already prepared from this text")
             return
-        if args.out.exists() and not args.overwrite:
-            what = "was prepared from other text or with other settings"
-            if not (args.out / DESCRIPTION_FILE).exists():
-                what = "exists and is no prepared data"
+        if args.reuse and stored.get("files_sha256") == source["files_sha256"]:
+            print(f"{args.out}: prepared from this text with other settings, used as it is")
+            return
+        refuse_to_replace(args.out, files)
+        if args.out.exists() and not (args.overwrite or args.reuse):
+            what = "was prepared from other text or with other settings" if stored else "exists"
             raise UsageError(f"{args.out} {what}: pass --overwrite to replace it, or another --out")
-        if any(args.out.resolve() in Path(path).resolve().parents for path in files):
-            raise UsageError(f"--out {args.out} holds the text itself: choose another folder")
-        if args.out.resolve() in (Path.cwd(), *Path.cwd().parents):
-            raise UsageError(f"--out {args.out} is the working folder or above it: choose another")
         total = sum(map(os.path.getsize, files))
         packed = any(path.endswith(".gz") for path in files)
         start = time.perf_counter()

@@ -115,7 +115,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
         def full(*args, **options):
             raise OSError(28, "No space left on device")
 
-        patch.setattr("training.checkpoint.save_file", full)
+        patch.setattr("training.checkpoint.save_tensors", full)
         log = save(run, 2)
     assert "CHECKPOINT NOT SAVED: [Errno 28] No space left on device" in log.lines[0]
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000001"]

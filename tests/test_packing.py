@@ -367,7 +367,7 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENIZER_SAMPLE_BYTES", 20_000)
     taken = []
 
-    def remember(texts, vocab_size, path):
+    def remember(texts, vocab_size, path, **options):
         taken.extend(texts)
         train_tokenizer(taken, vocab_size, path)
 

@@ -10,7 +10,7 @@ import types
 from dataclasses import dataclass, fields
 
 from model.config import LMConfig, setting
-from training.errors import UsageError
+from training.errors import OneLineParser, UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "constant", "wsd")
@@ -91,6 +91,7 @@ class TrainingArguments:
             "keep_last",
         ):
             self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("seed", self.seed < 2**32, "below 2**32")
         self._require("max_bad_steps", self.max_bad_steps >= 1, "at least 1")
         limit_holds = self.time_limit is None or 0 < self.time_limit < math.inf
         self._require("time_limit", limit_holds, "positive and finite")
@@ -124,11 +125,6 @@ class TrainingArguments:
             raise UsageError(f"--{name} must be {what}, not {getattr(self, name)!r}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UsageError(f"{message} (see --help)")
-
-
 def _flags(dataclass_type):
     """(field, group title) of every field that is a flag."""
     group = "model"
@@ -139,7 +135,7 @@ def _flags(dataclass_type):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="train_pretrain_accelerate.py",
         description="Pretrain a small Llama-like model on packed tokens.",
         allow_abbrev=False,

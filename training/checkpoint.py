@@ -25,10 +25,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from model.config import ConfigError
+from model.portable import save_tensors
 from training.errors import UsageError
 from training.metrics import TrainingLog
 from training.run_folder import RunFolder
@@ -118,7 +119,8 @@ class Checkpointer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, averages), (RANDOM, random)):
-                _save_tensors(partial / name, tensors)
+                save_tensors(partial / name, tensors)
+                _sync(partial / name)
             _write_json(partial / STATE, values)
             size = _write_manifest(partial)
             shutil.rmtree(path, ignore_errors=True)  # of a run that came this far before
@@ -126,9 +128,9 @@ class Checkpointer:
             _sync(path.parent)
             _replace_text(self.run.latest, path.name)
             self._prune()
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            self._outcome = error if isinstance(error, OSError) else OSError(str(error))
+            self._outcome = error
             return
         seconds = time.perf_counter() - started
         self._outcome = (
@@ -226,11 +228,6 @@ def differences(saved: dict, current: dict) -> list[str]:
         for key in keys
         if saved.get(key) != current.get(key)
     ]
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    _sync(path)
 
 
 def _write_manifest(folder: Path) -> int:

@@ -50,6 +50,10 @@ def build_engine(args: TrainingArguments) -> Engine:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     has_gpu = torch.cuda.is_available()
     _check_launch(args, deepspeed, has_gpu)
+    if deepspeed and "RANK" not in os.environ:
+        raise UsageError(
+            "ACCELERATE_USE_DEEPSPEED is set without a launcher: use accelerate launch"
+        )
     if not has_gpu:
         keep_freed_memory()
     plugin, handlers = None, []
@@ -171,7 +175,8 @@ def _skip_compiled_communication() -> None:
 
 
 def _use_all_cores() -> None:
-    """Divide this machine's cores among its processes; torchrun gives each a single one."""
-    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    """Divide this machine's cores among its processes; launchers give each a single one."""
+    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

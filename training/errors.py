@@ -1,5 +1,6 @@
 """A user's mistake ends a program with one line and exit code 2, never with a traceback."""
 
+import argparse
 import errno
 import os
 import sys
@@ -12,6 +13,13 @@ EXIT_CODE = 2
 
 class UsageError(ValueError):
     """Flags, files or launcher settings that cannot work, or contradict each other."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are a UsageError instead of a page about usage."""
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (see --help)")
 
 
 @contextmanager
