@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -36,8 +37,9 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def load_portable(folder: str | Path) -> Transformer:

@@ -50,15 +50,13 @@ def build_engine(args: TrainingArguments) -> Engine:
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     has_gpu = torch.cuda.is_available()
     _check_launch(args, deepspeed, has_gpu)
-    if deepspeed and "RANK" not in os.environ:
-        raise UsageError(
-            "ACCELERATE_USE_DEEPSPEED is set without a launcher: use accelerate launch"
-        )
     if not has_gpu:
         keep_freed_memory()
     plugin, handlers = None, []
     if deepspeed:
         plugin = deepspeed_plugin(args)
+        if "RANK" not in os.environ:
+            raise UsageError("DeepSpeed is asked for without a launcher: use accelerate launch")
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
             handlers = [InitProcessGroupKwargs(backend="gloo")]

@@ -53,8 +53,8 @@ def start_block(
     )
     activations = activation_bytes(config, args.batch_size, args.dtype)
     fields = {
-        "run folder": f"{choice.folder.path}, "
-        + (f"from {choice.checkpoint.name}" if choice.checkpoint else "from scratch"),
+        "run folder": str(choice.folder.path),
+        "starts from": choice.checkpoint.name if choice.checkpoint else "scratch",
         "engine": engine.name,
         "processes": f"{accelerator.num_processes} "
         f"({accelerator.state.backend or 'no process group'})",

@@ -146,11 +146,11 @@ def test_tensorboard_can_read_the_losses(zero2):
 
 def test_checkpoints_are_whole_and_none_is_half_written(zero2):
     names = sorted(path.name for path in (zero2.path / "checkpoints").iterdir())
-    assert names == ["step-00000100", "step-00000150"]
+    assert names == ["latest", "step-00000100", "step-00000150"]
     assert sorted(path.name for path in zero2.checkpoint().iterdir()) == [
+        "manifest.json",
         "optimizer.safetensors",
-        "rng-00000.safetensors",
-        "rng-00001.safetensors",
+        "random.safetensors",
         "state.json",
         "weights.safetensors",
     ]

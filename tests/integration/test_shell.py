@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,9 +105,17 @@ def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(
     assert "installing" not in ended.out
 
 
-def test_text_too_small_for_the_vocabulary_says_what_would_work(clone, tmp_path):
+def test_a_short_text_gets_a_smaller_vocabulary(clone, tmp_path):
     (tmp_path / "small.jsonl").write_text('{"text": "very little text"}\n' * 50, encoding="utf-8")
     ended = run_accelerate(clone, tmp_path / "small.jsonl", TINY)
-    assert ended.code == 2, ended.out
-    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    assert "--vocab_size" in line
+    assert ended.code == 0, ended.out
+    assert 260 < int(re.search(r"vocabulary (\d+),", ended.out)[1]) < 300
+
+
+def test_data_prepared_by_hand_is_used_as_it_is(clone, corpus):
+    by_hand = [sys.executable, "-m", "scripts.prepare_data", "--data", str(corpus)]
+    assert run([*by_hand, "--vocab_size", "450"], cwd=clone).code == 0
+    ended = run_accelerate(clone, corpus, TINY)
+    assert ended.code == 0, ended.out
+    assert "used as it is" in ended.out
+    assert "vocabulary 450)" in ended.out
