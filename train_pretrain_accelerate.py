@@ -26,8 +26,8 @@ from data.errors import DataError
 from data.order import MicroBatchSampler
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import TrainingArguments, parse_arguments
-from training.checkpoint import Checkpointer, load_checkpoint
-from training.engine import build_engine
+from training.checkpoint import Checkpointer, load_checkpoint, space_warning
+from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
@@ -37,6 +37,7 @@ from training.metrics import TrainingLog
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiler import StepProfiler
 from training.resume import (
+    Choice,
     choose_run,
     describe_bad_steps,
     describe_finished,
@@ -181,23 +182,19 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     total_steps = args.max_steps or math.ceil(args.epochs * len(train_set) / samples_per_step)
     if choice.step >= total_steps and choice.folder.weights.exists():
         accelerator.print(describe_finished(choice, total_steps))
+        accelerator.end_training()
         return None
 
-    seed_everything(args.seed)  # the same initial weights on every process
-    model = Transformer(config)
-    model_flops = model.flops_per_token(config.max_seq_len)
-    optimizer = build_optimizer(model, args, accelerator)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer = build_model(config, args, accelerator)
     state = TrainingState(accelerator, model, optimizer)
-    seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
-
+    bare_model = accelerator.unwrap_model(model)
     first_step = choice.step + 1
     log = TrainingLog(
         accelerator,
         choice.folder.metrics,
         args.log_interval,
         tokens_per_step=samples_per_step * config.max_seq_len,
-        flops_per_token=model_flops,
+        flops_per_token=bare_model.flops_per_token(config.max_seq_len),
         total_steps=total_steps,
         first_step=first_step,
     )
@@ -211,10 +208,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         val_set, args.batch_size, args.eval_samples, accelerator
     )
     learning_rate = LearningRate.from_arguments(args, total_steps)
-    log.say(start_block(args, config, engine, train_set, val_loader, model, learning_rate, choice))
-    choice.folder.write_settings(args, config, engine)
-    start_trackers(accelerator, args, choice.folder.path, config, first_step)
-    return Run(
+    run = Run(
         args=args,
         config=config,
         folder=choice.folder,
@@ -236,6 +230,31 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log),
         stop=StopRequest(accelerator, args.time_limit),
     )
+    announce(run, engine, choice)
+    return run
+
+
+def announce(run: Run, engine: Engine, choice: Choice) -> None:
+    """Say and write down what is in use, to people, settings.json and trackers."""
+    model = run.accelerator.unwrap_model(run.model)
+    data, rate = (run.train_set, run.val_loader), run.learning_rate
+    run.log.say(start_block(run.args, run.config, engine, *data, model, rate, choice))
+    if warning := space_warning(run.folder, model.num_parameters(), run.args.keep_last):
+        run.log.say(warning)
+    run.folder.write_settings(run.args, run.config, engine)
+    start_trackers(run.accelerator, run.args, run.folder.path, run.config, run.first_step)
+
+
+def build_model(
+    config: LMConfig, args: TrainingArguments, accelerator: Accelerator
+) -> tuple[torch.nn.Module, Any]:
+    """Model and optimizer, prepared for the engine, and the random generators seeded."""
+    seed_everything(args.seed)  # the same initial weights on every process
+    model = Transformer(config)
+    optimizer = build_optimizer(model, args, accelerator)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
+    return model, optimizer
 
 
 def due(step: int, interval: int, total_steps: int) -> bool:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from training.arguments import TrainingArguments
-from training.checkpoint import Checkpointer, damage, differences, load_checkpoint, read_state
+from training.checkpoint import (
+    Checkpointer,
+    damage,
+    differences,
+    load_checkpoint,
+    read_state,
+    space_warning,
+)
 from training.errors import UsageError
 from training.resume import choose_run
 from training.run_folder import RunFolder
@@ -236,3 +243,44 @@ def test_differences_name_both_sides():
         "a: 2 in the checkpoint, 3 now",
         "b: None in the checkpoint, 4 now",
     ]
+
+
+@pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
+def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, free, warned):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    warning = space_warning(run, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
+    assert bool(warning) == warned
+    assert not warned or "--keep_last" in warning
+
+
+def test_the_loss_scale_of_fp16_comes_back():
+    """DeepSpeed's scaler, in which a scale that has come down stays down."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    from training.state import TrainingState
+
+    def state(scaler) -> TrainingState:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        zero = SimpleNamespace(optimizer=optimizer, loss_scaler=scaler, bit16_groups=[])
+        zero.single_partition_of_fp32_groups = []
+        accelerator = SimpleNamespace(
+            mixed_precision="fp16",
+            state=SimpleNamespace(deepspeed_plugin=object()),
+            unwrap_model=lambda model: torch.nn.Module(),
+        )
+        return TrainingState(accelerator, SimpleNamespace(optimizer=zero), None)
+
+    options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0}
+    used, fresh = (CreateLossScaler(torch.float16, 0, True, options) for _ in range(2))
+    used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
+    saved = json.loads(json.dumps(state(used).scalars()))
+    target = state(fresh)
+    target.accelerator.unwrap_model = lambda model: SimpleNamespace(
+        named_parameters=lambda: iter(()), config=SimpleNamespace(tie_embeddings=False)
+    )
+    target.load({}, {}, saved, "checkpoint")
+    assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)
+    assert saved["optimizer_step"] == 1

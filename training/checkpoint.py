@@ -164,6 +164,19 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | None:
+    """What to tell if the disk has too little room for this run's checkpoints; None if it has."""
+    size = 12 * n_parameters  # weights and two averages in fp32
+    count = max(keep_last, 1) + 2  # the best, and the one being written
+    free = shutil.disk_usage(run.path).free
+    if free >= count * size:
+        return None
+    return (
+        f"WARNING: {free / 1e9:.2f} GB free for {run.path}, but {count} checkpoints of "
+        f"{size / 1e9:.2f} GB may be there at once: make room, or lower --keep_last"
+    )
+
+
 def load_checkpoint(path: Path, state: TrainingState, log: TrainingLog) -> None:
     """Put a checkpoint into the prepared model and optimizer, on every process.
 

@@ -2,11 +2,10 @@
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
-from model import LMConfig
+from model import LMConfig, Transformer
 from training.arguments import TrainingArguments
 from training.engine import Engine
 from training.hardware import device_name
@@ -40,14 +39,14 @@ def start_block(
     engine: Engine,
     train_set: PackedDataset,
     val_loader: DataLoader | None,
-    model: nn.Module,
+    model: Transformer,
     learning_rate: LearningRate,
     choice: Choice,
 ) -> str:
     """One line per fact, names aligned."""
     accelerator = engine.accelerator
     samples_per_step = args.batch_size * args.accumulation_steps * accelerator.num_processes
-    n_parameters = engine.accelerator.unwrap_model(model).num_parameters()
+    n_parameters = model.num_parameters()
     states = model_state_bytes(
         n_parameters, args.dtype, engine.zero_stage, accelerator.num_processes
     )
