@@ -273,7 +273,8 @@ def test_the_loss_scale_of_fp16_comes_back():
         )
         return TrainingState(accelerator, SimpleNamespace(optimizer=zero), None)
 
-    options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0}
+    options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
+    options["consecutive_hysteresis"] = False
     used, fresh = (CreateLossScaler(torch.float16, 0, True, options) for _ in range(2))
     used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
     saved = json.loads(json.dumps(state(used).scalars()))

@@ -14,4 +14,5 @@ def progress_bar(
             "mininterval": 15,
             "bar_format": "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left\n",
         }
+    options["delay"] = 0.01  # not before there is something to show
     return tqdm(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
