@@ -31,7 +31,7 @@ from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
-from training.interruption import StopRequest, report_interruption
+from training.interruption import StopRequest, leave, report_interruption
 from training.lock import RunLock
 from training.metrics import TrainingLog
 from training.optimizer import build_optimizer, set_learning_rate
@@ -316,3 +316,4 @@ def micro_batches(
 
 if __name__ == "__main__":
     main()
+    leave()
