@@ -47,6 +47,7 @@ else
     --log_interval 20 --eval_interval 100 --save_interval 200
   )
 fi
+[ "$data" != builtin ] || flags+=(--sample_prompt "def ")
 flags+=(--data "out/data/$name" "$@")
 
 config=${CONFIG:-accelerate_config.yaml}

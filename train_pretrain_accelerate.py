@@ -102,7 +102,7 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
     weights = run.state.weights()
     log.close()
     if accelerator.is_main_process:
-        finish(args, run.folder, run.config, weights, run.train_set)
+        finish(args, run.folder, run.config, weights, run.prompt_from)
         if not saved:
             raise UsageError(
                 f"{run.folder.path}: the weights are there, the last checkpoint is not"
@@ -150,6 +150,7 @@ class Run:
     optimizer: Any
     state: TrainingState
     train_set: PackedDataset
+    prompt_from: PackedDataset  # the validation split, if there is one
     sampler: MicroBatchSampler
     batches: Iterator[tuple[Tensor, Tensor]]
     val_loader: DataLoader | None
@@ -218,6 +219,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         optimizer=optimizer,
         state=state,
         train_set=train_set,
+        prompt_from=val_set or train_set,
         sampler=sampler,
         batches=micro_batches(train_set, sampler, args.num_workers, accelerator.device),
         val_loader=val_loader,

@@ -69,7 +69,9 @@ class TrainingArguments:
         False, "measure the phases of a step and write a trace, every profile_interval steps"
     )
     profile_interval: int = setting(100, "steps between profiled steps")
-    sample_prompt: str = setting("def ", "prompt that the finished model continues")
+    sample_prompt: str | None = setting(
+        None, "prompt that the finished model continues (default: how the validation text begins)"
+    )
     sample_tokens: int = setting(100, "tokens of that continuation")
 
     def __post_init__(self):
