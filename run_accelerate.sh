@@ -14,9 +14,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh requirements.txt
 
 data=${DATA:-builtin}
-name=$(basename "$data")
-for suffix in .gz .jsonl .txt; do name=${name%"$suffix"}; done
-prepare=(--data "$data" --out "out/data/$name")
+packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(sys.argv[1]))' "$data")
+prepare=(--data "$data" --out "$packed")
 # Data prepared by hand is used as it is; settings given here are what it has to have.
 if [ -n "${PREPARE_FLAGS:-}" ]; then
   read -ra settings <<<"$PREPARE_FLAGS"
@@ -48,11 +47,13 @@ else
   )
 fi
 [ "$data" != builtin ] || flags+=(--sample_prompt "def ")
-flags+=(--data "out/data/$name" "$@")
+flags+=(--data "$packed" "$@")
 
 config=${CONFIG:-accelerate_config.yaml}
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
 "$python" -m training.preflight "$config" "$processes" "${flags[@]}"
+# USR1, which job schedulers send to everything before the end, is for the training processes.
+trap '' USR1
 exec "$python" -m accelerate.commands.launch --config_file "$config" --num_processes "$processes" \
   --main_process_port "${MASTER_PORT:-0}" train_pretrain_accelerate.py "${flags[@]}"

@@ -11,6 +11,7 @@ step always means an optimizer step; a micro-batch is what one process feeds for
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
 from training.interruption import StopRequest, leave, report_interruption
-from training.lock import RunLock
 from training.metrics import TrainingLog
 from training.optimizer import build_optimizer, set_learning_rate
 from training.profiler import StepProfiler
@@ -43,12 +43,16 @@ from training.resume import (
     describe_finished,
     reconcile,
     run_identity,
+    set_aside,
 )
 from training.run_folder import RunFolder, seed_everything
 from training.schedule import LearningRate
 from training.state import TrainingState
 from training.summary import start_block
 from training.trackers import require_trackers, start_trackers
+
+FEW_STEPS = 50
+STARTED = time.monotonic()  # --time_limit counts from here
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -144,7 +148,6 @@ class Run:
     args: TrainingArguments  # as given, but for accumulation_steps on another number of processes
     config: LMConfig
     folder: RunFolder
-    lock: RunLock | None  # on the main process: nobody else writes here while this lives
     accelerator: Accelerator
     model: torch.nn.Module  # as prepared, like the optimizer
     optimizer: Any
@@ -213,7 +216,6 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         args=args,
         config=config,
         folder=choice.folder,
-        lock=choice.lock,
         accelerator=accelerator,
         model=model,
         optimizer=optimizer,
@@ -230,7 +232,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         log=log,
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log),
-        stop=StopRequest(accelerator, args.time_limit),
+        stop=StopRequest(accelerator, args.time_limit, since=STARTED),
     )
     announce(run, engine, choice)
     return run
@@ -241,8 +243,15 @@ def announce(run: Run, engine: Engine, choice: Choice) -> None:
     model = run.accelerator.unwrap_model(run.model)
     data, rate = (run.train_set, run.val_loader), run.learning_rate
     run.log.say(start_block(run.args, run.config, engine, *data, model, rate, choice))
+    if rate.total_steps < FEW_STEPS:
+        run.log.say(
+            f"WARNING: {rate.total_steps} steps are hardly training; a smaller global batch "
+            "(--batch_size, --accumulation_steps), more --epochs or more text give more"
+        )
     if warning := space_warning(run.folder, model.num_parameters(), run.args.keep_last):
         run.log.say(warning)
+    if run.accelerator.is_main_process:
+        set_aside(choice)
     run.folder.write_settings(run.args, run.config, engine)
     start_trackers(run.accelerator, run.args, run.folder.path, run.config, run.first_step)
 
@@ -254,7 +263,10 @@ def build_model(
     seed_everything(args.seed)  # the same initial weights on every process
     model = Transformer(config)
     optimizer = build_optimizer(model, args, accelerator)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    try:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    except (ValueError, AssertionError) as error:  # what DeepSpeed has against its configuration
+        raise UsageError(f"the engine cannot be started: {error}") from error
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return model, optimizer
 

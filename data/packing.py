@@ -126,6 +126,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
     tokenizer = options.tokenizer and hashlib.sha256(Path(options.tokenizer).read_bytes())
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {
+        "source": os.path.commonpath([path for path, _ in stats]),
         "files": len(files),
         "bytes_on_disk": sum(stat.st_size for _, stat in stats),
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),

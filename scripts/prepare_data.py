@@ -128,6 +128,11 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{args.out}: prepared from this text with other settings, used as it is")
             return
         refuse_to_replace(args.out, files)
+        if args.reuse and stored.get("source", source["source"]) != source["source"]:
+            raise UsageError(
+                f"{args.out} was prepared from {stored['source']}, another text of that name: "
+                "rename one of them"
+            )
         if args.out.exists() and not (args.overwrite or args.reuse):
             what = "was prepared from other text or with other settings" if stored else "exists"
             raise UsageError(f"{args.out} {what}: pass --overwrite to replace it, or another --out")

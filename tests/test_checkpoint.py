@@ -19,7 +19,7 @@ from training.checkpoint import (
     space_warning,
 )
 from training.errors import UsageError
-from training.resume import choose_run
+from training.resume import choose_run, set_aside
 from training.run_folder import RunFolder
 
 IDENTITY = {"dim": 32, "global_batch": 8}
@@ -113,6 +113,28 @@ def test_random_numbers_go_on_where_they_were(run):
 def test_the_newest_and_the_best_are_kept(run):
     save(run, 1, 2, 3, 4, 5, keep_last=2, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert [int(p.name[5:]) for p in run.all_checkpoints()] == [2, 4, 5]
+
+
+def test_a_kill_while_old_checkpoints_go_leaves_none_by_halves(run, monkeypatch):
+    """The name goes first; a folder that lost a file in another way harms no save either."""
+    save(run, 1, 2, 3)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
+    save(run, 4, keep_last=2)
+    assert [int(p.name[5:]) for p in run.all_checkpoints()] == [3, 4]
+    monkeypatch.undo()
+    (run.checkpoint(3) / "state.json").unlink()
+    log = save(run, 5, 6, keep_last=2)
+    assert all(line.startswith("saved") for line in log.lines)
+    assert sorted(p.name for p in run.checkpoints.glob("step-*")) == [
+        "step-00000005",
+        "step-00000006",
+    ]
+
+
+def test_any_failure_of_the_writing_thread_is_reported(run, monkeypatch):
+    monkeypatch.setattr("training.checkpoint._write_manifest", lambda folder: 1 / 0)
+    log = save(run, 1)
+    assert log.lines[0].startswith("CHECKPOINT NOT SAVED: division by zero")
 
 
 def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, monkeypatch):
@@ -211,6 +233,7 @@ def test_auto_takes_the_newest_that_is_sound_and_sets_the_damaged_aside(run, cap
     flip(run.checkpoint(3) / "weights.safetensors", 300)
     choice = choose(run, resume="auto")
     assert (choice.checkpoint, choice.step) == (run.checkpoint(2), 2)
+    set_aside(choice)
     assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}" in capsys.readouterr().out
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001", "step-00000002"]
     assert list(run.checkpoints.glob("step-00000003.aside-*"))
@@ -234,7 +257,12 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_a_sound_one_offered(
 
 def test_going_back_sets_the_course_not_taken_aside(run):
     save(run, 1, 2, 3)
-    assert choose(run, resume=str(run.checkpoint(1))).step == 1
+    run.weights.mkdir()
+    choice = choose(run, resume=str(run.checkpoint(1)))
+    assert choice.step == 1
+    assert len(run.all_checkpoints()) == 3  # a start that is refused later changes nothing
+    set_aside(choice)
+    assert not run.weights.exists()
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
 
 

@@ -150,7 +150,20 @@ def test_autos_of_trainer_files_get_a_value(config, key):
 
 @pytest.mark.parametrize("key", AUTO_DEFAULTS)
 def test_a_bucket_that_was_set_stays(config, key):
-    assert get(resolved(put(config, key, 12345)), key) == 12345
+    value = False if key.endswith("overlap_comm") else 12345
+    assert get(resolved(put(config, key, value)), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero_optimization.overlap_com", True),
+        ("zero_optimization.reduce_bucket_size", "many"),
+        ("bf16.check_grad_overflow", False),
+    ],
+)
+def test_what_deepspeed_would_reject_or_let_nan_pass_is_refused_by_name(config, key, value):
+    assert key.split(".")[-1] in refused(put(config, key, value))
 
 
 @pytest.mark.parametrize(

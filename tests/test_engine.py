@@ -172,7 +172,7 @@ def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
     environ |= {
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
         "WORLD_SIZE": "2",
-        "ACCELERATE_GRADIENT_CLIPPING": "9.0",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.7",
     }
     plugin = deepspeed_plugin(TrainingArguments(batch_size=4, accumulation_steps=3, grad_clip=0.7))
     assert plugin.zero_stage == 2
@@ -180,6 +180,24 @@ def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
     assert plugin.deepspeed_config["train_batch_size"] == 24
     assert plugin.deepspeed_config["gradient_accumulation_steps"] == 3
     assert plugin.deepspeed_config["bf16"]["enabled"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GRADIENT_CLIPPING", "9.0"),
+        ("DEEPSPEED_ZERO_STAGE", "1"),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
+    ],
+)
+def test_a_flag_of_the_launcher_that_the_file_would_win_over_is_refused(environ, name, value):
+    environ |= {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
+        "WORLD_SIZE": "1",
+        f"ACCELERATE_{name}": value,
+    }
+    with pytest.raises(UsageError, match=value):
+        deepspeed_plugin(TrainingArguments(grad_clip=0.7))
 
 
 def test_the_launchers_own_zero_flags_make_a_configuration(environ):

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 
@@ -39,6 +40,22 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
     holder.kill()
     holder.wait()
     RunLock(tmp_path / "lock")
+
+
+def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
+    """As processes that read data do, for seconds, when their parent is killed."""
+    script = HOLD.replace("print(", "import os\nif os.fork() == 0: time.sleep(30)\nprint(")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "lock")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.wait()
+    RunLock(tmp_path / "lock")
+    os.killpg(holder.pid, signal.SIGKILL)
 
 
 def test_a_lock_file_of_nonsense_is_no_obstacle(tmp_path):

@@ -105,6 +105,36 @@ def test_a_resumed_run_goes_on_in_the_middle_of_a_log_interval(start, clock, tmp
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 9.0), (4, 2.0)]
 
 
+def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(
+    start, clock, tmp_path, capsys
+):
+    log = start()
+    whole = log._file
+
+    class Full:
+        name = whole.name
+
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+    log._file = Full()
+    clock.now += 1
+    feed(log, 1, [1.0])
+    assert "NOT WRITTEN: [Errno 28] No space left on device" in capsys.readouterr().out
+    log._file = whole
+    clock.now += 1
+    feed(log, 2, [2.0])
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_bytes_that_are_no_text_do_not_keep_a_run_from_going_on(start, clock, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe{"step": 2}\n')
+    log = start(first_step=3)
+    clock.now += 1
+    feed(log, 3, [1.0])
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
+
+
 def test_a_line_cut_short_by_a_kill_is_dropped(start, clock, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
     log = start(first_step=3)

@@ -35,7 +35,7 @@ def make_run(path: Path, *steps: int, age: float = 0) -> Path:
         checkpoint.mkdir(parents=True)
         for name in (WEIGHTS, OPTIMIZER, RANDOM):
             (checkpoint / name).touch()
-        state = {"step": step}
+        state = {"step": step, "optimizer_step": step, "processes": 1, "identity": {}}
         (checkpoint / STATE).write_text(json.dumps(state), encoding="utf-8")
         _write_manifest(checkpoint)
         now = os.stat(path).st_mtime

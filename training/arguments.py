@@ -33,8 +33,10 @@ class TrainingArguments:
     resume: str | None = setting(
         None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint"
     )
-    keep_last: int = setting(3, "newest checkpoints to keep, besides the best; 0 keeps all")
-    time_limit: float | None = setting(None, "minutes after which to save and stop")
+    keep_last: int = setting(
+        3, "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all"
+    )
+    time_limit: float | None = setting(None, "minutes after the start at which to save and stop")
     num_workers: int = setting(
         0, "extra processes that read batches; 0 reads in the training process"
     )

@@ -61,7 +61,7 @@ class Checkpointer:
         self.run, self.accelerator, self.state = run, state.accelerator, state
         self.keep_last, self.identity, self.log = keep_last, identity, log
         self._writer: threading.Thread | None = None
-        self._outcome: str | OSError | None = None
+        self._outcome: str | Exception | None = None
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state now and write it behind training. Every process must call it.
@@ -86,6 +86,7 @@ class Checkpointer:
             "processes": self.accelerator.num_processes,
         } | scalars
         stalled = time.perf_counter() - started
+        self._outcome = None
         self._writer = threading.Thread(
             target=self._write, args=(step, weights, averages, random, values, stalled)
         )
@@ -102,14 +103,14 @@ class Checkpointer:
             return True
         self._writer.join()
         self._writer = None
-        if isinstance(self._outcome, OSError):
-            self.log.say(
-                f"CHECKPOINT NOT SAVED: {self._outcome}; the one before is kept, training goes on, "
-                "the next save tries again"
-            )
-            return False
-        self.log.say(self._outcome)
-        return True
+        if isinstance(self._outcome, str):
+            self.log.say(self._outcome)
+            return True
+        self.log.say(
+            f"CHECKPOINT NOT SAVED: {self._outcome}; the one before is kept, training goes on, "
+            "the next save tries again"
+        )
+        return False
 
     def _write(self, step, weights, averages, random, values, stalled) -> None:
         path = self.run.checkpoint(step)
@@ -123,12 +124,11 @@ class Checkpointer:
                 _sync(partial / name)
             _write_json(partial / STATE, values)
             size = _write_manifest(partial)
-            shutil.rmtree(path, ignore_errors=True)  # of a run that came this far before
+            _remove(path)  # of a run that came this far before
             partial.rename(path)
             _sync(path.parent)
             _replace_text(self.run.latest, path.name)
-            self._prune()
-        except OSError as error:
+        except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
             shutil.rmtree(partial, ignore_errors=True)
             self._outcome = error
             return
@@ -137,6 +137,7 @@ class Checkpointer:
             f"saved {path}: training stalled {stalled:.2f} s, {size / 1e6:.1f} MB written behind "
             f"it at {size / 1e6 / seconds:.0f} MB/s"
         )
+        self._prune()
 
     def _gather_random(self) -> dict[str, Tensor]:
         """Every process's random state and unfinished log line, keyed rank.what."""
@@ -153,15 +154,13 @@ class Checkpointer:
         if self.keep_last == 0:
             return
         checkpoints = self.run.all_checkpoints()
-        losses = {}
-        for path in checkpoints:
-            value = _read_json(path / STATE).get("val_loss")
-            if value is not None:
-                losses[path] = value
+        losses = {path: value for path in checkpoints if (value := _val_loss(path)) is not None}
         keep = {*checkpoints[-self.keep_last :], min(losses, key=losses.get, default=None)}
         for path in checkpoints:
             if path not in keep:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
+        for leftover in self.run.checkpoints.glob("step-*.*"):  # of a kill, or set aside
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | None:
@@ -214,15 +213,19 @@ def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files by its manifest; None if it is sound."""
     try:
         files = _read_json(path / MANIFEST)["files"]
-        missing = {WEIGHTS, OPTIMIZER, RANDOM, STATE} - files.keys()
-        if missing:
-            return f"the manifest lacks {', '.join(sorted(missing))}"
+        if files.keys() != {WEIGHTS, OPTIMIZER, RANDOM, STATE}:
+            return f"the manifest names {', '.join(sorted(files))}"
         for name, expected in files.items():
             size = (path / name).stat().st_size
             if size != expected["size"]:
                 return f"{name} is {size} bytes long instead of {expected['size']}"
             if _sha256(path / name) != expected["sha256"]:
                 return f"the checksum of {name} is wrong"
+        state = _read_json(path / STATE)
+        types = {"step": int, "identity": dict, "processes": int, "optimizer_step": int}
+        for key, kind in types.items():
+            if not isinstance(state[key], kind):
+                return f"{STATE} says {key} is {state[key]!r}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -241,6 +244,22 @@ def differences(saved: dict, current: dict) -> list[str]:
         for key in keys
         if saved.get(key) != current.get(key)
     ]
+
+
+def _val_loss(path: Path) -> float | None:
+    try:
+        return _read_json(path / STATE)["val_loss"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _remove(path: Path) -> None:
+    """Delete a checkpoint. Killed halfway, it has lost its name before it lost a file."""
+    if path.exists():
+        doomed = path.with_name(f"{path.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _write_manifest(folder: Path) -> int:

@@ -94,12 +94,25 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         section, name = _section(config, key, source)
         if section.get(name) == "auto":
             section[name] = value
+    if config.get("bf16", {}).get("check_grad_overflow") is False:
+        raise UsageError(f'{source}: "check_grad_overflow": false would let NaN into the weights')
     for key in _autos(config):
         raise UsageError(
             f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
         )
     _require_compiler(config, source)
+    _check_zero_section(config["zero_optimization"], source)
     return config
+
+
+def _check_zero_section(section: dict, source: str) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds to import
+
+    try:
+        DeepSpeedZeroConfig(**section)
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f'DeepSpeed rejects "zero_optimization" in {source}: {reason}') from error
 
 
 def _section(config: dict, key: str, source: str) -> tuple[dict, str]:

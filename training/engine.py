@@ -9,6 +9,7 @@ refuses: a precision that would be ignored, a number of processes that would not
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
@@ -52,14 +53,15 @@ def build_engine(args: TrainingArguments) -> Engine:
     _check_launch(args, deepspeed, has_gpu)
     if not has_gpu:
         keep_freed_memory()
-    plugin, handlers = None, []
+    # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
+    plugin, handlers = None, [InitProcessGroupKwargs(timeout=timedelta(hours=1))]
     if deepspeed:
         plugin = deepspeed_plugin(args)
         if "RANK" not in os.environ:
             raise UsageError("DeepSpeed is asked for without a launcher: use accelerate launch")
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
-            handlers = [InitProcessGroupKwargs(backend="gloo")]
+            handlers = [InitProcessGroupKwargs("gloo", timeout=timedelta(hours=1))]
             _skip_compiled_communication()
     elif not has_gpu:
         _use_all_cores()
@@ -150,6 +152,7 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
         else:
             config, source = read_config(path), path
         config = resolve(config, args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        _check_launcher_agrees(config, source)
         # The launcher's values must not fill or override what is now explicit.
         for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
             os.environ.pop(f"ACCELERATE_{name}", None)
@@ -163,6 +166,29 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
         raise UsageError(
             f"Accelerate rejects the DeepSpeed configuration {path}: {reason}"
         ) from error
+
+
+def _check_launcher_agrees(config: dict, source: str) -> None:
+    """Accelerate would drop these flags of its launcher where the file says otherwise."""
+    zero = config["zero_optimization"]
+    in_file = {
+        "GRADIENT_CLIPPING": config["gradient_clipping"],
+        "DEEPSPEED_ZERO_STAGE": zero["stage"],
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": zero.get("offload_optimizer", {}).get(
+            "device", "none"
+        ),
+        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": zero.get("offload_param", {}).get("device", "none"),
+    }
+    for name, value in in_file.items():
+        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
+        same = launched == str(value) or (
+            isinstance(value, int | float) and launched != "auto" and float(launched) == value
+        )
+        if launched not in ("auto", "none") and not same:
+            flag = name.removeprefix("DEEPSPEED_").lower()
+            raise UsageError(
+                f"the launcher says --{flag} {launched}, but {source} and flags {value}"
+            )
 
 
 def _skip_compiled_communication() -> None:

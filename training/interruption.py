@@ -24,12 +24,13 @@ class StopRequest:
     A first signal is noted; a second one, a moment later, ends the process at once.
 
     Args:
-        time_limit: minutes from now after which to stop; None for never.
+        time_limit: minutes after which to stop; None for never.
+        since: when the program started, by `time.monotonic`.
     """
 
-    def __init__(self, accelerator: Accelerator, time_limit: float | None):
+    def __init__(self, accelerator: Accelerator, time_limit: float | None, since: float):
         self.accelerator = accelerator
-        self.deadline = time.monotonic() + 60 * time_limit if time_limit else float("inf")
+        self.deadline = since + 60 * time_limit if time_limit else float("inf")
         self._signal, self._since = 0, 0.0
         # A group of its own on the CPU: asking must neither wait for the GPU nor disturb it.
         self._group = None
@@ -59,24 +60,38 @@ class StopRequest:
 def report_interruption(
     reason: str, step: int, run: RunFolder, saved: bool, accelerator: Accelerator
 ) -> None:
-    """The last words of a run that stops before its end."""
-    state = "saved" if saved else "NOT saved, the checkpoint before is the newest"
-    accelerator.print(
-        f"stopped by {reason} after step {step}, {state}. To go on:\n  {resume_command(run.path)}",
-        flush=True,
-    )
+    """The last words of a run that stops before its end; exit code 1 if it could not save."""
+    state = "saved" if saved else "NOT SAVED"
+    command = "nothing has been saved so far"
+    if run.latest.exists():
+        command = f"to go on:\n  {resume_command(run.path)}"
+    accelerator.print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)
     accelerator.end_training()
+    if not saved:
+        sys.exit(1)
+
+
+def _launcher() -> list[str]:
+    """The command line of the launcher that started this rank; empty if none did."""
+    if "RANK" not in os.environ:
+        return []
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
+    except (OSError, UnicodeDecodeError):
+        return []
+    launchers = ("accelerate", "accelerate.commands.launch", "torchrun", "torch.distributed.run")
+    return words if any(Path(word).name in launchers for word in words[:3]) else []
+
+
+LAUNCHER = _launcher()  # now, while it is there
 
 
 def resume_command(run: Path) -> str:
     """What to type to go on: the launcher's command line, or this process's, with --resume."""
-    own = [sys.executable, *sys.argv]
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")[:-1]
-    except (OSError, UnicodeDecodeError):
-        parent = []
-    launched = any("accelerate" in word or "torchrun" in word for word in parent[:4])
-    return shlex.join([*(parent if launched else own), "--resume", str(run)])
+    words = LAUNCHER or [sys.executable, *sys.argv]
+    command = shlex.join([*words, "--resume", str(run)])
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"CUDA_VISIBLE_DEVICES={devices} {command}" if devices else command
 
 
 def leave() -> None:

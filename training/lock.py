@@ -11,9 +11,11 @@ from training.errors import UsageError
 
 
 class RunLock:
-    """Holds a run folder until the process ends, however it ends.
+    """Holds a run folder until the process ends, whatever becomes of this object.
 
-    The system drops such a lock with its process, so the file of a killed run is no obstacle.
+    The system drops such a lock with its process, however that ends, so a killed run's file is no
+    obstacle.
+    Processes forked off to read data do not inherit it: they outlive a killed parent by seconds.
 
     Raises:
         UsageError: a live process holds the folder; names it.
@@ -30,9 +32,15 @@ class RunLock:
                     "--run_name"
                 ) from error
             print(f"no locks on this file system ({error.strerror}): let no second run write here")
+        os.register_at_fork(after_in_child=self._forget)
         os.ftruncate(self._descriptor, 0)
         holder = {"pid": os.getpid(), "host": socket.gethostname()}
         os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
+
+    def _forget(self) -> None:
+        if self._descriptor is not None:  # once: a child of a child may use the number again
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _holder(path: Path) -> str:

@@ -50,7 +50,8 @@ class TrainingLog:
         self._file = None
         if accelerator.is_main_process:
             drop_rows_from(path, first_step)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115, closed in close()
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in close()
+        self._unwritten = b""
         self.bar = progress_bar(
             total_steps,
             desc="step",
@@ -165,12 +166,22 @@ class TrainingLog:
     def _write(self, values: dict, section: str) -> None:
         if self._file is None:
             return
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()  # a killed run loses nothing that was said
+        self._unwritten += json.dumps(values).encode() + b"\n"
+        try:  # unbuffered: a killed run loses nothing that was said
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            self.say(
+                f"NOT WRITTEN: {error}; kept in memory until there is room in {self._file.name}"
+            )
         scalars = {
             k.removeprefix("val_"): v for k, v in values.items() if k != "step" and v is not None
         }
-        self.accelerator.log({f"{section}/{k}": v for k, v in scalars.items()}, step=values["step"])
+        try:
+            numbers = {f"{section}/{k}": v for k, v in scalars.items()}
+            self.accelerator.log(numbers, step=values["step"])
+        except OSError as error:
+            self.say(f"NOT LOGGED to the trackers: {error}")
 
 
 def _show(value: float | None, form: str) -> str:
@@ -182,14 +193,14 @@ def drop_rows_from(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
             if json.loads(line)["step"] < step:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short when the run was killed
     aside = path.with_name(f"{path.name}.partial")
-    aside.write_text("".join(kept), encoding="utf-8")
+    aside.write_bytes(b"".join(kept))
     aside.replace(path)
 
 

@@ -13,6 +13,7 @@ from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
 TOP_OPERATORS = 10
+KEPT_TRACES = 10  # newest ones, per rank: a long run would fill the disk with them
 
 
 class StepProfiler:
@@ -62,10 +63,7 @@ class StepProfiler:
         if hasattr(self, "_engine_step"):
             del self.model.step, self._engine_step
             seconds["backward"] -= self._engine_seconds
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step-{step:08d}-rank{self.accelerator.process_index}.json.gz"
-        self._trace.export_chrome_trace(str(path))
-        return seconds, self._report(step, seconds, path)
+        return seconds, self._report(step, seconds) + self._export(step)
 
     @contextmanager
     def _measure(self, name: str) -> Iterator[None]:
@@ -91,17 +89,30 @@ class StepProfiler:
         self._engine_seconds += self.seconds["optimizer"] - before
         return result
 
-    def _report(self, step: int, seconds: dict[str, float], path: Path) -> str:
+    def _export(self, step: int) -> str:
+        """Write the trace, drop the oldest beyond KEPT_TRACES, and say where it is."""
+        rank = f"rank{self.accelerator.process_index}.json.gz"
+        path = self.folder / f"step-{step:08d}-{rank}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._trace.export_chrome_trace(str(path))
+            for old in sorted(self.folder.glob(f"step-*-{rank}"))[:-KEPT_TRACES]:
+                old.unlink()
+        except OSError as error:
+            return f"TRACE NOT WRITTEN: {error}"
+        return f"trace: {path}"
+
+    def _report(self, step: int, seconds: dict[str, float]) -> str:
         shares = "  ".join(
             f"{name} {seconds[name]:.3f} s ({seconds[name] / seconds['step']:.1%})"
             for name in PHASES
         )
         sort = (
-            "self_cuda_time_total"
+            "self_device_time_total"
             if self.accelerator.device.type == "cuda"
             else "self_cpu_time_total"
         )
         table = self._trace.key_averages().table(
             sort_by=sort, row_limit=TOP_OPERATORS, max_name_column_width=40, max_src_column_width=0
         )
-        return f"profile of step {step}: {seconds['step']:.3f} s  {shares}\n{table}trace: {path}"
+        return f"profile of step {step}: {seconds['step']:.3f} s  {shares}\n{table}"

@@ -27,7 +27,6 @@ class Choice:
     folder: RunFolder
     checkpoint: Path | None = None
     state: dict = field(default_factory=dict)  # state.json of the checkpoint
-    lock: RunLock | None = None  # held by the main process as long as this object lives
 
     @property
     def step(self) -> int:
@@ -45,11 +44,12 @@ def choose_run(args: TrainingArguments, accelerator: Accelerator) -> Choice:
     if accelerator.is_main_process:
         try:
             choice = _choose(args)
-            choice.lock = RunLock(choice.folder.lock)
-            _set_aside_later_checkpoints(choice)
+            RunLock(choice.folder.lock)
             answer[0] = (choice.folder.path, choice.checkpoint, choice.state)
         except UsageError as error:
             answer[1] = str(error)
+        except OSError as error:
+            answer[1] = f"the run folder cannot be used: {error}"
     if accelerator.num_processes > 1:
         broadcast_object_list(answer)
     if answer[1] is not None:
@@ -122,8 +122,14 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> Choice:
     return Choice(run)
 
 
-def _set_aside_later_checkpoints(choice: Choice) -> None:
-    """Checkpoints after the one resumed from are damaged or of a course not taken: rename them."""
+def set_aside(choice: Choice) -> None:
+    """Rename what belongs to a course not taken; for the main process, once the run does start.
+
+    Checkpoints after the one resumed from (damaged ones, or the run goes back), and the weights of
+    a run that was finished and is extended.
+    """
+    if choice.folder.weights.exists():
+        choice.folder.weights.rename(choice.folder.path / f"weights-step-{choice.step:08d}")
     for path in choice.folder.all_checkpoints():
         if int(path.name[5:]) > choice.step:
             path.rename(path.with_name(f"{path.name}.aside-{int(time.time())}"))

@@ -1,5 +1,6 @@
 """Accelerate's experiment trackers, checked before anything is started."""
 
+import hashlib
 import importlib.util
 from pathlib import Path
 
@@ -32,10 +33,12 @@ def start_trackers(
         return
     accelerator.log_with = filter_trackers(names, str(run))
     accelerator.project_configuration.logging_dir = str(run)
+    # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
+    identifier = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]
     options = {
         "tensorboard": {"purge_step": first_step},
-        "wandb": {"name": run.name, "dir": str(run)},
-        "swanlab": {"experiment_name": run.name},
+        "wandb": {"name": run.name, "dir": str(run), "id": identifier, "resume": "allow"},
+        "swanlab": {"experiment_name": run.name, "id": identifier, "resume": "allow"},
     }
     # TensorBoard would make a folder of "hyperparameters" per start; settings.json has them all.
     config = None
