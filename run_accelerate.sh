@@ -10,6 +10,12 @@
 # CONFIG=file.yaml  another Accelerate configuration
 # MASTER_PORT=N     port at which the processes meet (default: any free one)
 set -euo pipefail
+case ${1:-} in -h | --help)
+  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
+  echo "Training flags: python train_pretrain_accelerate.py --help, or README.md"
+  exit
+  ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh requirements.txt
 
@@ -38,6 +44,7 @@ if ((gpus > 0)); then
     --log_interval 100 --save_interval 10000 --profile --profile_interval 10
   )
 else
+  export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
   # A small model that two cores train in a few minutes.
   flags=(
     --max_steps 750 --batch_size 16 --accumulation_steps 1 --max_seq_len 256
@@ -53,7 +60,28 @@ config=${CONFIG:-accelerate_config.yaml}
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
 "$python" -m training.preflight "$config" "$processes" "${flags[@]}"
-# USR1, which job schedulers send to everything before the end, is for the training processes.
-trap '' USR1
-exec "$python" -m accelerate.commands.launch --config_file "$config" --num_processes "$processes" \
-  --main_process_port "${MASTER_PORT:-0}" train_pretrain_accelerate.py "${flags[@]}"
+# The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
+# reaches it once, from here. Ranks that have saved and stopped leave a note, which is a good end.
+STOP_NOTE=$(mktemp)
+printf -v RESUME_WITH '%q ' bash run_accelerate.sh "$@"
+[ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
+export STOP_NOTE RESUME_WITH=${RESUME_WITH% }
+session=()
+! command -v setsid >/dev/null || session=(setsid)
+"${session[@]}" "$python" -m accelerate.commands.launch --config_file "$config" \
+  --num_processes "$processes" --main_process_port "${MASTER_PORT:-0}" \
+  train_pretrain_accelerate.py "${flags[@]}" &
+launcher=$!
+trap 'kill -TERM "$launcher"' INT TERM HUP USR1
+code=0
+wait "$launcher" || code=$?
+while kill -0 "$launcher" 2>/dev/null; do # a trapped signal has ended `wait`, not the launcher
+  code=0
+  wait "$launcher" || code=$?
+done
+if [ -s "$STOP_NOTE" ]; then
+  cat "$STOP_NOTE"
+  code=0
+fi
+rm -f "$STOP_NOTE"
+exit "$code"

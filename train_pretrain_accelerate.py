@@ -304,8 +304,14 @@ def open_data(
             raise DataError(f"{args.data}: the built-in corpus could not be prepared")
     accelerator.wait_for_everyone()
     train_set = PackedDataset(args.data, "train", seq_len)
-    has_validation = train_set.description["splits"]["val"]["tokens"] > 0
-    val_set = PackedDataset(args.data, "val", seq_len) if has_validation else None
+    val_set = None
+    if PackedDataset.fits(args.data, "val", seq_len):
+        val_set = PackedDataset(args.data, "val", seq_len)
+    else:
+        accelerator.print(
+            f"NO VALIDATION: the split is shorter than one sequence of {seq_len} tokens; prepare "
+            "the data with a larger --val_fraction, or train with a smaller --max_seq_len"
+        )
     if accelerator.is_local_main_process:
         train_set.scan()
     return train_set, val_set

@@ -22,7 +22,7 @@ from data.errors import DataError
 
 BUILTIN = "builtin"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
-SECTION_BYTES = 64 * 1024
+SECTION_BYTES = 16 * 1024
 # Not text that somebody wrote: tests hold deliberate nonsense, the rest is installed packages and
 # caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

@@ -45,6 +45,11 @@ class PackedDataset(Dataset):
                 "another --val_fraction when preparing"
             )
 
+    @staticmethod
+    def fits(folder: str | Path, split: str, seq_len: int) -> bool:
+        """Whether the split holds at least one sequence."""
+        return read_description(folder)["splits"][split]["tokens"] > seq_len
+
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.seq_len
 

@@ -76,6 +76,11 @@ def read_description(folder: str | Path) -> dict:
     """
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
+    if folder.is_file():
+        raise DataError(
+            f"{folder}: a file; text has to be prepared first, with "
+            f"`python -m scripts.prepare_data --data {folder}`"
+        )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

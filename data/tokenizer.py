@@ -93,6 +93,8 @@ def train_tokenizer(
             "markers: pass --vocab_size 300 or more"
         )
     texts = list(texts)
+    if not any(texts):
+        raise DataError("there is no text in these files")
     size, model = vocab_size, _train(texts, vocab_size)
     while isinstance(model, int) and model >= LEAST_VOCABULARY:
         size, model = model, _train(texts, model)  # fewer characters get pieces: it may be too many

@@ -34,7 +34,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(
         prog="prepare_data",
         description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--data",
@@ -77,7 +77,12 @@ def prepared_from(out: Path) -> dict:
     try:
         description = read_description(out)
         tokenizer = hashlib.sha256((out / TOKENIZER_FILE).read_bytes()).hexdigest()
-        return description["prepared_from"] if description["tokenizer_sha256"] == tokenizer else {}
+        if description["tokenizer_sha256"] != tokenizer:
+            return {}
+        source = description["prepared_from"]
+        if source["tokenizer"] is None and source["vocab_size"] is None:
+            source["chosen_vocab_size"] = description["vocab_size"]
+        return source
     except (DataError, OSError, KeyError):
         return {}
 
@@ -121,6 +126,10 @@ def main(argv: list[str] | None = None) -> None:
             args.vocab_size, args.val_fraction, args.workers, args.skip_bad_lines, args.tokenizer
         )
         source, stored = describe_sources(files, options), prepared_from(args.out)
+        # The size that was chosen for want of a number is as good as the same number.
+        chosen = stored.pop("chosen_vocab_size", None)
+        if source["vocab_size"] == chosen:
+            stored["vocab_size"] = chosen
         if stored == source:
             print(f"{args.out}: already prepared from this text")
             return

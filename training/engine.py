@@ -8,6 +8,7 @@ refuses: a precision that would be ignored, a number of processes that would not
 """
 
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -40,6 +41,10 @@ class Engine:
             micro_batch = config["train_micro_batch_size_per_gpu"]
             config["gradient_accumulation_steps"] = steps
             config["train_batch_size"] = micro_batch * steps * self.accelerator.num_processes
+
+
+# Of libraries calling each other; nothing that a user could do anything about.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def build_engine(args: TrainingArguments) -> Engine:

@@ -1,6 +1,7 @@
 """A user's mistake ends a program with one line and exit code 2, never with a traceback."""
 
 import argparse
+import difflib
 import errno
 import os
 import sys
@@ -15,11 +16,33 @@ class UsageError(ValueError):
     """Flags, files or launcher settings that cannot work, or contradict each other."""
 
 
+LAUNCHER_FLAGS = (
+    *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
+    *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--machine_rank", "--cpu"),
+)
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are a UsageError instead of a page about usage."""
+    """A parser whose errors are a UsageError, with a guess at what was meant."""
 
     def error(self, message: str):
         raise UsageError(f"{message} (see --help)")
+
+    def parse_args(self, args=None, namespace=None):
+        values, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized argument {unknown[0]}{self._guess(unknown[0])}")
+        return values
+
+    def _guess(self, unknown: str) -> str:
+        flag = unknown.partition("=")[0]
+        if flag in LAUNCHER_FLAGS:
+            return ": it belongs to accelerate launch, before the name of the script"
+        if not flag.startswith("-"):
+            return f": text is given as DATA={flag} or --data {flag}"
+        known = [name for action in self._actions for name in action.option_strings]
+        close = difflib.get_close_matches(flag, known, n=1)
+        return f": did you mean {close[0]}?" if close else ""
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def finish(
     if validations:
         last = validations[-1]
         print(
-            f"\nvalidation loss {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.2f}, "
+            f"\nvalidation loss {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.4g}, "
             f"bits per byte {last['val_bits_per_byte']:.4f}"
         )
     print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")

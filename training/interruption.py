@@ -65,7 +65,10 @@ def report_interruption(
     command = "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {resume_command(run.path)}"
-    accelerator.print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)
+    message = f"stopped by {reason} after step {step}, {state}; {command}"
+    accelerator.print(message, flush=True)
+    if saved and accelerator.is_main_process and (note := os.environ.get("STOP_NOTE")):
+        Path(note).write_text(message + "\n", encoding="utf-8")
     accelerator.end_training()
     if not saved:
         sys.exit(1)
@@ -88,7 +91,12 @@ LAUNCHER = _launcher()  # now, while it is there
 
 def resume_command(run: Path) -> str:
     """What to type to go on: the launcher's command line, or this process's, with --resume."""
+    if own := os.environ.get("RESUME_WITH"):  # run_accelerate.sh, as it was typed
+        return f"{own} --resume {shlex.quote(str(run))}"
     words = LAUNCHER or [sys.executable, *sys.argv]
+    if "--resume" in words:  # of an earlier stop
+        position = words.index("--resume")
+        words = words[:position] + words[position + 2 :]
     command = shlex.join([*words, "--resume", str(run)])
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f"CUDA_VISIBLE_DEVICES={devices} {command}" if devices else command

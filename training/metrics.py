@@ -134,7 +134,7 @@ class TrainingLog:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
         self.say(
             f"step {step}/{self.total_steps}  validation loss {result['loss']:.4f}  "
-            f"perplexity {result['perplexity']:.2f}  bits per byte {result['bits_per_byte']:.4f}"
+            f"perplexity {result['perplexity']:.4g}  bits per byte {result['bits_per_byte']:.4f}"
         )
 
     def profile(self, step: int, seconds: dict[str, float], report: str) -> None:

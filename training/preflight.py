@@ -45,8 +45,6 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
         deepspeed_plugin(args)
     train_set = PackedDataset(args.data, "train", model_settings["max_seq_len"])
     train_set.scan()
-    if train_set.description["splits"]["val"]["tokens"]:
-        PackedDataset(args.data, "val", model_settings["max_seq_len"])
 
 
 if __name__ == "__main__":

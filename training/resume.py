@@ -1,8 +1,9 @@
 """Which run to write into, and which checkpoint of it to go on from."""
 
 import hashlib
+import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,26 @@ def reconcile(choice: Choice, engine: Engine, args: TrainingArguments, identity:
                 flush=True,
             )
     if different := differences(saved, identity):
-        raise UsageError(f"cannot resume {choice.checkpoint}: {'; '.join(different)}")
+        advice = "; --resume out/runs/NAME names another run" if args.resume == "auto" else ""
+        raise UsageError(f"cannot resume {choice.checkpoint}: {'; '.join(different)}{advice}")
+    if engine.accelerator.is_main_process:
+        for line in changed_arguments(choice.folder, args):
+            print(f"changed since the run was stopped: {line}", flush=True)
+
+
+def changed_arguments(folder: RunFolder, args: TrainingArguments) -> list[str]:
+    """Flags of training that differ from those in the run's settings.json."""
+    try:
+        before = json.loads(folder.settings.read_text(encoding="utf-8"))["arguments"]
+        now = vars(args)
+        names = [item.name for item in fields(args) if item.name not in ("resume", "run_name")]
+        return [
+            f"--{name} {before[name]} → {now[name]}"
+            for name in names
+            if name in before and before[name] != now[name]
+        ]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def describe_finished(choice: Choice, total_steps: int) -> str:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from training.arguments import TrainingArguments
+from training.errors import UsageError
 
 MAX_DEFAULT_WARMUP = 2000
 
@@ -46,6 +47,10 @@ class LearningRate:
         warmup = args.warmup_steps
         if warmup is None:
             warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
+        if warmup > total_steps:
+            raise UsageError(
+                f"--warmup_steps {warmup} is longer than the run of {total_steps} steps"
+            )
         return cls(
             args.learning_rate,
             total_steps,

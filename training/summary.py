@@ -66,11 +66,7 @@ def start_block(
         f"vocabulary {config.vocab_size:,})",
         "data": f"{args.data}: {train_set.n_tokens:,} tokens, "
         f"{len(train_set):,} sequences of {config.max_seq_len}"
-        + (
-            f"; validation on {len(val_loader.dataset):,}"
-            if val_loader
-            else "; no validation split"
-        ),
+        + (f"; validation on {len(val_loader.dataset):,}" if val_loader else "; NO VALIDATION"),
         "global batch": f"{samples_per_step:,} sequences = "
         f"{samples_per_step * config.max_seq_len:,} tokens per step ({args.batch_size} × "
         f"{args.accumulation_steps} accumulation × {accelerator.num_processes} processes)",
@@ -79,6 +75,7 @@ def start_block(
         f"learning rate {args.learning_rate:g} after {learning_rate.warmup_steps:,} warm-up steps, "
         f"{args.lr_schedule}",
         "memory": f"about {(states + activations) / GIB:.2f} GiB per process expected "
-        f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations)",
+        f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
+        "besides about 1 GiB for Python and PyTorch",
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
