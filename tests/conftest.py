@@ -66,6 +66,25 @@ def accelerator():
     GradientState._reset_state()
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a file system of so many bytes; skips where that is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(size: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("only root can mount a small file system here")
+        return folder
+
+    yield mount
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 @dataclass
 class Finished:
     """A process that has ended."""

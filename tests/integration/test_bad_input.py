@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -43,25 +42,6 @@ def damaged(packed, tmp_path):
     """A copy of the packed data, and its first training shard."""
     shutil.copytree(packed, tmp_path / "damaged")
     return tmp_path / "damaged", next((tmp_path / "damaged").glob("train-*.bin"))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mounts a file system of so many bytes; skips where that is not allowed."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(size: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("only root can mount a small file system here")
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(

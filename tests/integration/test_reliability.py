@@ -311,6 +311,56 @@ def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, t
     assert trainer.checkpoint("run", 600).is_dir()
 
 
+def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(packed, small_disk):
+    disk = small_disk("8m")
+    trainer = Trainer(disk, packed, "plain", 1, "--max_steps 3000 --save_interval 50 --keep_last 1")
+    process = trainer.start("run")
+    assert wait_for(lambda: "step 60/" in trainer.said("run"), process, pause=0.01)
+    ballast = disk / "ballast"
+    fill = ["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"]
+    assert "No space left" in subprocess.run(fill, capture_output=True, text=True).stderr
+    time.sleep(2)
+    assert process.poll() is None
+    ballast.unlink()
+    assert process.wait(120) == 0
+    assert trainer.checkpoint("run", 3000).is_dir()
+    assert [row["step"] for row in trainer.rows("run") if "loss" in row] == list(range(1, 3001))
+
+
+def test_usr1_to_everything_leaves_a_launcher_that_ignores_it_and_a_saved_run(packed, tmp_path):
+    """As a scheduler signals a job; docs/reliability.md has the trap."""
+    trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 100000")
+    ignoring = ["bash", "-c", """trap '' USR1; exec "$@" """, "ignoring"]
+    process = trainer.start("run", command=[*ignoring, *trainer.command("run")])
+    assert wait_for(lambda: "step 20/" in trainer.said("run"), process)
+    for member in [psutil.Process(process.pid), *ranks(process)]:
+        member.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 0
+    assert "stopped by SIGUSR1" in trainer.said("run")
+
+
+def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
+    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 100000 --time_limit 0.02")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    ended = trainer.finish("run")
+    assert ended.code == 1
+    assert "NOT SAVED; nothing has been saved so far" in ended.out
+
+
+def test_a_run_that_is_extended_and_dies_at_its_end_is_not_taken_for_finished(packed, tmp_path):
+    trainer = Trainer(tmp_path, packed, "plain", 1, "--save_interval 2")
+    assert trainer.finish("run", "--max_steps 2").code == 0
+    assert trainer.finish("run", "--max_steps 4 --resume auto").code == 0
+    assert (tmp_path / "run" / "weights-step-00000002").is_dir()
+    shutil.rmtree(tmp_path / "run" / "weights")  # as if killed before they were written
+    again = trainer.finish("run", "--max_steps 4 --resume auto")
+    assert again.code == 0
+    weights = load_file(tmp_path / "run" / "weights" / "model.safetensors")
+    saved = load_file(trainer.checkpoint("run", 4) / "weights.safetensors")
+    assert all((weights[name] == saved[name]).all() for name in saved)
+
+
 def test_a_limit_like_a_full_disk_keeps_the_checkpoint_before(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, "--save_interval 2")
     assert trainer.finish("run", "--max_steps 2").code == 0
