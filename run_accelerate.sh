@@ -62,7 +62,7 @@ processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
 "$python" -m training.preflight "$config" "$processes" "${flags[@]}"
 # The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
 # reaches it once, from here. Ranks that have saved and stopped leave a note, which is a good end.
-STOP_NOTE=$(mktemp)
+STOP_NOTE=$PWD/out/.stopped-$$
 printf -v RESUME_WITH '%q ' bash run_accelerate.sh "$@"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }

@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         source, stored = describe_sources(files, options), prepared_from(args.out)
         # The size that was chosen for want of a number is as good as the same number.
         chosen = stored.pop("chosen_vocab_size", None)
-        if source["vocab_size"] == chosen:
+        if chosen is not None and source["vocab_size"] == chosen:
             stored["vocab_size"] = chosen
         if stored == source:
             print(f"{args.out}: already prepared from this text")

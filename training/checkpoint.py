@@ -61,6 +61,7 @@ class Checkpointer:
         self.run, self.accelerator, self.state = run, state.accelerator, state
         self.keep_last, self.identity, self.log = keep_last, identity, log
         self._writer: threading.Thread | None = None
+        self._last_one_saved = True
         self._outcome: str | Exception | None = None
 
     def save(self, step: int, val_loss: float | None) -> None:
@@ -98,12 +99,13 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save under way and report it; False if it failed."""
+        """Wait for the save under way and report it; False if the last one failed."""
         if self._writer is None:
-            return True
+            return self._last_one_saved
         self._writer.join()
         self._writer = None
-        if isinstance(self._outcome, str):
+        self._last_one_saved = isinstance(self._outcome, str)
+        if self._last_one_saved:
             self.log.say(self._outcome)
             return True
         self.log.say(

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -147,9 +147,10 @@ class TrainingLog:
     def say(self, text: str) -> None:
         """Print on the main process without tearing the progress bar."""
         if self.accelerator.is_main_process:
-            if sys.stderr.isatty():
-                self.bar.clear()
-            print(text, flush=True)
+            with suppress(OSError):  # a log file on a full disk must not end the run
+                if sys.stderr.isatty():
+                    self.bar.clear()
+                print(text, flush=True)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ class Trainer:
 
     def __init__(self, out: Path, packed: Path, engine: str, processes: int, flags: str):
         self.out, self.engine, self.processes = out, engine, processes
+        self.logs = out
         common = ["--data", str(packed), "--out_dir", str(out), "--eval_interval", "0"]
         self.flags = [*TINY, *common, *flags.split()]
 
@@ -34,7 +35,7 @@ class Trainer:
 
     def start(self, name: str, flags: str = "", command: list[str] | None = None):
         """A process whose words go to NAME.log."""
-        with open(self.out / f"{name}.log", "a") as log:
+        with open(self.logs / f"{name}.log", "a") as log:
             return subprocess.Popen(
                 command or self.command(name, flags),
                 cwd=REPOSITORY,
@@ -45,7 +46,7 @@ class Trainer:
             )
 
     def said(self, name: str) -> str:
-        return (self.out / f"{name}.log").read_text()
+        return (self.logs / f"{name}.log").read_text()
 
     def checkpoint(self, name: str, step: int) -> Path:
         return self.out / name / "checkpoints" / f"step-{step:08d}"
@@ -311,9 +312,12 @@ def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, t
     assert trainer.checkpoint("run", 600).is_dir()
 
 
-def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(packed, small_disk):
+def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(
+    packed, small_disk, tmp_path
+):
     disk = small_disk("8m")
     trainer = Trainer(disk, packed, "plain", 1, "--max_steps 3000 --save_interval 50 --keep_last 1")
+    trainer.logs = tmp_path
     process = trainer.start("run")
     assert wait_for(lambda: "step 60/" in trainer.said("run"), process, pause=0.01)
     ballast = disk / "ballast"

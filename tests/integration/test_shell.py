@@ -14,7 +14,7 @@ from conftest import REPOSITORY, Finished, run
 pytestmark = pytest.mark.slow
 
 # Everything the script and the libraries call, besides Python; no compiler and no ninja among it.
-TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname")
+TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
 TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --max_steps 2 --sample_tokens 4"
 
 
