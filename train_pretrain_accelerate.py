@@ -1,7 +1,6 @@
 """Pretrain a small Llama-like model on packed tokens.
 
-    accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py --batch_size
-    24 ...
+    accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py [flags]
 
 Reads what `python -m scripts.prepare_data` wrote, trains through Accelerate on whatever engine the
 launcher chose (DeepSpeed ZeRO, DDP, or a single process) and leaves everything in one run folder. A

@@ -1,5 +1,6 @@
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -320,3 +321,45 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path, name):
     with pytest.raises(UsageError, match="DeepSpeed configuration"):
         read_config(str(tmp_path / name))
+
+
+def damaged_value(dice: random.Random):
+    return dice.choice(
+        [None, True, -1, 0, 1.5, 10**30, "auto", "", "x", [], [0.9], {}, {"a": 1}, "NaN"]
+    )
+
+
+def damage(value, dice: random.Random):
+    """A copy of a JSON value with one thing in it gone, replaced or moved."""
+    if isinstance(value, dict) and value and dice.random() < 0.9:
+        key = dice.choice(sorted(value))
+        kind = dice.random()
+        if kind < 0.15:
+            return {k: v for k, v in value.items() if k != key}
+        if kind < 0.3:
+            return value | {dice.choice(["zzz", "stage", "type", key + "_"]): damaged_value(dice)}
+        return value | {key: damage(value[key], dice)}
+    return damaged_value(dice)
+
+
+def test_1000_damaged_configurations_are_refused_in_words_or_resolved(config, tmp_path):
+    """Damaged as text or as values: never another error, and nothing "auto" that is left over."""
+    dice, path, whole = random.Random(0), tmp_path / "ds.json", json.dumps(config)
+    messages = []
+    for i in range(1000):
+        if i % 2:
+            text = json.dumps(damage(damage(config, dice), dice))
+        else:
+            data = bytearray(whole.encode())
+            for _ in range(dice.randint(1, 5)):
+                data[dice.randrange(len(data))] = dice.randrange(32, 127)
+            text = data[: dice.choice((len(data), dice.randrange(len(data))))].decode()
+        path.write_text(text)
+        try:
+            done = resolve(read_config(str(path)), TrainingArguments(), 2, "ds.json")
+        except UsageError as error:
+            messages.append(str(error))
+        else:
+            assert "auto" not in all_values(done)
+    assert 300 < len(messages) < 1000
+    assert not any("\n" in message for message in messages)

@@ -56,7 +56,11 @@ class TrainingArguments:
     beta1: float = setting(0.9, "AdamW's average of the gradient")
     beta2: float = setting(0.95, "AdamW's average of its square")
     grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as it is")
-    max_bad_steps: int = setting(20, "stop after so many steps in a row with a non-finite gradient")
+    max_bad_steps: int = setting(
+        20,
+        "stop after so many steps in a row with a non-finite gradient; float16's search for a "
+        "loss scale counts",
+    )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
     seed: int = setting(42, "of initial weights, order of the data, dropout and samples")
 
