@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import shutil
 
 import pytest
@@ -153,3 +154,25 @@ def test_an_id_outside_the_vocabulary_is_refused(packed, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-2] + b"\xff\xff")
     message = refused(ZERO_2, [*TINY, "--data", str(foreign)], error=DataError)
     assert "65535" in message
+
+
+def test_500_damaged_launcher_files_are_refused_in_words_or_pass(flags, tmp_path):
+    dice, path = random.Random(0), tmp_path / "launch.yaml"
+    messages = []
+    for _ in range(500):
+        data = bytearray((REPOSITORY / ZERO_2).read_bytes())
+        for _ in range(dice.randint(1, 6)):
+            at, kind = dice.randrange(len(data)), dice.random()
+            if kind < 0.6:
+                data[at] = dice.randrange(32, 127)
+            elif kind < 0.8:
+                del data[at : at + dice.randrange(1, 12)]
+            else:
+                data[at:at] = bytes(dice.randrange(32, 127) for _ in range(3))
+        path.write_bytes(data)
+        try:
+            check_launch(str(path), "1", flags)
+        except UsageError as error:
+            messages.append(str(error))
+    assert 200 < len(messages) < 500
+    assert not any("\n" in message for message in messages)

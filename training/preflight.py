@@ -29,18 +29,16 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
     require_trackers(args.trackers)
     try:
         config = load_config_from_file(config_file)
-        fields = list(getattr(config, "deepspeed_config", {}))
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
-        raise UsageError(
-            f"Accelerate rejects {config_file}: {' '.join(str(error).split())}"
-        ) from error
+        section = getattr(config, "deepspeed_config", None) or {}
+        fields, path = list(section), section.get("deepspeed_config_file", "none")
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
     if config.distributed_type == "DEEPSPEED":
         if config.mixed_precision is not None:
             fields.append("mixed_precision")
-        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = config.deepspeed_config.get(
-            "deepspeed_config_file", "none"
-        )
+        os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
         os.environ["WORLD_SIZE"] = processes
         deepspeed_plugin(args)
     train_set = PackedDataset(args.data, "train", model_settings["max_seq_len"])
