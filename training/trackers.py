@@ -38,7 +38,12 @@ def start_trackers(
     options = {
         "tensorboard": {"purge_step": first_step},
         "wandb": {"name": run.name, "dir": str(run), "id": identifier, "resume": "allow"},
-        "swanlab": {"experiment_name": run.name, "id": identifier, "resume": "allow"},
+        "swanlab": {
+            "experiment_name": run.name,
+            "logdir": str(run / "swanlog"),
+            "id": identifier,
+            "resume": "allow",
+        },
     }
     # TensorBoard would make a folder of "hyperparameters" per start; settings.json has them all.
     config = None
