@@ -47,7 +47,7 @@ else
   export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
   # A small model that two cores train in a few minutes.
   flags=(
-    --max_steps 750 --batch_size 16 --accumulation_steps 1 --max_seq_len 256
+    --max_steps 600 --batch_size 16 --accumulation_steps 1 --max_seq_len 256
     --dim 192 --n_layers 4 --n_heads 4 --dtype bfloat16
     --learning_rate 3e-3 --grad_clip 1.0
     --log_interval 20 --eval_interval 100 --save_interval 200
