@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import Trained, free_port, train
+from conftest import Trained, free_port, run, train
 from safetensors.torch import load_file
 
 from data.tokenizer import Tokenizer
@@ -197,3 +197,14 @@ def test_the_seconds_of_the_phases_add_up_to_the_step(zero2):
         # what is left over is the profiler's own start
         assert 0.75 * row["step_seconds"] < sum(phases) <= 1.001 * row["step_seconds"]
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
+
+
+def test_the_loss_on_the_built_in_corpus_falls(tmp_path):
+    """From ln(6400) = 8.76; 100 steps of this gave 5.60 with each of two seeds."""
+    prepare = [sys.executable, "-m", "scripts.prepare_data", "--out", str(tmp_path / "builtin")]
+    assert run(prepare).code == 0
+    sizes = "--dim 96 --n_layers 2 --max_seq_len 128 --batch_size 16 --learning_rate 5e-3"
+    flags = f"{sizes} --max_steps 100 --log_interval 20"
+    trained = train("zero2", 1, tmp_path / "builtin", tmp_path / "runs" / "builtin", flags)
+    assert trained.rows()[0]["loss"] > 8.5
+    assert trained.rows("val_loss")[-1]["val_loss"] < 5.9
