@@ -80,9 +80,9 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
             log.profile(step, *profile)
         if log.bad_in_row >= args.max_bad_steps:
             checkpointer.wait()
-            raise UsageError(
-                describe_bad_steps(log.bad_in_row, step, run.sampler, run.samples_per_step)
-            )
+            path = run.folder.bad_samples if accelerator.is_main_process else None
+            count, samples = log.bad_in_row, run.samples_per_step
+            raise UsageError(describe_bad_steps(count, step, run.sampler, samples, path))
 
         val_loss = None
         if run.val_loader and due(step, args.eval_interval, total_steps):

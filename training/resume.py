@@ -211,11 +211,19 @@ def run_identity(
     }
 
 
-def describe_bad_steps(count: int, step: int, sampler: MicroBatchSampler, samples: int) -> str:
-    """Why a run with nothing but non-finite gradients stops, and what it was reading."""
+def describe_bad_steps(
+    count: int, step: int, sampler: MicroBatchSampler, samples: int, list_to: Path | None
+) -> str:
+    """Why a run with nothing but non-finite gradients stops, and what it was reading.
+
+    The whole batch is written to the file `list_to`, by the one process that gives it.
+    """
     last = sampler.indices(np.arange((step - 1) * samples, step * samples)).tolist()
+    if list_to is not None:
+        list_to.write_text(json.dumps({"step": step, "samples": last}) + "\n", encoding="utf-8")
     shown = ", ".join(map(str, last[:16])) + (", ..." if len(last) > 16 else "")
     return (
         f"{count} steps in a row had a non-finite gradient and changed nothing; the batch of step "
-        f"{step} was samples {shown}; the last checkpoint is as it was: try a lower --learning_rate"
+        f"{step} was samples {shown} (all in the run's bad_samples.json); the last checkpoint is "
+        "as it was: try a lower --learning_rate"
     )

@@ -27,6 +27,7 @@ class RunFolder:
         self.weights = path / "weights"
         self.loss_picture = path / "loss.png"
         self.sample = path / "sample.txt"
+        self.bad_samples = path / "bad_samples.json"  # of the batch that ended the run
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

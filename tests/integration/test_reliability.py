@@ -184,7 +184,7 @@ def test_a_global_batch_that_cannot_be_kept_is_refused(packed, tmp_path):
 
 
 @pytest.mark.parametrize(("engine", "processes"), [("plain", 1), ("zero2", 2)])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
 ):
@@ -293,6 +293,8 @@ def test_nothing_but_nans_stops_the_run_and_names_the_samples(packed, tmp_path):
     assert ended.code == 2
     assert "3 steps in a row had a non-finite gradient" in ended.out
     assert "the batch of step 5 was samples " in ended.out
+    listed = json.loads((tmp_path / "run" / "bad_samples.json").read_text())
+    assert (listed["step"], len(listed["samples"])) == (5, 2)
     again = trainer.finish("run", "--resume auto --max_steps 6")
     assert again.code == 0
     assert "DAMAGED" not in again.out
