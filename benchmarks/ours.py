@@ -1,0 +1,110 @@
+"""This project's own training step, made of the training script's functions."""
+
+import itertools
+import math
+import os
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
+from training.arguments import TrainingArguments
+
+
+def can_compile() -> bool:
+    """Whether this version of the training script has --compile."""
+    return "compile" in {item.name for item in fields(TrainingArguments)}
+
+
+def command_line(work: Work, compiled: bool, extra: str = "") -> list[str]:
+    """The training script's flags for this work; `extra`, as typed in a shell, comes last."""
+    flags = {
+        "dim": work.dim,
+        "n_layers": work.n_layers,
+        "n_heads": work.n_heads,
+        "n_kv_heads": work.n_kv_heads,
+        "max_seq_len": work.seq_len,
+        "batch_size": work.batch_size,
+        "accumulation_steps": work.accumulation_steps,
+        "dtype": work.dtype,
+        "learning_rate": LEARNING_RATE,
+        "beta1": BETAS[0],
+        "beta2": BETAS[1],
+        "weight_decay": WEIGHT_DECAY,
+        "grad_clip": GRAD_CLIP,
+        "seed": work.seed,
+        "log_with": "none",
+    }
+    if can_compile():
+        flags["compile"] = "on" if compiled else "off"
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return words + shlex.split(extra)
+
+
+class LastLoss:
+    """Stands in for `TrainingLog`: keeps a micro-batch's loss on the device, reports nothing."""
+
+    def __init__(self):
+        self.loss: Tensor | None = None
+
+    def micro_batch(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class OurStep:
+    """`optimizer_step` of the training script, on the engine that the environment chooses.
+
+    Args:
+        work: what to do.
+        options: "compiled" (bool) and "flags" (more flags of the training script, one string).
+    """
+
+    def __init__(self, work: Work, options: dict):
+        # The imports take seconds, and only this contender needs them.
+        from model import LMConfig
+        from train_pretrain_accelerate import build_model, optimizer_step
+        from training.arguments import parse_arguments
+        from training.engine import build_engine
+        from training.profiler import StepProfiler
+
+        words = command_line(work, options["compiled"], options.get("flags", ""))
+        args, model_settings = parse_arguments(words)
+        engine = build_engine(args)
+        accelerator = engine.accelerator
+        config = LMConfig(**model_settings | {"vocab_size": VOCAB_SIZE})
+        model, optimizer = build_model(config, args, accelerator)
+        model.train()
+        self.device = accelerator.device
+        self.parameters = accelerator.unwrap_model(model).num_parameters()
+        self.description = engine.name
+        self._log = LastLoss()
+        self._optimizer_step = optimizer_step
+        batches = work.batches(accelerator.process_index, self.device)
+        self._run = SimpleNamespace(
+            args=args,
+            accelerator=accelerator,
+            model=model,
+            optimizer=optimizer,
+            batches=itertools.cycle(batches),
+            log=self._log,
+            # Without --profile its phases do nothing.
+            profiler=StepProfiler(accelerator, model, Path(os.devnull), args),
+        )
+
+    def step(self) -> None:
+        grad_norm = self._optimizer_step(self._run)
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient's norm is {grad_norm}")
+
+    def loss(self) -> float:
+        """Of the last micro-batch; waits for the device."""
+        return float(self._log.loss)
+
+    def wait(self) -> None:
+        """Until every rank is here, so that their clocks start together."""
+        if self._run.accelerator.num_processes > 1:
+            torch.distributed.barrier()

@@ -1,0 +1,165 @@
+"""Other projects' models, trained the way their own trainers do it.
+
+Weights and AdamW's averages are fp32, forward runs under autocast, clipping is at 1.0: what
+`transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed` come down to without
+their loops, which are left out: they would only make the peers slower.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
+from training.allocator import keep_freed_memory
+from training.deepspeed_config import ADAM_EPS
+from training.optimizer import parameter_groups
+
+
+def build_transformers(work: Work) -> nn.Module:
+    """`transformers.LlamaForCausalLM` with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = work.config
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=config.dim,
+            intermediate_size=config.hidden_dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=True,
+            use_cache=False,  # as its Trainer has it: no key/value cache is kept
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def transformers_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:
+    """Its own loss. Given `shift_labels`, it shifts nothing and counts every target."""
+    with precision:
+        return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+
+def build_litgpt(work: Work) -> nn.Module:
+    """`litgpt.model.GPT` in Llama's shape, random weights, embeddings tied as its script does."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    config = work.config
+    model = GPT(
+        Config(
+            name="llama-like",
+            block_size=config.max_seq_len,
+            vocab_size=VOCAB_SIZE,
+            padded_vocab_size=VOCAB_SIZE,  # its default rounds up and adds parameters
+            n_layer=config.n_layers,
+            n_embd=config.dim,
+            n_head=config.n_heads,
+            n_query_groups=config.n_kv_heads,
+            rotary_percentage=1.0,
+            rope_base=int(config.rope_theta),
+            parallel_residual=False,
+            bias=False,
+            norm_class_name="RMSNorm",
+            norm_eps=config.norm_eps,
+            mlp_class_name="LLaMAMLP",
+            intermediate_size=config.hidden_dim,
+        )
+    )
+    model.apply(model._init_weights)
+    model.lm_head.weight = model.transformer.wte.weight
+    return model
+
+
+def litgpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:
+    """The loss of its pretraining script, on logits that Fabric has cast back to fp32."""
+    from litgpt.utils import chunked_cross_entropy
+
+    with precision:
+        logits = model(tokens)  # (B, T, vocab_size)
+    return chunked_cross_entropy(logits.float(), targets)
+
+
+@dataclass(frozen=True)
+class Peer:
+    build: Callable[[Work], nn.Module]
+    loss: Callable[..., Tensor]  # (model, tokens, targets, precision) → mean over all targets
+
+
+PEERS = {
+    "transformers": Peer(build_transformers, transformers_loss),
+    "litgpt": Peer(build_litgpt, litgpt_loss),
+}
+
+
+class PeerStep:
+    """One optimizer step of a peer's model.
+
+    Args:
+        work: what to do.
+        options: "peer" (a key of PEERS), "compiled" (bool), "allocator" ("default", as its users
+            run it, or "ours", told to keep freed memory like the training script).
+
+    Raises:
+        RuntimeError: our allocator settings are asked for and the C library has none.
+    """
+
+    def __init__(self, work: Work, options: dict):
+        use_all_cores()
+        if options["allocator"] == "ours" and not keep_freed_memory():
+            raise RuntimeError("these allocator settings are glibc's, and this is another library")
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._peer, self._work = PEERS[options["peer"]], work
+        torch.manual_seed(work.seed)
+        model = self._peer.build(work).to(self.device).train()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.description = "single process"
+        self._weights = list(model.parameters())
+        # Same groups, betas and decay as ours; fused is the fastest that PyTorch has.
+        self._optimizer = torch.optim.AdamW(
+            parameter_groups(model, WEIGHT_DECAY),
+            lr=LEARNING_RATE,
+            betas=BETAS,
+            eps=ADAM_EPS,
+            fused=True,
+        )
+        self._model = torch.compile(model) if options["compiled"] else model
+        self._batches = itertools.cycle(work.batches(0, self.device))
+
+    def step(self) -> None:
+        for _ in range(self._work.accumulation_steps):
+            tokens, targets = next(self._batches)
+            loss = self._peer.loss(self._model, tokens, targets, self._precision())
+            (loss / self._work.accumulation_steps).backward()
+            self._loss = loss.detach()
+        nn.utils.clip_grad_norm_(self._weights, GRAD_CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def loss(self) -> float:
+        """Of the last micro-batch; waits for the device."""
+        return float(self._loss)
+
+    def wait(self) -> None:
+        """Peers have one process."""
+
+    def _precision(self):
+        if self._work.dtype == "float32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self._work.dtype))
+
+
+def use_all_cores() -> None:
+    """The threads that our engine takes, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
