@@ -1,0 +1,1 @@
+"""Speed, measured: `python -m benchmarks.NAME` prints tables that can go into docs/ as they are."""

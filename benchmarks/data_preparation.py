@@ -1,0 +1,123 @@
+"""Preparation, measured from outside: seconds and memory of the command that people type."""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from data.corpus import BUILTIN, find_files, is_jsonl
+from data.errors import DataError
+from data.shards import DESCRIPTION_FILE, read_description
+from data.tokenizer import TOKENIZER_FILE
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SAMPLE_SECONDS = 0.1  # between looks at the memory: each costs about a millisecond per process
+
+
+def prepare(source: str, out: Path, workers: int) -> dict:
+    """Run scripts.prepare_data on a corpus into the folder out, and measure it.
+
+    Start-up of the interpreter counts. The two phases are told by the times at which the command
+    finished its files, the tokenizer and then the description.
+
+    Returns:
+        Counts, seconds, MB/s (10^6 bytes of UTF-8 text, without the JSON around it) and memory, see
+        `tree_memory`; None for memory where the system does not tell.
+
+    Raises:
+        DataError: the command refused the text; its own words.
+    """
+    if source != BUILTIN:
+        source = os.path.abspath(source)
+    command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
+    cpu_before, started, clock = children_seconds(), time.time(), time.perf_counter()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            [*command, "--workers", str(workers)], cwd=REPOSITORY, stdout=output, stderr=output
+        )
+        pss, sum_of_peaks = watch_memory(process)
+        seconds = time.perf_counter() - clock
+        output.seek(0)
+        words = output.read().decode(errors="replace").split("prepare_data: error: ")[-1].strip()
+    if process.returncode:
+        raise DataError(words or f"scripts.prepare_data ended with {process.returncode}")
+    cpu_seconds = children_seconds() - cpu_before
+    splits = read_description(out)["splits"].values()
+    totals = {key: sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")}
+    tokenizer_done = (out / TOKENIZER_FILE).stat().st_mtime
+    megabytes = totals["bytes"] / 1e6
+    return totals | {
+        "workers": workers,
+        "seconds": seconds,
+        "tokenizer_seconds": tokenizer_done - started,
+        "packing_seconds": (out / DESCRIPTION_FILE).stat().st_mtime - tokenizer_done,
+        "cpu_seconds": cpu_seconds,
+        "mb_per_second": megabytes / seconds,
+        "mb_per_second_per_process": megabytes / seconds / workers,
+        "mb_per_cpu_second": megabytes / cpu_seconds,
+        "peak_pss_bytes": pss,
+        "sum_of_peaks_bytes": sum_of_peaks,
+    }
+
+
+def children_seconds() -> float:
+    """CPU seconds of all processes below this one that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def watch_memory(process: subprocess.Popen) -> tuple[int | None, int | None]:
+    """Wait for a process; (largest sum of Pss that was seen, sum of all processes' VmHWM), bytes.
+
+    The truth lies between: a peak may fall between two looks, while peaks of single processes need
+    not coincide, and count shared pages once for each.
+    """
+    pss, peaks = 0, {}
+    try:
+        while process.poll() is None:
+            memory = tree_memory(process.pid)
+            pss = max(pss, sum(pair[0] for pair in memory.values()))
+            peaks |= {pid: pair[1] for pid, pair in memory.items()}
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SAMPLE_SECONDS)
+    finally:
+        process.kill()  # if this was interrupted; its workers end with it
+    return pss or None, sum(peaks.values()) or None
+
+
+def tree_memory(pid: int) -> dict[int, tuple[int, int]]:
+    """(Pss, VmHWM) in bytes of a process and all below it, by pid; empty where /proc lacks them.
+
+    Pss divides a page among the processes that map it, so that a sum counts every page once. VmHWM
+    is the most that a process has ever had, shared pages included.
+    """
+    memory, pids = {}, [pid]
+    for process in pids:  # grows while it is walked
+        with contextlib.suppress(OSError, IndexError):  # a process that has just ended
+            folder = Path(f"/proc/{process}")
+            for children in folder.glob("task/*/children"):
+                pids += map(int, children.read_text().split())
+            rollup, status = ((folder / name).read_text() for name in ("smaps_rollup", "status"))
+            memory[process] = (_kilobytes(rollup, "Pss"), _kilobytes(status, "VmHWM"))
+    return memory
+
+
+def _kilobytes(text: str, key: str) -> int:
+    return int(text.split(f"\n{key}:", 1)[1].split()[0]) * 1024
+
+
+def copies(source: str, count: int, folder: Path) -> str:
+    """A corpus of count times the text: links in a new folder, so that it takes no room."""
+    if count == 1:
+        return source
+    folder.mkdir()
+    for n in range(count):
+        for i, path in enumerate(find_files(source)):
+            suffix = ".jsonl" if is_jsonl(path) else ".txt"
+            suffix += ".gz" * path.endswith(".gz")
+            (folder / f"{n:04d}-{i:06d}{suffix}").symlink_to(os.path.abspath(path))
+    return str(folder)
