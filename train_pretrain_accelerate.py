@@ -27,6 +27,7 @@ from data.order import MicroBatchSampler
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpoint import Checkpointer, load_checkpoint, space_warning
+from training.compilation import compile_blocks, decide
 from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
@@ -188,16 +189,20 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         accelerator.end_training()
         return None
 
-    model, optimizer = build_model(config, args, accelerator)
+    with torch.device("meta"):
+        flops_per_token = Transformer(config).flops_per_token(config.max_seq_len)
+    tokens_per_step = samples_per_step * config.max_seq_len
+    run_flops = flops_per_token * tokens_per_step * total_steps / accelerator.num_processes
+    compiled, why = decide(args.compile, choice.state.get("compiled"), run_flops, accelerator)
+    model, optimizer = build_model(config, args, accelerator, compiled)
     state = TrainingState(accelerator, model, optimizer)
-    bare_model = accelerator.unwrap_model(model)
     first_step = choice.step + 1
     log = TrainingLog(
         accelerator,
         choice.folder.metrics,
         args.log_interval,
-        tokens_per_step=samples_per_step * config.max_seq_len,
-        flops_per_token=bare_model.flops_per_token(config.max_seq_len),
+        tokens_per_step=tokens_per_step,
+        flops_per_token=flops_per_token,
         total_steps=total_steps,
         first_step=first_step,
     )
@@ -230,18 +235,18 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         learning_rate=learning_rate,
         log=log,
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
-        checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log),
+        checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log, compiled),
         stop=StopRequest(accelerator, args.time_limit, since=STARTED),
     )
-    announce(run, engine, choice)
+    announce(run, engine, choice, f"{'yes' if compiled else 'no'} ({why})")
     return run
 
 
-def announce(run: Run, engine: Engine, choice: Choice) -> None:
+def announce(run: Run, engine: Engine, choice: Choice, compiled: str) -> None:
     """Say and write down what is in use, to people, settings.json and trackers."""
     model = run.accelerator.unwrap_model(run.model)
     data, rate = (run.train_set, run.val_loader), run.learning_rate
-    run.log.say(start_block(run.args, run.config, engine, *data, model, rate, choice))
+    run.log.say(start_block(run.args, run.config, engine, *data, model, rate, choice, compiled))
     if rate.total_steps < FEW_STEPS:
         run.log.say(
             f"WARNING: {rate.total_steps} steps are hardly training; a smaller global batch "
@@ -256,11 +261,13 @@ def announce(run: Run, engine: Engine, choice: Choice) -> None:
 
 
 def build_model(
-    config: LMConfig, args: TrainingArguments, accelerator: Accelerator
+    config: LMConfig, args: TrainingArguments, accelerator: Accelerator, compiled: bool = False
 ) -> tuple[torch.nn.Module, Any]:
     """Model and optimizer, prepared for the engine, and the random generators seeded."""
     seed_everything(args.seed)  # the same initial weights on every process
     model = Transformer(config)
+    if compiled:
+        compile_blocks(model)
     optimizer = build_optimizer(model, args, accelerator)
     try:
         model, optimizer = accelerator.prepare(model, optimizer)

@@ -11,7 +11,6 @@ from benchmarks.machine import compiler_obstacle
 from benchmarks.ours import can_compile
 from benchmarks.peers import PEERS
 from benchmarks.work import Work
-from model import LMConfig
 from training.errors import UsageError
 from training.memory import GIB, activation_bytes, model_state_bytes
 
@@ -69,12 +68,11 @@ class Contender:
     def expected_bytes(self, work: Work, has_gpu: bool) -> int:
         """Memory of all its processes together; the guess at activations is good to a third."""
         config = work.config
-        # Peers, and ours on a GPU, run attention kernels that keep no T × T scores.
-        fused = has_gpu or not self.is_ours
-        config = LMConfig.from_dict(config.to_dict() | {"use_flash_attn": fused})
         stage = ZERO_STAGES.get(self.engine)
         states = model_state_bytes(work.counts[0], work.dtype, stage, self.processes)
-        activations = activation_bytes(config, work.batch_size, work.dtype)
+        # Peers, and ours on a GPU, run attention kernels that keep no T × T scores.
+        on_cpu = self.is_ours and not has_gpu
+        activations = activation_bytes(config, work.batch_size, work.dtype, on_cpu)
         return self.processes * int(BARE_PROCESS_BYTES + states + 4 / 3 * activations)
 
 

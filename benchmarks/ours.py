@@ -76,7 +76,7 @@ class OurStep:
         engine = build_engine(args)
         accelerator = engine.accelerator
         config = LMConfig(**model_settings | {"vocab_size": VOCAB_SIZE})
-        model, optimizer = build_model(config, args, accelerator)
+        model, optimizer = build_model(config, args, accelerator, options["compiled"])
         model.train()
         self.device = accelerator.device
         self.parameters = accelerator.unwrap_model(model).num_parameters()

@@ -65,9 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="bfloat16", choices=DTYPES, help="precision (default: bfloat16)")
     text = "allocator settings of the peers on a CPU: their own, ours, or both (default: both)"
     add("--allocator", default="both", choices=ALLOCATORS, help=text)
-    flags = "--use_flash_attn" if has_gpu else ""
-    text = f"more flags of the training script for ours, as --ours_flags='...' (default: '{flags}')"
-    add("--ours_flags", default=flags, help=text)
+    text = "more flags of the training script for ours, as --ours_flags='...'"
+    add("--ours_flags", default="", help=text)
     text = (
         "use PyTorch's compile cache and not an empty one: first steps are no longer a first run's"
     )

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from model.config import LMConfig
 from model.rotary import apply_rotary_emb
+from model.row_blocks import row_block_attention
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
@@ -21,21 +22,38 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past. All (B, H, T,
-    head_dim).
+    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past.
 
-    The scores are T × T per head and live in memory: the readable reference for the fused kernels.
+    The scores are T × T per head and live in memory: the readable reference for the fast paths.
+
+    Args:
+        q: (B, T, H, head_dim).
+        k, v: (B, T, n_kv_heads, head_dim).
+        dropout: share of the attention weights set to zero.
+
+    Returns:
+        (B, T, H, head_dim).
     """
-    seq_len = q.shape[-2]
+    seq_len, group = q.shape[1], q.shape[2] // k.shape[2]
+    k, v = repeat_kv(k, group), repeat_kv(v, group)
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
     scores = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5
     future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
     weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-    return F.dropout(weights, dropout).type_as(v) @ v
+    return (F.dropout(weights, dropout).type_as(v) @ v).transpose(1, 2)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """The same through PyTorch's fused kernels: flash attention on a GPU, its kin on a CPU."""
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    """The same, without ever holding all T × T scores: PyTorch's fused kernels on a GPU, blocks of
+    rows on a CPU."""
+    if q.device.type == "cpu":
+        return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    shared = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared
+    )
+    return out.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -66,10 +84,6 @@ class Attention(nn.Module):
         k = self.wk(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
         v = self.wv(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
         q, k = apply_rotary_emb(q, k, pos_cis)
-
-        group = self.n_heads // self.n_kv_heads
-        k, v = repeat_kv(k, group), repeat_kv(v, group)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
-        out = self.attend(q, k, v, self.dropout if self.training else 0.0)
-        out = out.transpose(1, 2).reshape(batch, seq_len, -1)  # (B, T, H · head_dim)
+        out = self.attend(q, k, v, self.dropout if self.training else 0.0)  # (B, T, H, head_dim)
+        out = out.reshape(batch, seq_len, self.n_heads * self.head_dim)
         return self.residual_dropout(self.wo(out))

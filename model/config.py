@@ -41,8 +41,9 @@ class LMConfig:
         True, "share the matrix of the input embedding and the output layer"
     )
     use_flash_attn: bool = setting(
-        False,
-        "use PyTorch's fused attention kernels; without it, plain matrix products and softmax",
+        True,
+        "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "
+        "plain matrix products and softmax over all T × T scores",
     )
 
     def __post_init__(self):

@@ -38,6 +38,19 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class TokenLoss(nn.Module):
+    """Cross-entropy in fp32; a module without parameters, so that it can be compiled on its own."""
+
+    def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction=reduction,
+        )
+        return loss if reduction == "mean" else loss.view_as(targets)
+
+
 class Transformer(nn.Module):
     """Tokens in, logits or loss out. Parameter names are those of Llama's own release."""
 
@@ -53,6 +66,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.token_loss = TokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("pos_cis", self._rotations(), persistent=False)
@@ -91,13 +105,7 @@ class Transformer(nn.Module):
         logits = self.output(self.norm(x))  # (B, T, vocab_size)
         if targets is None:
             return TransformerOutput(logits, None)
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction=reduction,
-        )
-        return TransformerOutput(None, loss if reduction == "mean" else loss.view_as(targets))
+        return TransformerOutput(None, self.token_loss(logits, targets, reduction))
 
     def num_parameters(self) -> int:
         """All parameters, a tied matrix counted once."""

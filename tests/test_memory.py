@@ -47,7 +47,7 @@ def test_activations_with_fused_attention_by_hand():
 
 def test_activations_with_plain_attention_hold_the_scores_too():
     fused = activation_bytes(small(use_flash_attn=True), 8, "bfloat16")
-    plain = activation_bytes(small(), 8, "bfloat16")
+    plain = activation_bytes(small(use_flash_attn=False), 8, "bfloat16")
     assert plain - fused == 8 * 2 * 4 * 32 * 32 * (4 + 4 + 2)  # batch, layers, heads, T × T
 
 

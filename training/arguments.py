@@ -14,6 +14,7 @@ from training.errors import OneLineParser, UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "constant", "wsd")
+COMPILE = ("auto", "on", "off")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
 
 
@@ -62,6 +63,11 @@ class TrainingArguments:
         "loss scale counts",
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
+    compile: str = setting(
+        "auto",
+        "torch.compile, block by block; 'auto' where the run is long enough to gain by it",
+        choices=COMPILE,
+    )
     seed: int = setting(42, "of initial weights, order of the data, dropout and samples")
 
     log_interval: int = setting(10, "steps between log lines", group="reports")

@@ -48,6 +48,7 @@ class Checkpointer:
         keep_last: how many to keep; 0 keeps all.
         identity: what a run that resumes must have in common, see `differences`.
         log: tells what happened, and has a state of its own to save.
+        compiled: recorded, so that a run that resumes computes as this one does.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Checkpointer:
         keep_last: int,
         identity: dict,
         log: TrainingLog,
+        compiled: bool = False,
     ):
         self.run, self.accelerator, self.state = run, state.accelerator, state
         self.keep_last, self.identity, self.log = keep_last, identity, log
+        self.compiled = compiled
         self._writer: threading.Thread | None = None
         self._last_one_saved = True
         self._outcome: str | Exception | None = None
@@ -85,6 +88,7 @@ class Checkpointer:
             "val_loss": val_loss,
             "identity": self.identity,
             "processes": self.accelerator.num_processes,
+            "compiled": self.compiled,
         } | scalars
         stalled = time.perf_counter() - started
         self._outcome = None

@@ -41,7 +41,9 @@ def evaluate(
     model.eval()
     total, samples = 0.0, 0
     for tokens, targets in loader:
-        per_token = model(tokens, targets, reduction="none").loss  # (B, T)
+        # Compiled for training alone: a second compilation would cost more than it gains here.
+        with torch.compiler.set_stance("force_eager"):
+            per_token = model(tokens, targets, reduction="none").loss  # (B, T)
         # gather_for_metrics drops the samples that were repeated to give every process a whole
         # batch
         per_sample = accelerator.gather_for_metrics(per_token.mean(dim=1))

@@ -17,9 +17,13 @@ from training.schedule import LearningRate
 def attention_kernel(config: LMConfig, accelerator: Accelerator) -> str:
     """Which attention will run."""
     if not config.use_flash_attn:
-        return "plain matrix products (--use_flash_attn for fused kernels)"
+        return "plain: all T × T scores (--use_flash_attn for the fast paths)"
+    if accelerator.device.type == "cpu":
+        if config.dropout:
+            return "plain: all T × T scores (blocks of rows have no dropout)"
+        return "blocks of rows"
     if accelerator.device.type != "cuda":
-        return "PyTorch's fused CPU kernel"
+        return "PyTorch's fused kernels"
     if accelerator.mixed_precision == "no":
         return "memory-efficient kernel (flash attention needs 16 bits)"
     kernels = [
@@ -42,6 +46,7 @@ def start_block(
     model: Transformer,
     learning_rate: LearningRate,
     choice: Choice,
+    compiled: str,
 ) -> str:
     """One line per fact, names aligned."""
     accelerator = engine.accelerator
@@ -50,7 +55,8 @@ def start_block(
     states = model_state_bytes(
         n_parameters, args.dtype, engine.zero_stage, accelerator.num_processes
     )
-    activations = activation_bytes(config, args.batch_size, args.dtype)
+    on_cpu = accelerator.device.type == "cpu"
+    activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu)
     fields = {
         "run folder": str(choice.folder.path),
         "starts from": choice.checkpoint.name if choice.checkpoint else "scratch",
@@ -60,7 +66,7 @@ def start_block(
         "device": device_name(accelerator.device),
         "precision": {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}[accelerator.mixed_precision],
         "attention": attention_kernel(config, accelerator),
-        "compiled": "no",
+        "compiled": compiled,
         "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
         f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, "
         f"vocabulary {config.vocab_size:,})",

@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from model import LMConfig, Transformer
+from training import compilation
+from training.compilation import WORTH_FLOPS, compile_blocks, decide
+from training.errors import UsageError
+
+LONG, SHORT = WORTH_FLOPS["cpu"], WORTH_FLOPS["cpu"] / 2
+
+
+@pytest.fixture
+def works(monkeypatch):
+    monkeypatch.setattr(compilation, "_obstacle", lambda device: None)
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    monkeypatch.setattr(compilation, "_obstacle", lambda device: "no compiler")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "recorded", "run_flops", "compiled"),
+    [
+        ("on", None, SHORT, True),
+        ("on", False, SHORT, True),
+        ("off", None, LONG, False),
+        ("off", True, LONG, False),
+        ("auto", None, LONG, True),
+        ("auto", None, SHORT, False),
+        ("auto", True, SHORT, True),
+        ("auto", False, LONG, False),
+    ],
+)
+def test_auto_compiles_long_runs_and_keeps_to_what_the_run_did(
+    accelerator, works, wanted, recorded, run_flops, compiled
+):
+    answer, reason = decide(wanted, recorded, run_flops, accelerator)
+    assert answer is compiled
+    assert reason
+
+
+@pytest.mark.parametrize("recorded", [None, True])
+def test_auto_goes_on_without_compiling_where_that_does_not_work_and_says_why(
+    accelerator, fails, recorded
+):
+    assert decide("auto", recorded, LONG, accelerator) == (False, "no compiler")
+
+
+def test_on_is_an_error_where_compiling_does_not_work(accelerator, fails):
+    with pytest.raises(UsageError, match="cannot compile: no compiler; pass --compile off"):
+        decide("on", None, LONG, accelerator)
+
+
+def test_without_a_compiler_the_reason_names_what_is_missing(accelerator, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "my-compiler")
+    compiled, reason = decide("auto", None, LONG, accelerator)
+    assert not compiled
+    assert "C++ compiler (my-compiler or g++ or clang++)" in reason
+
+
+def test_a_compiler_that_fails_is_a_reason_of_one_line(accelerator, monkeypatch, tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+    def compile_fails(function):
+        raise RuntimeError("C++ compile error\nand a page of output")
+
+    monkeypatch.setattr(torch, "compile", compile_fails)
+    compiled, reason = decide("auto", None, LONG, accelerator)
+    assert not compiled
+    assert reason == "torch.compile fails here: C++ compile error"
+
+
+@pytest.mark.skipif(
+    compilation._obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
+)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70},  # grouped, not whole blocks
+        {"dim": 96, "n_heads": 1, "n_kv_heads": 1, "max_seq_len": 33},  # one head of 96
+    ],
+    ids=["grouped", "one head"],
+)
+def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(shape):
+    results = []
+    tokens = torch.randint(0, 50, (2, shape["max_seq_len"] + 1))
+    for fast in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(LMConfig(**shape, n_layers=2, vocab_size=50, use_flash_attn=fast))
+        names = list(model.state_dict())
+        if fast:
+            compile_blocks(model)
+        assert list(model.state_dict()) == names
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for reference, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, reference, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,128 @@
+import pytest
+import torch
+
+from model.attention import flash_attention, plain_attention, repeat_kv
+from model.row_blocks import row_block_attention
+
+# batch, tokens, heads, key/value heads, head_dim: below, at and beyond one block of rows, tokens
+# that fill no whole block, one head, grouped heads, small and large heads.
+SHAPES = [
+    (2, 1, 1, 1, 2),
+    (2, 5, 4, 2, 8),
+    (1, 64, 4, 4, 32),
+    (2, 65, 8, 2, 64),
+    (1, 128, 2, 2, 48),
+    (3, 130, 4, 2, 96),
+    (1, 200, 6, 1, 48),
+    (1, 257, 1, 1, 128),
+    (2, 513, 8, 2, 64),
+]
+SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+
+
+def heads(shape, dtype=torch.float32, seed=0):
+    """Queries, keys, values and a gradient for the output."""
+    batch, seq_len, n_heads, n_kv_heads, head_dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, seq_len, n, head_dim, generator=generator).to(dtype)
+        for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+    ]
+
+
+def reference(q, k, v):
+    """The formula in float64."""
+    seq_len, head_dim, group = q.shape[1], q.shape[-1], q.shape[2] // k.shape[2]
+    q, k, v = (x.double().transpose(1, 2) for x in (q, repeat_kv(k, group), repeat_kv(v, group)))
+    scores = q @ k.transpose(-2, -1) / head_dim**0.5
+    future = torch.ones(seq_len, seq_len).triu(1).bool()
+    return (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+def with_gradients(attend, shape, dtype=torch.float32):
+    *qkv, gradient = heads(shape, dtype)
+    qkv = [x.requires_grad_() for x in qkv]
+    out = attend(*qkv)
+    return [out.detach(), *torch.autograd.grad(out, qkv, gradient.to(out.dtype))]
+
+
+def relative_error(ours, exact):
+    return (ours.double() - exact).norm() / exact.norm().clamp(min=1e-12)
+
+
+@SHAPE
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
+    ids=["fp32", "bf16"],
+)
+def test_output_and_gradients_are_those_of_the_formula(shape, dtype, tolerance):
+    ours = with_gradients(row_block_attention, shape, dtype)
+    rounded = [x.double() for x in heads(shape, dtype)]
+    qkv = [x.requires_grad_() for x in rounded[:3]]
+    out = reference(*qkv)
+    exact = [out.detach(), *torch.autograd.grad(out, qkv, rounded[3])]
+    for name, mine, theirs in zip(("out", "q", "k", "v"), ours, exact, strict=True):
+        assert mine.dtype == dtype
+        if shape[1] == 1 and name in "qk":  # a single position looks at itself, whatever q and k
+            assert not mine.any()
+        else:
+            assert relative_error(mine, theirs) < tolerance, name
+
+
+@SHAPE
+def test_bf16_is_as_close_to_the_formula_as_plain_attention(shape):
+    exact = reference(*heads(shape, torch.bfloat16)[:3])
+    blocks, plain = (
+        relative_error(attend(*heads(shape, torch.bfloat16)[:3]), exact)
+        for attend in (row_block_attention, lambda q, k, v: plain_attention(q, k, v, 0.0))
+    )
+    assert blocks < 1.5 * plain + 1e-3
+
+
+def test_gradients_pass_the_numerical_check():
+    qkv = [x.double().requires_grad_() for x in heads((1, 67, 2, 1, 4))[:3]]
+    # float64 is summed in float64: nothing is rounded to fp32 on the way
+    assert torch.autograd.gradcheck(row_block_attention, qkv, fast_mode=True)
+
+
+def test_the_operations_are_registered_as_torch_expects():
+    rows, k, v, _ = heads((2, 70, 2, 1, 8))
+    rows = rows.reshape(2, 140, 8).requires_grad_()
+    k, v = (x.reshape(2, 70, 8).requires_grad_() for x in (k, v))
+    torch.library.opcheck(torch.ops.small_lm.row_block_attention.default, (rows, k, v))
+
+
+def test_scores_large_enough_to_overflow_exp_give_finite_results():
+    q, k, v, gradient = (1000 * x for x in heads((1, 70, 2, 2, 8)))
+    q.requires_grad_()
+    out = row_block_attention(q, k, v)
+    out.backward(gradient)
+    assert out.isfinite().all()
+    assert q.grad.isfinite().all()
+
+
+def test_layouts_in_memory_do_not_matter():
+    q, k, v, _ = heads((2, 70, 4, 2, 8))
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert not strided[0].is_contiguous()
+    assert torch.equal(row_block_attention(*strided), row_block_attention(q, k, v))
+
+
+def test_on_a_cpu_flash_attention_is_blocks_of_rows_but_with_dropout_plain():
+    q, k, v, _ = heads((2, 70, 4, 2, 8))
+    assert torch.equal(flash_attention(q, k, v, 0.0), row_block_attention(q, k, v))
+    results = []
+    for attend in (flash_attention, plain_attention):
+        torch.manual_seed(3)
+        results.append(attend(q, k, v, 0.5))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], row_block_attention(q, k, v))
+
+
+def test_no_more_than_half_of_the_weights_and_a_block_are_kept():
+    q, k, v, _ = heads((1, 512, 8, 2, 4))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        row_block_attention(q.requires_grad_(), k, v)
+    assert 8 * 512 * 512 / 2 < max(kept) < 8 * 512 * (512 / 2 + 64)

@@ -1,0 +1,81 @@
+"""torch.compile where it pays: whether, why not, and on which parts of the model.
+
+Each block of the model is compiled by itself. All blocks are alike, so one is compiled and the
+others use the result, which starts many times faster than compiling the whole model and runs as
+fast. Compiled code is kept in out/compiled and found again by the next run.
+"""
+
+import importlib.util
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from model import Transformer
+from training.errors import UsageError
+
+CACHE = Path("out/compiled")
+# Model FLOPs of a whole run from which compiling is faster in sum. It costs about 10 s on two CPU
+# cores at 0.4 TFLOP/s and makes them a quarter faster (docs/performance.md); for a GPU this is a
+# guess: 40 s at 200 TFLOP/s.
+WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
+
+
+def decide(
+    wanted: str, recorded: bool | None, run_flops: float, accelerator: Accelerator
+) -> tuple[bool, str]:
+    """Whether to compile, and the reason, the same on every process.
+
+    Args:
+        wanted: --compile: "on", "off", or "auto".
+        recorded: what the run that resumes did, None for a new run. "auto" keeps to it, for
+            compiled and eager kernels round differently.
+        run_flops: model FLOPs of the whole run on one process.
+
+    Raises:
+        UsageError: --compile on, but compiling does not work here.
+    """
+    if wanted == "off":
+        return False, "--compile off"
+    if wanted == "auto":
+        kind = accelerator.device.type
+        if recorded is False:
+            return False, "as before the run was stopped; --compile on forces it"
+        if recorded is None and run_flops < WORTH_FLOPS.get(kind, float("inf")):
+            return False, "the run is too short to gain back its time; --compile on forces it"
+    answer = [_obstacle(accelerator.device) if accelerator.is_main_process else None]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(answer)
+    if answer[0] is None:
+        return True, "block by block, during the first step"
+    if wanted == "on":
+        raise UsageError(f"cannot compile: {answer[0]}; pass --compile off")
+    return False, answer[0]
+
+
+def compile_blocks(model: Transformer) -> None:
+    """Compile the blocks, the final norm and the loss, in place: no parameter changes its name."""
+    # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
+    warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for c")
+    for module in (*model.layers, model.norm, model.token_loss):
+        module.compile(dynamic=False)
+
+
+def _obstacle(device: torch.device) -> str | None:
+    """Why torch.compile does not work here, found by compiling a line."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs the package triton"
+    if device.type == "cpu":
+        compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
+        if not any(map(shutil.which, compilers)):
+            return f"torch.compile needs a C++ compiler ({' or '.join(compilers)})"
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # whatever a compiler or its absence brings about
+        return f"torch.compile fails here: {str(error).strip().splitlines()[0][:200]}"
+    return None
