@@ -60,7 +60,7 @@ def decide(
 def compile_blocks(model: Transformer) -> None:
     """Compile the blocks, the final norm and the loss, in place: no parameter changes its name."""
     # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
-    warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for c")
+    warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 
