@@ -1,0 +1,92 @@
+"""What only a CUDA device can show; `pytest -m gpu` runs these alone."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model import LMConfig, Transformer
+from model.attention import flash_attention, plain_attention
+from tests.conftest import TINY, Trained, launch_command, run
+from training.compilation import compile_blocks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def train_on_gpu(engine: str, data, path, flags: str) -> Trained:
+    where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
+    command = [*launch_command(engine, 1), *TINY, *where, *flags.split()]
+    ended = run(command, CUDA_VISIBLE_DEVICES="0")
+    assert ended.code == 0, ended.out
+    return Trained(path, ended.out)
+
+
+def heads(n_heads, n_kv_heads, head_dim, seq_len=200):
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(2, seq_len, n, head_dim, device="cuda", generator=generator)
+        for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+    ]
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(8, 2), (4, 4), (1, 1)])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_fused_kernels_give_the_output_and_gradients_of_plain_fp32(
+    kernel, head_dim, n_heads, n_kv_heads
+):
+    *qkv, gradient = heads(n_heads, n_kv_heads, head_dim)
+    exact = [x.requires_grad_() for x in qkv]
+    out = plain_attention(*exact, 0.0)
+    reference = [out, *torch.autograd.grad(out, exact, gradient)]
+    rounded = [x.detach().bfloat16().requires_grad_() for x in qkv]
+    with sdpa_kernel(kernel):
+        out = flash_attention(*rounded, 0.0)
+        ours = [out, *torch.autograd.grad(out, rounded, gradient.bfloat16())]
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
+    results = []
+    tokens = torch.randint(0, 50, (2, 71), device="cuda")
+    for fast in (False, True):
+        torch.manual_seed(0)
+        shape = {"dim": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 50}
+        model = Transformer(LMConfig(**shape, use_flash_attn=fast)).cuda()
+        if fast:
+            compile_blocks(model)
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for reference, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, reference, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", ["off", "on"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_zero2_over_nccl_trains_in_bf16_and_goes_on_where_it_was(
+    packed, tmp_path, compiled, optimizer
+):
+    # Plain attention: the backward pass of the fused kernels adds in any order.
+    flags = f"--compile {compiled} --optimizer {optimizer} --no-use_flash_attn --max_steps 6"
+    whole = train_on_gpu("zero2", packed, tmp_path / "run", f"{flags} --save_interval 3")
+    assert "DeepSpeed ZeRO-2" in whole.out
+    assert "nccl" in whole.out
+    assert "precision: bf16" in whole.out
+    losses, weights = whole.column("loss"), whole.tensors()
+    middle = whole.checkpoint(step=3)
+    again = train_on_gpu("zero2", packed, tmp_path / "run", f"{flags} --resume {middle}")
+    assert again.column("loss")[-3:] == pytest.approx(losses[-3:], rel=2e-3)
+    for name, tensor in again.tensors().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_precisions_train_with_fused_attention(packed, tmp_path, dtype):
+    run = train_on_gpu("plain", packed, tmp_path / "run", f"--dtype {dtype} --max_steps 20")
+    losses = run.column("loss")
+    assert losses[-1] < losses[0]
