@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt")
 
 
@@ -33,25 +31,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken: of the GPU, or of RAM within a container's limit.
-
-    None where the system does not say.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in used.read_text().splitlines())
-        free = min(free, int(text) - int(stat["anon"]))  # the rest can be reclaimed
-    return free
 
 
 def compiler_obstacle(has_gpu: bool) -> str | None:

@@ -29,10 +29,10 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks.machine import free_memory
 from benchmarks.matmul import MatrixProducts, synchronize
 from benchmarks.work import VOCAB_SIZE, Work
 from training.hardware import device_name
+from training.memory import free_memory
 from training.metrics import peak_memory_bytes
 
 LOSS_TOLERANCE = 0.5  # nats around ln(VOCAB_SIZE), where an untrained model starts

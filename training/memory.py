@@ -1,5 +1,9 @@
 """How much memory a run will need on each device, before it runs out."""
 
+from pathlib import Path
+
+import torch
+
 from model import LMConfig
 
 GIB = 2**30
@@ -46,3 +50,22 @@ def activation_bytes(config: LMConfig, batch_size: int, dtype: str, on_cpu: bool
     elif on_cpu:
         per_layer += config.n_heads * (config.max_seq_len // 2 + 32) * half
     return int(tokens * (config.n_layers * per_layer + config.vocab_size * (half + 8)))
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken: of the GPU, or of RAM within a container's limit.
+
+    None where the system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in used.read_text().splitlines())
+        free = min(free, int(text) - int(stat["anon"]))  # the rest can be reclaimed
+    return free

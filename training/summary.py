@@ -1,15 +1,18 @@
 """The block printed at start: everything that is in use, so that nothing is in use silently."""
 
+import os
+
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
 from model import LMConfig, Transformer
+from training.advice import faster_engine
 from training.arguments import TrainingArguments
 from training.engine import Engine
 from training.hardware import device_name
-from training.memory import GIB, activation_bytes, model_state_bytes
+from training.memory import GIB, activation_bytes, free_memory, model_state_bytes
 from training.resume import Choice
 from training.schedule import LearningRate
 
@@ -84,4 +87,20 @@ def start_block(
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
     }
+    if advice := _advice(args, engine, n_parameters, activations):
+        fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _advice(
+    args: TrainingArguments, engine: Engine, n_parameters: int, activations: int
+) -> str | None:
+    accelerator = engine.accelerator
+    processes, device = accelerator.num_processes, accelerator.device
+    needed = model_state_bytes(n_parameters, args.dtype, 1, processes) + activations + GIB
+    if device.type == "cpu":  # these share one memory
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    free = free_memory(device)
+    return faster_engine(
+        engine.zero_stage, processes, args.accumulation_steps, n_parameters, needed, free
+    )
