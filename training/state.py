@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from model.config import ConfigError
 from model.portable import load_weights
+from training.muon import state_keys, state_of
 from training.partition import stretches
-
-AVERAGES = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -25,11 +24,11 @@ class Slice:
 
     inside: slice
     fp32: Tensor
-    averages: dict[str, Tensor]
+    averages: dict[str, Tensor]  # of gradients; which ones depends on who steps the parameter
 
 
 class TrainingState:
-    """Reads and writes what AdamW works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
+    """Reads and writes what the optimizer works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
 
     All methods but `load` are collective: every process must call them, and what they return is
     on the main process's CPU and empty elsewhere.
@@ -48,7 +47,7 @@ class TrainingState:
         return whole
 
     def averages(self) -> dict[str, Tensor]:
-        """name.exp_avg and name.exp_avg_sq → AdamW's averages."""
+        """name.exp_avg and name.exp_avg_sq → AdamW's averages, name.momentum_buffer → Muon's."""
         whole = {}
         for name, parameter, held in self._slices():
             for key, part in held.averages.items():
@@ -64,8 +63,8 @@ class TrainingState:
                 scale = {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)}
             else:
                 scale = self.accelerator.scaler.state_dict()
-        states = iter(self.optimizer.state.values())
-        return {"optimizer_step": int(next(states)["step"]), "loss_scale": scale}
+        steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
+        return {"optimizer_step": int(next(steps)), "loss_scale": scale}
 
     def load(self, weights: dict, averages: dict, scalars: dict, source: str) -> None:
         """Put all of it back, on every process.
@@ -81,7 +80,8 @@ class TrainingState:
                     raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
                 part.copy_(averages[f"{name}.{key}"].view(-1)[held.inside])
         for state in self.optimizer.state.values():
-            state["step"].fill_(scalars["optimizer_step"])
+            if "step" in state:
+                state["step"].fill_(scalars["optimizer_step"])
         if scalars["loss_scale"] is not None and self.accelerator.mixed_precision == "fp16":
             if self.zero:
                 vars(self.zero.loss_scaler).update(scalars["loss_scale"])
@@ -95,25 +95,21 @@ class TrainingState:
         if not self.zero:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
-                    averages = {k: v.view(-1) for k, v in self._averages_of(p).items()}
+                    averages = {k: v.view(-1) for k, v in self._averages_of(p, group).items()}
                     yield names[id(p)], p, Slice(slice(None), p.data.view(-1), averages)
             return
-        for stretch in stretches(self.zero, self.accelerator.process_index):
-            averages = self._averages_of(stretch.fp32)
+        divided = stretches(self.zero, self.accelerator.process_index)
+        for stretch, group in zip(divided, self.optimizer.param_groups, strict=False):
+            averages = self._averages_of(stretch.fp32, group)
             for part in stretch.parts:
                 here = part.inside_stretch
                 parts = {key: average[here] for key, average in averages.items()}
                 held = Slice(part.inside_parameter, stretch.fp32.data[here], parts)
                 yield names[id(part.parameter)], part.parameter, held
 
-    def _averages_of(self, stepped: Tensor) -> dict[str, Tensor]:
-        """AdamW's averages of a tensor that it steps, made now if it has not stepped yet."""
-        state = self.optimizer.state[stepped]
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-            for key in AVERAGES:
-                state[key] = torch.zeros_like(stepped)
-        return {key: state[key] for key in AVERAGES}
+    def _averages_of(self, stepped: Tensor, group: dict) -> dict[str, Tensor]:
+        state = state_of(self.optimizer, group, stepped)
+        return {key: state[key] for key in state_keys(group)}
 
     def _on_main(
         self, name: str, parameter: Tensor, inside: slice, part: Tensor
