@@ -34,7 +34,7 @@ from training.evaluation import evaluate, validation_loader
 from training.finish import finish
 from training.interruption import StopRequest, leave, report_interruption
 from training.metrics import TrainingLog
-from training.optimizer import build_optimizer, set_learning_rate
+from training.optimizer import build_optimizer, set_learning_rate, tell_layout
 from training.profiler import StepProfiler
 from training.resume import (
     Choice,
@@ -273,6 +273,7 @@ def build_model(
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # what DeepSpeed has against its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
+    tell_layout(model, accelerator)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return model, optimizer
 

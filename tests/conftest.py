@@ -142,6 +142,21 @@ def launch_command(engine: str, processes: int) -> list[str]:
     return [*launch, "train_pretrain_accelerate.py"]
 
 
+def deepspeed_command(config: Path, processes: int) -> list[str]:
+    """The same for DeepSpeed with another file than the repository's."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed"]
+    launch += ["--deepspeed_config_file", str(config), "--num_processes", str(processes)]
+    return [*launch, "--main_process_port", free_port(), "train_pretrain_accelerate.py"]
+
+
+def deepspeed_file(path: Path, **zero_optimization) -> Path:
+    """The repository's file with something else in its section for ZeRO."""
+    config = json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
+    config["zero_optimization"] |= zero_optimization
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
 # A model of 0.04 million parameters: a step takes milliseconds.
 TINY = (
     *("--dim", "32", "--n_layers", "2", "--n_heads", "4", "--max_seq_len", "32"),

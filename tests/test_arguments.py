@@ -24,7 +24,7 @@ ZERO_ALLOWED = {
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
     "keep_last",
     *("warmup_steps", "weight_decay", "grad_clip", "min_lr_ratio", "decay_fraction"),
-    *("beta1", "beta2", "dropout"),
+    *("beta1", "beta2", "muon_momentum", "dropout"),
 }
 
 
@@ -117,7 +117,7 @@ def test_zero_is_accepted_where_it_means_something(name):
     assert (vars(args) | model_settings)[name] == 0
 
 
-@pytest.mark.parametrize("name", ["beta1", "beta2", "dropout"])
+@pytest.mark.parametrize("name", ["beta1", "beta2", "muon_momentum", "dropout"])
 def test_one_is_refused_for_averages_and_dropout(name):
     assert name in refused([f"--{name}=1"])
 

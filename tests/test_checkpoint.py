@@ -294,8 +294,10 @@ def test_the_loss_scale_of_fp16_comes_back():
         optimizer.step()
         zero = SimpleNamespace(optimizer=optimizer, loss_scaler=scaler, bit16_groups=[])
         zero.single_partition_of_fp32_groups = []
+        zero.round_robin_bit16_groups = zero.round_robin_bit16_offsets = []
         accelerator = SimpleNamespace(
             mixed_precision="fp16",
+            process_index=0,
             state=SimpleNamespace(deepspeed_plugin=object()),
             unwrap_model=lambda model: torch.nn.Module(),
         )

@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import json
 import random
 
@@ -202,6 +203,43 @@ def test_another_optimizer_is_refused(config, kind):
     assert "AdamW" in refused(put(config, "optimizer.type", kind))
 
 
+MUON = dataclasses.replace(ARGS, optimizer="muon")
+
+
+def test_muon_takes_the_place_of_the_files_optimizer(config):
+    done = resolved(config, MUON)
+    assert "optimizer" not in done
+    assert done["zero_allow_untested_optimizer"] is True
+    del config["optimizer"]
+    assert resolved(config, MUON) == done
+    assert "zero_allow_untested_optimizer" not in resolved(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer.params.lr", 0.001), ("optimizer.params.betas", [0.9, 0.999])]
+)
+def test_a_contradiction_is_one_for_muons_adamw_too(config, key, value):
+    assert key in refused(put(config, key, value), MUON)
+
+
+@pytest.mark.parametrize("args", [ARGS, MUON])
+def test_muon_in_the_file_is_pointed_to_the_flag(config, args):
+    assert "--optimizer muon" in refused(put(config, "optimizer.type", "Muon"), args)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("offload_optimizer", {"device": "cpu"}), ("cpu_offload", True)]
+)
+def test_muon_is_not_offloaded(config, key, value):
+    message = refused(put(config, f"zero_optimization.{key}", value), MUON)
+    assert "--optimizer muon cannot be offloaded" in message
+
+
+@pytest.mark.parametrize("value", [None, {"device": "none"}])
+def test_no_offload_is_no_obstacle_for_muon(config, value):
+    resolved(put(config, "zero_optimization.offload_optimizer", value), MUON)
+
+
 @pytest.mark.parametrize("key", ["bf16", "optimizer.params", "optimizer"])
 @pytest.mark.parametrize("value", [None, "auto", True, [1]])
 def test_a_section_that_is_not_one_is_refused_by_name(config, key, value):
@@ -282,6 +320,10 @@ def test_no_compiler_is_needed_for_the_repositorys_file(config, tools):
     resolved(config)
 
 
+def test_no_compiler_is_needed_for_muon(own_adam, tools):
+    resolved(own_adam, MUON)
+
+
 def test_no_compiler_is_needed_without_an_optimizer_section(config, tools):
     del config["optimizer"]
     resolved(config)
@@ -342,7 +384,8 @@ def damage(value, dice: random.Random):
     return damaged_value(dice)
 
 
-def test_1000_damaged_configurations_are_refused_in_words_or_resolved(config, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_1000_damaged_configurations_are_refused_in_words_or_resolved(config, optimizer, tmp_path):
     """Damaged as text or as values: never another error, and nothing "auto" that is left over."""
     dice, path, whole = random.Random(0), tmp_path / "ds.json", json.dumps(config)
     messages = []
@@ -356,7 +399,8 @@ def test_1000_damaged_configurations_are_refused_in_words_or_resolved(config, tm
             text = data[: dice.choice((len(data), dice.randrange(len(data))))].decode()
         path.write_text(text)
         try:
-            done = resolve(read_config(str(path)), TrainingArguments(), 2, "ds.json")
+            args = TrainingArguments(optimizer=optimizer)
+            done = resolve(read_config(str(path)), args, 2, "ds.json")
         except UsageError as error:
             messages.append(str(error))
         else:

@@ -30,6 +30,14 @@ def test_weights_gradients_and_averages_by_hand(dtype, zero_stage, processes, by
     assert states == pytest.approx(N * bytes_per_parameter)
 
 
+def test_muon_keeps_one_average_less():
+    for dtype, stage, processes in (("bfloat16", None, 4), ("float32", 1, 1)):
+        adamw = model_state_bytes(N, dtype, stage, processes)
+        assert adamw - model_state_bytes(N, dtype, stage, processes, n_by_muon=N // 2) == 2 * N
+    zero2 = model_state_bytes(N, "bfloat16", 2, 4, n_by_muon=N)
+    assert zero2 == N * (2 + 1.5 + 2)
+
+
 def test_offload_takes_master_and_averages_off_the_device():
     assert model_state_bytes(N, "bfloat16", 2, 4, offload=True) == N * (2 + 1.5)
 

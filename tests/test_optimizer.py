@@ -1,3 +1,4 @@
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,58 @@ def test_the_groups_reach_an_optimizer_of_the_deepspeed_file():
     assert isinstance(optimizer, DummyOptim)
     assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 0.2)
     assert [group["weight_decay"] for group in optimizer.params] == [0.2, 0.0]
+
+
+MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon_momentum=0.7)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("deepspeed_config", [None, {"optimizer": {"type": "AdamW"}}])
+def test_muon_steps_the_matrices_of_the_blocks_and_nothing_else(tie_embeddings, deepspeed_config):
+    model = tiny(tie_embeddings=tie_embeddings)
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model, MUON, fake_accelerator(deepspeed_config))
+    by_muon, decay, no_decay = (
+        {names[id(p)] for p in group["params"]} for group in optimizer.param_groups
+    )
+    assert len(by_muon) == 2 * 7
+    assert all(name.startswith("layers.") and "norm" not in name for name in by_muon)
+    assert decay == {"tok_embeddings.weight"} | (set() if tie_embeddings else {"output.weight"})
+    assert all("norm" in name for name in no_decay)
+    assert sorted(by_muon | decay | no_decay) == sorted(names.values())
+
+
+def test_the_flags_reach_both_parts_of_muon():
+    optimizer = build_optimizer(tiny(), MUON, fake_accelerator(None))
+    by_muon, *by_adamw = optimizer.param_groups
+    assert (by_muon["momentum"], by_muon["weight_decay"]) == (0.7, 0.2)
+    for group in by_adamw:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
+    assert [group["weight_decay"] for group in by_adamw] == [0.2, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by"),
+    [("bfloat16", torch.bfloat16), ("float16", torch.bfloat16), ("float32", torch.float32)],
+)
+def test_muon_orthogonalises_in_half_precision_unless_training_is_in_full(dtype, by):
+    args = dataclasses.replace(MUON, dtype=dtype)
+    assert build_optimizer(tiny(), args, fake_accelerator(None)).dtype == by
+
+
+def test_frozen_matrices_are_left_out_of_muon():
+    model = tiny()
+    model.layers[0].attention.wq.weight.requires_grad_(False)
+    optimizer = build_optimizer(model, MUON, fake_accelerator(None))
+    assert len(optimizer.param_groups[0]["params"]) == 2 * 7 - 1
+
+
+def test_muons_learning_rate_has_a_peak_of_its_own_and_the_same_shape():
+    optimizer = build_optimizer(tiny(), MUON, fake_accelerator(None))
+    for share in (1.0, 0.1):
+        set_learning_rate(optimizer, share * 3e-4)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [pytest.approx(share * 0.03), share * 3e-4, share * 3e-4]
 
 
 def test_the_learning_rate_reaches_every_group():

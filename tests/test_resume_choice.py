@@ -8,7 +8,7 @@ import pytest
 from training.arguments import TrainingArguments
 from training.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest
 from training.errors import UsageError
-from training.resume import choose_run
+from training.resume import Choice, choose_run, reconcile
 from training.run_folder import RunFolder
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
@@ -126,3 +126,12 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     message = refused(tmp_path, resume=str(tmp_path / name))
     assert f"--resume {tmp_path / name}" in message
+
+
+def test_a_checkpoint_that_names_no_optimizer_is_adamws(tmp_path):
+    state = {"processes": 1, "identity": {"global_batch": 8}}
+    choice = Choice(RunFolder(tmp_path), tmp_path / "step-00000001", state)
+    engine, args = SimpleNamespace(accelerator=ALONE), TrainingArguments()
+    reconcile(choice, engine, args, {"global_batch": 8, "optimizer": "adamw"})
+    with pytest.raises(UsageError, match="optimizer: adamw in the checkpoint, muon now"):
+        reconcile(choice, engine, args, {"global_batch": 8, "optimizer": "muon"})

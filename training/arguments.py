@@ -13,6 +13,7 @@ from model.config import LMConfig, setting
 from training.errors import OneLineParser, UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 COMPILE = ("auto", "on", "off")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
@@ -46,16 +47,25 @@ class TrainingArguments:
     max_steps: int | None = setting(None, "stop after this many steps (default: decided by epochs)")
     batch_size: int = setting(8, "sequences per process in one micro-batch")
     accumulation_steps: int = setting(1, "micro-batches per optimizer step")
-    learning_rate: float = setting(5e-4, "peak learning rate")
+    optimizer: str = setting(
+        "adamw",
+        "muon steps the matrices of the blocks by Muon, and the rest by AdamW",
+        choices=OPTIMIZERS,
+    )
+    learning_rate: float = setting(5e-4, "peak learning rate of AdamW")
+    muon_learning_rate: float = setting(
+        0.02, "peak learning rate of Muon, which follows the same schedule"
+    )
     lr_schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(
         None, "linear warm-up (default: a twentieth of all steps, at most 2000)"
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak")
     decay_fraction: float = setting(0.2, "share of all steps that 'wsd' decays over, at the end")
-    weight_decay: float = setting(0.1, "AdamW's decay, on matrices only")
+    weight_decay: float = setting(0.1, "decay of matrices towards zero, times the learning rate")
     beta1: float = setting(0.9, "AdamW's average of the gradient")
     beta2: float = setting(0.95, "AdamW's average of its square")
+    muon_momentum: float = setting(0.95, "Muon's average of the gradient")
     grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as it is")
     max_bad_steps: int = setting(
         20,
@@ -113,12 +123,13 @@ class TrainingArguments:
         self._require(
             "warmup_steps", self.warmup_steps is None or self.warmup_steps >= 0, "at least 0"
         )
-        self._require("learning_rate", 0 < self.learning_rate < math.inf, "positive and finite")
+        for name in ("learning_rate", "muon_learning_rate"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("weight_decay", "grad_clip"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
         for name in ("min_lr_ratio", "decay_fraction"):
             self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
         if self.run_name is not None:
             plain = (

@@ -3,7 +3,8 @@
 A checkpoint is a folder checkpoints/step-N:
 
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
-    optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's averages
+    optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's averages,
+                           name.momentum_buffer → Muon's
     random.safetensors     per process, the state of its random generators and of its log line
     state.json             step, optimizer's step, loss scale, and what the run must have in common
     manifest.json          size and SHA-256 of each of these files

@@ -57,10 +57,6 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     stage = config["zero_optimization"].get("stage")
     if stage not in ZERO_STAGES:
         raise UsageError(f'{source}: "zero_optimization.stage" must be 1 or 2, not {stage!r}')
-    if "optimizer" in config:
-        optimizer, _ = _section(config, "optimizer.type", source)
-        if optimizer.setdefault("type", "AdamW") not in OPTIMIZERS:
-            raise UsageError(f"{source}: the optimizer must be Adam or AdamW, or not stand there")
     wanted = {
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
@@ -73,12 +69,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         "fp16.enabled": ("--dtype " + args.dtype, args.dtype == "float16"),
     }
     if "optimizer" in config:
-        wanted |= {
-            "optimizer.params.lr": ("--learning_rate", args.learning_rate),
-            "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
-            "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
-            "optimizer.params.eps": ("this script", ADAM_EPS),
-        }
+        wanted |= _wanted_optimizer(config, args, source)
     for key, (flag, value) in wanted.items():
         section, name = _section(config, key, source)
         given = section.setdefault(name, value)
@@ -100,9 +91,40 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         raise UsageError(
             f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
         )
-    _require_compiler(config, source)
     _check_zero_section(config["zero_optimization"], source)
+    if args.optimizer == "muon":
+        _leave_to_muon(config, source)
+    _require_compiler(config, source)
     return config
+
+
+def _wanted_optimizer(config: dict, args: TrainingArguments, source: str) -> dict:
+    """What AdamW's section must say. --optimizer muon takes its AdamW's numbers from the same."""
+    optimizer, _ = _section(config, "optimizer.type", source)
+    if optimizer.setdefault("type", "AdamW") not in OPTIMIZERS:
+        raise UsageError(
+            f"{source}: the optimizer must be Adam or AdamW, or not stand there; "
+            "Muon is --optimizer muon"
+        )
+    return {
+        "optimizer.params.lr": ("--learning_rate", args.learning_rate),
+        "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
+        "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
+        "optimizer.params.eps": ("this script", ADAM_EPS),
+    }
+
+
+def _leave_to_muon(config: dict, source: str) -> None:
+    """Have DeepSpeed take the optimizer that this script makes."""
+    zero = config["zero_optimization"]
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if offload != "none" or zero.get("cpu_offload"):
+        raise UsageError(
+            f'{source}: --optimizer muon cannot be offloaded: remove "offload_optimizer", or train '
+            "with --optimizer adamw"
+        )
+    config.pop("optimizer", None)
+    config["zero_allow_untested_optimizer"] = True
 
 
 def _check_zero_section(section: dict, source: str) -> None:

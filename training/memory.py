@@ -10,9 +10,15 @@ GIB = 2**30
 
 
 def model_state_bytes(
-    n_parameters: int, dtype: str, zero_stage: int | None, world_size: int, offload: bool = False
+    n_parameters: int,
+    dtype: str,
+    zero_stage: int | None,
+    world_size: int,
+    offload: bool = False,
+    n_by_muon: int = 0,
 ) -> int:
-    """Weights, gradients and AdamW's two averages on one device, in bytes.
+    """Weights, gradients and AdamW's two averages on one device, in bytes. Muon, which steps
+    n_by_muon of the parameters, keeps one average.
 
     Without DeepSpeed all of it is fp32: 4 + 4 + 8 bytes per parameter (weights are cast to bf16
     layer by layer). DeepSpeed in 16 bits keeps 2 bytes of weights and 2 of gradients, and 4 + 8 of
@@ -20,17 +26,18 @@ def model_state_bytes(
     averages among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
     et al., https://arxiv.org/abs/1910.02054).
     """
+    optimizer = 12 * n_parameters - 4 * n_by_muon
     if zero_stage is None:
-        return 16 * n_parameters
+        return 4 * n_parameters + optimizer
     half = 2 if dtype != "float32" else 4
-    weights, gradients, optimizer = half, half + 4, 12
+    weights, gradients = half, half + 4
     if zero_stage >= 1:
         optimizer /= world_size
     if zero_stage >= 2:
         gradients /= world_size
     if zero_stage >= 3:
         weights /= world_size
-    return int(n_parameters * (weights + gradients + (0 if offload else optimizer)))
+    return int(n_parameters * (weights + gradients) + (0 if offload else optimizer))
 
 
 def activation_bytes(config: LMConfig, batch_size: int, dtype: str, on_cpu: bool = False) -> int:

@@ -1,4 +1,6 @@
-"""AdamW, whoever makes it: this script or DeepSpeed from its configuration file."""
+"""AdamW, whoever makes it: this script or DeepSpeed from its configuration file; or Muon."""
+
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
@@ -7,11 +9,16 @@ from torch import nn
 
 from training.arguments import TrainingArguments
 from training.deepspeed_config import ADAM_EPS
+from training.muon import Muon
+from training.partition import stretches
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
+) -> list[dict]:
     """Matrices decay towards zero; scales of norms, which stay near one, do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    left_out = {id(p) for p in without}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -19,19 +26,55 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, args: TrainingArguments, accelerator: Accelerator):
-    """AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101) for `accelerator.prepare`.
-
-    Where DeepSpeed's file holds an "optimizer", a placeholder carries the parameter groups to it.
+def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The matrices of the blocks. Embedding and output layer have a vector for every token, used
+    rarely or often, and train better by AdamW (https://kellerjordan.github.io/posts/muon/).
     """
+    return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
+
+
+def build_optimizer(model: nn.Module, args: TrainingArguments, accelerator: Accelerator):
+    """What --optimizer asks for, for `accelerator.prepare`; `tell_layout` comes after it.
+
+    AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Where DeepSpeed's file holds an
+    "optimizer", a placeholder carries the parameter groups to it.
+    """
+    betas = (args.beta1, args.beta2)
+    if args.optimizer == "muon":
+        matrices = muon_matrices(model)
+        by_muon = {
+            "params": matrices,
+            "algorithm": "muon",
+            "momentum": args.muon_momentum,
+            "weight_decay": args.weight_decay,
+            "lr_factor": args.muon_learning_rate / args.learning_rate,
+        }
+        by_adamw = parameter_groups(model, args.weight_decay, without=matrices)
+        groups = [by_muon, *({**group, "betas": betas, "eps": ADAM_EPS} for group in by_adamw)]
+        dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
+        return Muon(groups, args.learning_rate, dtype)
     groups = parameter_groups(model, args.weight_decay)
     plugin = accelerator.state.deepspeed_plugin
     if plugin is not None and "optimizer" in plugin.deepspeed_config:
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    betas = (args.beta1, args.beta2)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=ADAM_EPS, fused=True)
 
 
+def tell_layout(model: nn.Module, accelerator: Accelerator) -> None:
+    """Tell Muon what lies where in the flat tensors that DeepSpeed has it step.
+
+    Args:
+        model: as prepared.
+    """
+    if accelerator.state.deepspeed_plugin is None:
+        return
+    zero = model.optimizer
+    if isinstance(zero.optimizer, Muon):
+        for stretch in stretches(zero, accelerator.process_index):
+            zero.optimizer.layout[stretch.fp32] = stretch
+
+
 def set_learning_rate(optimizer, value: float) -> None:
+    """Each group's is this one times the factor it has for its own peak, if any."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("lr_factor", 1.0)

@@ -143,9 +143,10 @@ def reconcile(choice: Choice, engine: Engine, args: TrainingArguments, identity:
     With another number of processes, --accumulation_steps changes so that the global batch stays.
 
     Raises:
-        UsageError: another model, tokenizer, data set or global batch; lists the differences.
+        UsageError: another model, tokenizer, data set, global batch or optimizer; lists the
+            differences.
     """
-    saved = choice.state["identity"]
+    saved = {"optimizer": "adamw"} | choice.state["identity"]  # once there was no other
     processes = engine.accelerator.num_processes
     if processes != choice.state["processes"] and saved["global_batch"] != identity["global_batch"]:
         steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -208,6 +209,7 @@ def run_identity(
         "data": hashlib.sha256("".join(shards).encode()).hexdigest()[:16],
         "global_batch": args.batch_size * args.accumulation_steps * processes,
         "seed": args.seed,
+        "optimizer": args.optimizer,
     }
 
 

@@ -9,25 +9,26 @@ from torch import Tensor, nn
 
 from model.config import ConfigError
 from model.portable import load_weights
-
-AVERAGES = ("exp_avg", "exp_avg_sq")
+from training.muon import state_keys, state_of
+from training.partition import stretches
 
 
 @dataclass
 class Slice:
     """The part of one parameter that this process holds in fp32, and the averages of that part.
 
-    `fp32` and `averages` are flat views into the optimizer's own memory; `start` is where they
-    begin in the flattened parameter. Without ZeRO every process holds the whole.
+    `fp32` and `averages` are flat views into the optimizer's own memory, empty if it holds nothing;
+    `inside` is where they are in the flattened parameter. Without ZeRO every process holds the
+    whole.
     """
 
-    start: int
+    inside: slice
     fp32: Tensor
-    averages: dict[str, Tensor]
+    averages: dict[str, Tensor]  # of gradients; which ones depends on who steps the parameter
 
 
 class TrainingState:
-    """Reads and writes what AdamW works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
+    """Reads and writes what the optimizer works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
 
     All methods but `load` are collective: every process must call them, and what they return is
     on the main process's CPU and empty elsewhere.
@@ -42,16 +43,15 @@ class TrainingState:
         """name → fp32 weights."""
         whole = {}
         for name, parameter, held in self._slices():
-            whole |= self._on_main(name, parameter, held, held and held.fp32)
+            whole |= self._on_main(name, parameter, held.inside, held.fp32)
         return whole
 
     def averages(self) -> dict[str, Tensor]:
-        """name.exp_avg and name.exp_avg_sq → AdamW's averages."""
+        """name.exp_avg and name.exp_avg_sq → AdamW's averages, name.momentum_buffer → Muon's."""
         whole = {}
         for name, parameter, held in self._slices():
-            for key in AVERAGES:
-                part = held and held.averages[key]
-                whole |= self._on_main(f"{name}.{key}", parameter, held, part)
+            for key, part in held.averages.items():
+                whole |= self._on_main(f"{name}.{key}", parameter, held.inside, part)
         return whole
 
     def scalars(self) -> dict:
@@ -63,8 +63,8 @@ class TrainingState:
                 scale = {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)}
             else:
                 scale = self.accelerator.scaler.state_dict()
-        states = iter(self.optimizer.state.values())
-        return {"optimizer_step": int(next(states)["step"]), "loss_scale": scale}
+        steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
+        return {"optimizer_step": int(next(steps)), "loss_scale": scale}
 
     def load(self, weights: dict, averages: dict, scalars: dict, source: str) -> None:
         """Put all of it back, on every process.
@@ -74,68 +74,50 @@ class TrainingState:
         """
         load_weights(self.accelerator.unwrap_model(self.model), weights, source)
         for name, parameter, held in self._slices():
-            for key in AVERAGES:
+            held.fp32.copy_(weights[name].view(-1)[held.inside])
+            for key, part in held.averages.items():
                 if averages[f"{name}.{key}"].shape != parameter.shape:
                     raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
-            if held is None:
-                continue
-            part = slice(held.start, held.start + held.fp32.numel())
-            held.fp32.copy_(weights[name].view(-1)[part])
-            for key in AVERAGES:
-                held.averages[key].copy_(averages[f"{name}.{key}"].view(-1)[part])
+                part.copy_(averages[f"{name}.{key}"].view(-1)[held.inside])
         for state in self.optimizer.state.values():
-            state["step"].fill_(scalars["optimizer_step"])
+            if "step" in state:
+                state["step"].fill_(scalars["optimizer_step"])
         if scalars["loss_scale"] is not None and self.accelerator.mixed_precision == "fp16":
             if self.zero:
                 vars(self.zero.loss_scaler).update(scalars["loss_scale"])
             else:
                 self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
 
-    def _slices(self) -> Iterator[tuple[str, Tensor, Slice | None]]:
+    def _slices(self) -> Iterator[tuple[str, Tensor, Slice]]:
         """(name, parameter, what this process holds of it), in one order on every process."""
         model = self.accelerator.unwrap_model(self.model)
         names = {id(p): name for name, p in model.named_parameters()}
         if not self.zero:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
-                    averages = {k: v.view(-1) for k, v in self._averages_of(p).items()}
-                    yield names[id(p)], p, Slice(0, p.data.view(-1), averages)
+                    averages = {k: v.view(-1) for k, v in self._averages_of(p, group).items()}
+                    yield names[id(p)], p, Slice(slice(None), p.data.view(-1), averages)
             return
-        # ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal
-        # stretch of that line. ZeRO-1 in bf16 with fp32 gradients is a class with other names.
-        zero = self.zero
-        if hasattr(zero, "single_partition_of_fp32_groups"):
-            stretches, groups = zero.single_partition_of_fp32_groups, zero.bit16_groups
-        else:
-            stretches, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
-        for stretch, parameters in zip(stretches, groups, strict=True):
-            averages = self._averages_of(stretch)
-            for p in parameters:
-                held = None
-                if (mapping := p._hp_mapping) is not None:
-                    part = mapping.hp_fragment_address
-                    here = slice(part.start, part.start + part.numel)
-                    parts = {key: average[here] for key, average in averages.items()}
-                    held = Slice(mapping.lp_fragment_address.start, stretch.data[here], parts)
-                yield names[id(p)], p, held
+        divided = stretches(self.zero, self.accelerator.process_index)
+        for stretch, group in zip(divided, self.optimizer.param_groups, strict=False):
+            averages = self._averages_of(stretch.fp32, group)
+            for part in stretch.parts:
+                here = part.inside_stretch
+                parts = {key: average[here] for key, average in averages.items()}
+                held = Slice(part.inside_parameter, stretch.fp32.data[here], parts)
+                yield names[id(part.parameter)], part.parameter, held
 
-    def _averages_of(self, stepped: Tensor) -> dict[str, Tensor]:
-        """AdamW's averages of a tensor that it steps, made now if it has not stepped yet."""
-        state = self.optimizer.state[stepped]
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-            for key in AVERAGES:
-                state[key] = torch.zeros_like(stepped)
-        return {key: state[key] for key in AVERAGES}
+    def _averages_of(self, stepped: Tensor, group: dict) -> dict[str, Tensor]:
+        state = state_of(self.optimizer, group, stepped)
+        return {key: state[key] for key in state_keys(group)}
 
     def _on_main(
-        self, name: str, parameter: Tensor, held: Slice | None, part: Tensor | None
+        self, name: str, parameter: Tensor, inside: slice, part: Tensor
     ) -> dict[str, Tensor]:
         """{name: the whole tensor} on the main process, put together from everybody's part."""
         if self.zero:
             whole = torch.zeros(parameter.numel(), device=parameter.device)
-            if held is not None:
-                whole[held.start : held.start + part.numel()] = part
+            whole[inside] = part
             if self.accelerator.num_processes > 1:
                 torch.distributed.all_reduce(whole)
         else:

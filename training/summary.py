@@ -13,6 +13,7 @@ from training.arguments import TrainingArguments
 from training.engine import Engine
 from training.hardware import device_name
 from training.memory import GIB, activation_bytes, free_memory, model_state_bytes
+from training.optimizer import muon_matrices
 from training.resume import Choice
 from training.schedule import LearningRate
 
@@ -55,9 +56,9 @@ def start_block(
     accelerator = engine.accelerator
     samples_per_step = args.batch_size * args.accumulation_steps * accelerator.num_processes
     n_parameters = model.num_parameters()
-    states = model_state_bytes(
-        n_parameters, args.dtype, engine.zero_stage, accelerator.num_processes
-    )
+    optimizer, n_by_muon = _optimizer(args, model)
+    where = (engine.zero_stage, accelerator.num_processes)
+    states = model_state_bytes(n_parameters, args.dtype, *where, n_by_muon=n_by_muon)
     on_cpu = accelerator.device.type == "cpu"
     activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu)
     fields = {
@@ -73,6 +74,7 @@ def start_block(
         "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
         f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, "
         f"vocabulary {config.vocab_size:,})",
+        "optimizer": optimizer,
         "data": f"{args.data}: {train_set.n_tokens:,} tokens, "
         f"{len(train_set):,} sequences of {config.max_seq_len}"
         + (f"; validation on {len(val_loader.dataset):,}" if val_loader else "; NO VALIDATION"),
@@ -90,6 +92,18 @@ def start_block(
     if advice := _advice(args, engine, n_parameters, activations):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _optimizer(args: TrainingArguments, model: Transformer) -> tuple[str, int]:
+    """Who steps what, and how many parameters are stepped by Muon."""
+    if args.optimizer == "adamw":
+        return "AdamW", 0
+    matrices = muon_matrices(model)
+    count = sum(p.numel() for p in matrices)
+    return (
+        f"Muon on {len(matrices)} matrices ({count / 1e6:.2f} million parameters) at learning rate "
+        f"{args.muon_learning_rate:g}, AdamW on the rest"
+    ), count
 
 
 def _advice(

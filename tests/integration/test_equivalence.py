@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained, train
+from conftest import Trained, deepspeed_command, deepspeed_file, train
 from torch.nn import functional as F
 
 from data.dataset import PackedDataset
@@ -30,6 +30,14 @@ SHARED_OUT = {
     "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
 }
 CLIPPED, UNCLIPPED = 0.1, 0.0
+MUON_PEAK, MUON = 0.02, " --optimizer muon"
+SHARED_OUT_BY_MUON = {
+    "plain 8": ("plain", 1, 8, 1),
+    "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
+    "ZeRO-1 2 x 4": ("zero1", 2, 4, 1),
+    "ZeRO-2 1 x 8": ("zero2", 1, 8, 1),
+    "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
+}
 
 
 @dataclass
@@ -40,7 +48,22 @@ class Reference:
     averages: dict[str, torch.Tensor]
 
 
-def plain_pytorch(data: Path, grad_clip: float) -> Reference:
+@torch.no_grad()
+def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
+    """By hand, from https://kellerjordan.github.io/posts/muon/."""
+    momentum.mul_(0.95).add_(matrix.grad, alpha=0.05)
+    update = 0.05 * matrix.grad + 0.95 * momentum
+    rows, cols = matrix.shape
+    x = update.T if rows > cols else update
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    x = x.T if rows > cols else x
+    matrix -= rate * 0.1 * matrix + rate * max(1, rows / cols) ** 0.5 * x
+
+
+def plain_pytorch(data: Path, grad_clip: float, muon: bool = False) -> Reference:
     """Training by hand: one process, one batch, nothing of `training/`."""
     train_set = PackedDataset(data, "train", SEQ_LEN)
     torch.manual_seed(SEED)
@@ -49,7 +72,9 @@ def plain_pytorch(data: Path, grad_clip: float) -> Reference:
             dim=32, n_layers=2, n_heads=4, max_seq_len=SEQ_LEN, vocab_size=train_set.vocab_size
         )
     )
-    matrices = [p for p in model.parameters() if p.dim() == 2]
+    blocks = [p for p in model.layers.parameters() if p.dim() == 2] if muon else []
+    momenta = {p: torch.zeros_like(p) for p in blocks}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p not in momenta]
     scales = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}],
@@ -71,15 +96,18 @@ def plain_pytorch(data: Path, grad_clip: float) -> Reference:
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate
         optimizer.step()
-        optimizer.zero_grad()
+        for p, momentum in momenta.items():
+            step_by_muon(p, momentum, MUON_PEAK * rate)
+        model.zero_grad()
         losses.append(loss.item())
         grad_norms.append(norm.item())
     parameters = dict(model.named_parameters())
     averages = {
         f"{name}.{key}": optimizer.state[p][key]
         for name, p in parameters.items()
+        if p not in momenta
         for key in ("exp_avg", "exp_avg_sq")
-    }
+    } | {f"{name}.momentum_buffer": momenta[p] for name, p in parameters.items() if p in momenta}
     return Reference(losses, grad_norms, {n: p.detach() for n, p in parameters.items()}, averages)
 
 
@@ -87,6 +115,11 @@ def plain_pytorch(data: Path, grad_clip: float) -> Reference:
 def reference(packed):
     """The same by hand, for each clipping."""
     return {grad_clip: plain_pytorch(packed, grad_clip) for grad_clip in (CLIPPED, UNCLIPPED)}
+
+
+@pytest.fixture(scope="module")
+def muon_reference(packed):
+    return plain_pytorch(packed, CLIPPED, muon=True)
 
 
 def flags(batch_size: int, accumulation_steps: int, grad_clip: float) -> str:
@@ -102,12 +135,13 @@ def runs(packed, tmp_path_factory):
     """Runs, each of them launched once, when it is first asked for."""
     out_dir, done = tmp_path_factory.mktemp("runs"), {}
 
-    def get(name: str, grad_clip: float) -> Trained:
-        if (name, grad_clip) not in done:
-            engine, processes, *sizes = SHARED_OUT[name]
+    def get(name: str, grad_clip: float, more: str = "") -> Trained:
+        key = name, grad_clip, more
+        if key not in done:
+            engine, processes, *sizes = (SHARED_OUT | SHARED_OUT_BY_MUON)[name]
             path = out_dir / f"run-{len(done)}"
-            done[name, grad_clip] = train(engine, processes, packed, path, flags(*sizes, grad_clip))
-        return done[name, grad_clip]
+            done[key] = train(engine, processes, packed, path, flags(*sizes, grad_clip) + more)
+        return done[key]
 
     return get
 
@@ -155,17 +189,71 @@ def test_validation_does_not_depend_on_who_shares_it(runs):
     assert [row["val_loss"] for row in results] == [expected] * len(results)
 
 
+def moved(checkpoint: Path, to: Path) -> str:
+    """A run that has nothing but this checkpoint; the flag that resumes it."""
+    shutil.copytree(checkpoint, to / "checkpoints" / checkpoint.name)
+    return f" --resume {to}"
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [("ZeRO-2 2 x 4", "plain 8"), ("plain 8", "ZeRO-2 2 x 2 x 2 accumulation")]
 )
 def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
     before, after, runs, reference, packed, tmp_path
 ):
-    checkpoint = runs(before, CLIPPED).checkpoint(3)
-    moved = tmp_path / "moved"
-    shutil.copytree(checkpoint, moved / "checkpoints" / checkpoint.name)
+    resume = moved(runs(before, CLIPPED).checkpoint(3), tmp_path / "moved")
     engine, processes, *sizes = SHARED_OUT[after]
-    resumed = train(engine, processes, packed, moved, flags(*sizes, CLIPPED) + f" --resume {moved}")
+    here = flags(*sizes, CLIPPED) + resume
+    resumed = train(engine, processes, packed, tmp_path / "moved", here)
     assert resumed.column("step") == [4, 5, 6]
     assert resumed.column("loss") == pytest.approx(reference[CLIPPED].losses[3:], abs=TOLERANCE)
     assert_same_end(resumed, reference[CLIPPED])
+
+
+@pytest.mark.parametrize("name", SHARED_OUT_BY_MUON)
+def test_every_engine_trains_by_muon_as_plain_pytorch_does(name, runs, muon_reference):
+    run = runs(name, CLIPPED, MUON)
+    assert "optimizer: Muon on 14 matrices (0.03 million parameters)" in run.out
+    assert run.column("loss") == pytest.approx(muon_reference.losses, abs=TOLERANCE)
+    assert run.column("grad_norm") == pytest.approx(muon_reference.grad_norms, abs=TOLERANCE)
+    assert_same_end(run, muon_reference)
+
+
+def test_muon_was_at_work(muon_reference, reference):
+    assert muon_reference.losses[-1] < reference[CLIPPED].losses[-1] - 0.02
+    assert min(muon_reference.grad_norms) > 2 * CLIPPED
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain 8", "DDP 2 x 2 x 2 accumulation", "ZeRO-1 2 x 4", "ZeRO-2 2 x 2 x 2 accumulation"],
+)
+def test_muon_resumes_bit_for_bit(name, runs, packed, tmp_path):
+    whole = runs(name, CLIPPED, MUON)
+    resume = moved(whole.checkpoint(3), tmp_path / "moved")
+    engine, processes, *sizes = SHARED_OUT_BY_MUON[name]
+    here = flags(*sizes, CLIPPED) + MUON + resume
+    resumed = train(engine, processes, packed, tmp_path / "moved", here)
+    assert resumed.column("loss") == whole.column("loss")[3:]
+    for file in ("weights", "optimizer"):
+        assert largest_difference(resumed.tensors(file), whole.tensors(file)) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("ZeRO-2 2 x 2 x 2 accumulation", "plain 8"), ("plain 8", "ZeRO-2 in another order")],
+)
+def test_muons_checkpoint_goes_on_with_another_engine_and_number_of_processes(
+    before, after, runs, muon_reference, packed, tmp_path
+):
+    """DeepSpeed's "round_robin_gradients" deals out the parameters in another order."""
+    resume = moved(runs(before, CLIPPED, MUON).checkpoint(3), tmp_path / "moved")
+    if after == "plain 8":
+        command, processes, batch_size = "plain", 1, 8
+    else:
+        config = deepspeed_file(tmp_path / "ds.json", round_robin_gradients=True)
+        command, processes, batch_size = deepspeed_command(config, 2), 2, 4
+    here = flags(batch_size, 1, CLIPPED) + MUON + resume
+    resumed = train(command, processes, packed, tmp_path / "moved", here)
+    assert resumed.column("loss") == pytest.approx(muon_reference.losses[3:], abs=TOLERANCE)
+    assert_same_end(resumed, muon_reference)

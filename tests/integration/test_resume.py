@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Trained, launch_command, run, train
+from conftest import (
+    TINY,
+    Trained,
+    deepspeed_command,
+    deepspeed_file,
+    launch_command,
+    run,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +80,19 @@ def test_resuming_continues_bit_for_bit(name, step, whole, packed, tmp_path):
     assert resumed.rows("val_loss")[-1] == before.rows("val_loss")[-1]
 
 
+def test_muon_resumes_bit_for_bit_under_zero_1_in_bf16(packed, tmp_path):
+    """With fp32 gradients, which is a class of DeepSpeed's own; the others: test_equivalence.py."""
+    command = deepspeed_command(deepspeed_file(tmp_path / "ds.json", stage=1), 2)
+    flags = FLAGS + batch_flag(2) + " --optimizer muon"
+    before = train(command, 2, packed, tmp_path / "whole", flags)
+    assert "engine: DeepSpeed ZeRO-1" in before.out
+    path = stopped_after(FIRST, before, tmp_path / "stopped")
+    resumed = train(command, 2, packed, path, flags + f" --resume {path}")
+    assert resumed.column("loss") == before.column("loss")
+    for file in ("weights", "optimizer", "random"):
+        assert_equal_bits(before.tensors(file), resumed.tensors(file))
+
+
 def test_dropout_was_at_work(whole):
     """Otherwise equal bits would prove nothing about the state of random generators."""
     run = whole("plain")
@@ -120,3 +141,9 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(whole, packed
     line = refused(packed, ["--resume", str(path), "--dim", "64", "--n_layers", "3"])
     assert "dim: 32 in the checkpoint, 64 now" in line
     assert "n_layers: 2 in the checkpoint, 3 now" in line
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(whole, packed, tmp_path):
+    path = stopped_after(FIRST, whole("plain"), tmp_path / "stopped")
+    line = refused(packed, ["--resume", str(path), "--optimizer", "muon", "--batch_size", "64"])
+    assert "optimizer: adamw in the checkpoint, muon now" in line

@@ -1,0 +1,254 @@
+"""Muon against torch.optim.Muon, and stretches of ZeRO against whole matrices."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from test_partition import divided
+from torch import nn
+
+from training import muon
+from training.muon import NEWTON_SCHULZ, Muon, orthogonalize
+
+SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (32, 16)]
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+
+
+def matrices(shapes=SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator) * 0.1) for shape in shapes]
+
+
+def group_of(parameters: list, **changes) -> dict:
+    settings = {"algorithm": "muon", "lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM}
+    return {"params": parameters, **settings, **changes}
+
+
+def ours(parameters: list, dtype=torch.float32, **changes) -> Muon:
+    return Muon([group_of(parameters, **changes)], LR, dtype)
+
+
+def gradients(step: int, shapes=SHAPES) -> list[torch.Tensor]:
+    return [p.detach() for p in matrices(shapes, seed=100 + step)]
+
+
+def train(optimizer, parameters: list, steps: int = 4, shapes=SHAPES) -> None:
+    for step in range(steps):
+        for p, gradient in zip(parameters, gradients(step, shapes), strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+
+def largest_difference(a: list, b: list) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, DECAY])
+def test_it_computes_what_torchs_muon_does(weight_decay):
+    """Which orthogonalises in bf16 always: 4 steps of 0.02, of which bf16 knows two digits."""
+    mine, theirs = matrices(), matrices()
+    settings = {"lr": LR, "weight_decay": weight_decay, "momentum": MOMENTUM}
+    torchs = torch.optim.Muon(theirs, **settings)
+    optimizer = ours(mine, torch.bfloat16, weight_decay=weight_decay)
+    train(torchs, theirs)
+    train(optimizer, mine)
+    assert largest_difference(mine, theirs) < 5e-4
+    assert largest_difference(mine, matrices()) > 2e-2
+    for p, q in zip(mine, theirs, strict=True):
+        momentum = optimizer.state[p]["momentum_buffer"]
+        assert torch.equal(momentum, torchs.state[q]["momentum_buffer"])
+
+
+def test_in_fp32_it_is_the_formula():
+    mine, by_hand = matrices(), [p.detach().double() for p in matrices()]
+    train(ours(mine), mine)
+    momenta = [torch.zeros_like(p) for p in by_hand]
+    for step in range(4):
+        for p, momentum, gradient in zip(by_hand, momenta, gradients(step), strict=True):
+            momentum += (1 - MOMENTUM) * (gradient.double() - momentum)
+            update = (1 - MOMENTUM) * gradient.double() + MOMENTUM * momentum
+            u, sigma, v = torch.linalg.svd(update / update.norm(), full_matrices=False)
+            for a, b, c in NEWTON_SCHULZ:
+                sigma = a * sigma + b * sigma**3 + c * sigma**5
+            longer = max(1, p.shape[0] / p.shape[1]) ** 0.5
+            p *= 1 - LR * DECAY
+            p -= LR * longer * (u * sigma) @ v
+    assert largest_difference(mine, by_hand) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (48, 24), (24, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_is_nearly_orthogonal(shape, dtype):
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = orthogonalize(x)
+    assert result.dtype == dtype
+    assert result.shape == x.shape
+    u, sigma, v = torch.linalg.svd(x.float(), full_matrices=False)
+    same_directions = u.mT @ result.float() @ v.mT
+    after = same_directions.diagonal(dim1=1, dim2=2)
+    assert (same_directions - torch.diag_embed(after)).abs().max() < (
+        1e-3 if dtype == torch.float32 else 0.1
+    )
+    assert after.max() < 1.25
+    assert after[sigma > 0.003 * sigma.norm(dim=1, keepdim=True)].min() > 0.6
+
+
+def test_its_length_does_not_depend_on_the_gradients():
+    x = torch.randn(1, 8, 16)
+    assert torch.allclose(orthogonalize(x), orthogonalize(1e-4 * x), atol=1e-5)
+
+
+def test_a_gradient_of_zeros_only_decays():
+    (p,) = parameters = matrices([(8, 8)])
+    p.grad = torch.zeros(8, 8)
+    ours(parameters).step()
+    assert torch.allclose(p, matrices([(8, 8)])[0] * (1 - LR * DECAY))
+
+
+@pytest.mark.parametrize("limit", [1, 600, 2**20])
+def test_batches_are_of_one_shape_and_change_nothing(limit, monkeypatch):
+    batched, alone = matrices(), matrices()
+    sizes = []
+
+    def spy(x):
+        sizes.append(x.shape)
+        return orthogonalize(x)
+
+    monkeypatch.setattr(muon, "orthogonalize", spy)
+    monkeypatch.setitem(muon.BATCH_ELEMENTS, "cpu", limit)
+    train(ours(batched), batched, steps=2)
+    per_step = {1: 6, 600: 5, 2**20: 4}[limit]  # 16 × 16 twice is 512 elements, 32 × 16 one time
+    assert len(sizes) == 2 * per_step
+    for i, p in enumerate(alone):
+        optimizer = ours([p])
+        for step in range(2):
+            p.grad = gradients(step)[i]
+            optimizer.step()
+    assert largest_difference(batched, alone) < 1e-6
+
+
+def test_everything_but_matrices_is_refused():
+    for shape in [(4,), (2, 3, 4), ()]:
+        with pytest.raises(ValueError, match="matrices"):
+            ours([nn.Parameter(torch.zeros(shape))])
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    parameters = matrices()
+    optimizer = ours(parameters)
+    parameters[0].grad = gradients(0)[0]
+    optimizer.step()
+    assert largest_difference(parameters[1:], matrices()[1:]) == 0
+    assert set(optimizer.state) == {parameters[0]}
+
+
+def test_the_other_groups_are_adamws_to_the_bit():
+    shapes = [(5, 7), (7,), (3, 4)]
+    mine, theirs = matrices(shapes), matrices(shapes)
+    settings = {"lr": 3e-3, "betas": (0.8, 0.9), "eps": 1e-8}
+    decays = (0.3, 0.0)
+
+    def groups(parameters):
+        shared = zip((parameters[:2], parameters[2:]), decays, strict=True)
+        return [{"params": p, "weight_decay": d, **settings} for p, d in shared]
+
+    optimizer = Muon([group_of(matrices()), *groups(mine)], LR, torch.float32)
+    adamw = torch.optim.AdamW(groups(theirs), fused=True)
+    train(optimizer, mine, shapes=shapes)
+    train(adamw, theirs, shapes=shapes)
+    assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+    for p, q in zip(mine, theirs, strict=True):
+        assert optimizer.state[p].keys() == adamw.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, adamw.state[q][key])
+
+
+class Together:
+    """all_reduce among threads."""
+
+    def __init__(self, count: int):
+        self.given, self.barrier = [], threading.Barrier(count, timeout=60)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self.given.append(tensor)
+        self.barrier.wait()
+        total = torch.stack(self.given).sum(0)
+        if self.barrier.wait() == 0:
+            self.given.clear()
+        tensor.copy_(total)
+        self.barrier.wait()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 7])
+@pytest.mark.parametrize("gap", [0, 3])
+def test_stretches_are_stepped_as_whole_matrices_are(processes, gap, monkeypatch):
+    """Every process is a thread; with 7 of them, matrices are split among three."""
+    together = Together(processes)
+    monkeypatch.setattr(torch.distributed, "all_reduce", together.all_reduce)
+    whole, parameters = matrices(), matrices()
+    train(ours(whole), whole)
+    shares = divided(parameters, processes, gap)
+    by_step = [
+        divided([nn.Parameter(g) for g in gradients(step)], processes, gap) for step in range(4)
+    ]
+
+    def work(rank: int) -> None:
+        stretch = shares[rank]
+        optimizer = ours(matrices())
+        optimizer.param_groups[0]["params"] = [stretch.fp32]  # as DeepSpeed does
+        optimizer.layout[stretch.fp32] = stretch
+        for step in range(4):
+            stretch.fp32.grad = by_step[step][rank].fp32.clone()
+            optimizer.step()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for i, p in enumerate(whole):
+        result = torch.empty(p.numel())
+        for stretch in shares:
+            part = stretch.parts[i]
+            result[part.inside_parameter] = stretch.fp32[part.inside_stretch]
+        assert largest_difference([result.view_as(p)], [p]) < 1e-6
+
+
+def test_one_process_exchanges_nothing(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", None)
+    (stretch,) = divided(matrices(), 1)
+    optimizer = ours(matrices())
+    optimizer.param_groups[0]["params"] = [stretch.fp32]
+    optimizer.layout[stretch.fp32] = stretch
+    stretch.fp32.grad = torch.ones_like(stretch.fp32)
+    before = stretch.fp32.clone()
+    optimizer.step()
+    assert not torch.equal(stretch.fp32, before)
+
+
+def test_a_flat_tensor_that_nothing_is_known_of_is_not_stepped():
+    """With zeros nothing happens, for that is how DeepSpeed may set up its state."""
+    flat = torch.ones(64)
+    optimizer = ours(matrices())
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.zeros(64)
+    optimizer.step()
+    assert torch.equal(flat, torch.ones(64))
+    assert torch.equal(optimizer.state[flat]["momentum_buffer"], torch.zeros(64))
+    flat.grad = torch.ones(64)
+    with pytest.raises(RuntimeError, match="was not told what lies in it"):
+        optimizer.step()
+
+
+def test_a_copy_of_its_state_goes_on_to_the_bit():
+    parameters = matrices()
+    optimizer = ours(parameters)
+    train(optimizer, parameters, steps=2)
+    twins = copy.deepcopy(parameters)
+    twin = ours(twins)
+    for p, q in zip(parameters, twins, strict=True):
+        twin.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+    train(optimizer, parameters)
+    train(twin, twins)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, twins, strict=True))

@@ -1,0 +1,96 @@
+"""The state of a run without an engine; under DeepSpeed and DDP it takes launches, see
+tests/integration."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from model import LMConfig, Transformer
+from model.config import ConfigError
+from training.arguments import TrainingArguments
+from training.optimizer import build_optimizer
+from training.state import TrainingState
+
+ADAMW = TrainingArguments(dtype="float32", learning_rate=1e-2)
+MUON = dataclasses.replace(ADAMW, optimizer="muon")
+CONFIG = LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=16)
+
+
+class Trainee:
+    """A model, its optimizer, and the state of both."""
+
+    def __init__(self, accelerator, args: TrainingArguments, seed: int = 0):
+        torch.manual_seed(seed)
+        model = Transformer(CONFIG)
+        optimizer = build_optimizer(model, args, accelerator)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.state = TrainingState(accelerator, self.model, self.optimizer)
+
+    def step(self, seed: int) -> None:
+        tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(seed))
+        self.model(tokens[:, :-1], tokens[:, 1:]).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("args", [ADAMW, MUON])
+def test_a_run_goes_on_from_its_state_to_the_bit(args, accelerator):
+    one = Trainee(accelerator, args)
+    for seed in (1, 2):
+        one.step(seed)
+    saved = one.state.weights(), one.state.averages(), one.state.scalars()
+    other = Trainee(accelerator, args, seed=5)
+    other.state.load(*saved, "checkpoint")
+    for seed in (3, 4):
+        one.step(seed)
+        other.step(seed)
+    for before, after in zip(
+        (one.state.weights(), one.state.averages()),
+        (other.state.weights(), other.state.averages()),
+        strict=True,
+    ):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (
+        one.state.scalars()
+        == other.state.scalars()
+        == {
+            "optimizer_step": 4,
+            "loss_scale": None,
+        }
+    )
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_is_kept_of_a_parameter_depends_on_who_steps_it(stepped, accelerator):
+    trainee = Trainee(accelerator, MUON)
+    if stepped:
+        trainee.step(1)
+    expected = set()
+    for name, p in trainee.model.named_parameters():
+        by_muon = p.dim() == 2 and name != "tok_embeddings.weight"
+        kept = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
+        expected |= {f"{name}.{key}" for key in kept}
+    averages = trainee.state.averages()
+    assert averages.keys() == expected
+    assert any(bool(average.any()) for average in averages.values()) == stepped
+    assert trainee.state.scalars()["optimizer_step"] == stepped
+
+
+def test_state_of_the_other_optimizer_is_no_state(accelerator):
+    """The start refuses it by the run's identity; it must not pass here either."""
+    adamw, muon = Trainee(accelerator, ADAMW), Trainee(accelerator, MUON)
+    for one, other in ((adamw, muon), (muon, adamw)):
+        saved = one.state.weights(), one.state.averages(), {"optimizer_step": 0, "loss_scale": None}
+        with pytest.raises(KeyError):
+            other.state.load(*saved, "checkpoint")
+
+
+def test_an_average_of_another_shape_is_named(accelerator):
+    trainee = Trainee(accelerator, MUON)
+    averages = trainee.state.averages()
+    name = "layers.0.attention.wq.weight.momentum_buffer"
+    averages[name] = averages[name][:1]
+    with pytest.raises(ConfigError, match=name):
+        trainee.state.load(trainee.state.weights(), averages, trainee.state.scalars(), "checkpoint")
