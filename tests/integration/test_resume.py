@@ -15,6 +15,8 @@ from conftest import (
     train,
 )
 
+from training import compilation
+
 pytestmark = pytest.mark.slow
 
 # 534 sequences: with 64 per step the first epoch ends within step 9.
@@ -90,6 +92,22 @@ def test_muon_resumes_bit_for_bit_under_zero_1_in_bf16(packed, tmp_path):
     resumed = train(command, 2, packed, path, flags + f" --resume {path}")
     assert resumed.column("loss") == before.column("loss")
     for file in ("weights", "optimizer", "random"):
+        assert_equal_bits(before.tensors(file), resumed.tensors(file))
+
+
+@pytest.mark.skipif(
+    compilation._obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
+)
+def test_a_compiled_run_resumes_compiled_and_bit_for_bit(packed, tmp_path):
+    flags = FLAGS.replace("--dropout 0.1", "--dropout 0") + batch_flag(1)
+    before = train("plain", 1, packed, tmp_path / "whole", flags + " --compile on")
+    assert "compiled: yes" in before.out
+    path = stopped_after(FIRST, before, tmp_path / "stopped")
+    # "auto" would leave so short a run alone, but keeps to what the run did.
+    resumed = train("plain", 1, packed, path, flags + f" --resume {path}")
+    assert "compiled: yes" in resumed.out
+    assert resumed.column("loss") == before.column("loss")
+    for file in ("weights", "optimizer"):
         assert_equal_bits(before.tensors(file), resumed.tensors(file))
 
 
