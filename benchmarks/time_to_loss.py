@@ -32,7 +32,7 @@ MODEL = (
 # wants quick averages, and the embedding, which AdamW steps, a high rate.
 CHALLENGER = (
     "--optimizer muon --muon_learning_rate 0.03 --muon_momentum 0.85 --learning_rate 0.02 "
-    "--beta1 0.8 --beta2 0.9 --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0"
+    "--beta1 0.7 --beta2 0.9 --grad_clip 0 --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0"
 )
 # What the runs keep and report: validation with the whole split, no checkpoints but the last.
 QUIET = (
@@ -100,7 +100,7 @@ def parse_options(argv: list[str] | None):
     add = parser.add_argument
     add("--data", nargs="+", default=["out/data/builtin"], help="folders of packed data")
     add("--steps", type=int, default=200, help="AdamW's schedule (default: 200)")
-    add("--share", type=float, default=0.33, help="the challenger's schedule in AdamW's steps")
+    add("--share", type=float, default=0.34, help="the challenger's schedule in AdamW's steps")
     rates = [1e-3, 2e-3, 4e-3, 8e-3]
     add("--learning_rates", nargs="+", type=float, default=rates, help="those tried for AdamW")
     add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="(default: 1 2 3)")

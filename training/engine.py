@@ -2,9 +2,8 @@
 said.
 
 Accelerate decides by environment variables that its launcher sets. What it does without a word,
-this module says or
-refuses: a precision that would be ignored, a number of processes that would not come about,
-    DeepSpeed switched off.
+this module says or refuses: a precision that would be ignored, a number of processes that would not
+come about, DeepSpeed switched off.
 """
 
 import os
