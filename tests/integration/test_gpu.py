@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from conftest import TINY, Trained, launch_command, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import LMConfig, Transformer
 from model.attention import flash_attention, plain_attention
-from tests.conftest import TINY, Trained, launch_command, run
 from training.compilation import compile_blocks
 
 pytestmark = [
