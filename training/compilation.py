@@ -45,7 +45,9 @@ def decide(
         kind = accelerator.device.type
         if recorded is False:
             return False, "as before the run was stopped; --compile on forces it"
-        if recorded is None and run_flops < WORTH_FLOPS.get(kind, float("inf")):
+        if kind not in WORTH_FLOPS:
+            return False, f"not tried on {kind}; --compile on forces it"
+        if recorded is None and run_flops < WORTH_FLOPS[kind]:
             return False, "the run is too short to gain back its time; --compile on forces it"
     answer = [_obstacle(accelerator.device) if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
@@ -59,15 +61,20 @@ def decide(
 
 def compile_blocks(model: Transformer) -> None:
     """Compile the blocks, the final norm and the loss, in place: no parameter changes its name."""
+    _keep_compiled_code()
     # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 
 
+def _keep_compiled_code() -> None:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+
+
 def _obstacle(device: torch.device) -> str | None:
     """Why torch.compile does not work here, found by compiling a line."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+    _keep_compiled_code()
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile needs the package triton"
     if device.type == "cpu":
@@ -77,5 +84,6 @@ def _obstacle(device: torch.device) -> str | None:
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # whatever a compiler or its absence brings about
-        return f"torch.compile fails here: {str(error).strip().splitlines()[0][:200]}"
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"torch.compile fails here: {reason[:200]}"
     return None
