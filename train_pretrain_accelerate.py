@@ -27,7 +27,7 @@ from data.order import MicroBatchSampler
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpoint import Checkpointer, load_checkpoint, space_warning
-from training.compilation import compile_blocks, decide
+from training.compilation import compile_blocks, plan
 from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
@@ -189,11 +189,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         accelerator.end_training()
         return None
 
-    with torch.device("meta"):
-        flops_per_token = Transformer(config).flops_per_token(config.max_seq_len)
     tokens_per_step = samples_per_step * config.max_seq_len
-    run_flops = flops_per_token * tokens_per_step * total_steps / accelerator.num_processes
-    compiled, why = decide(args.compile, choice.state.get("compiled"), run_flops, accelerator)
+    run_tokens, recorded = tokens_per_step * total_steps, choice.state.get("compiled")
+    flops_per_token, compiled, why = plan(config, args.compile, recorded, run_tokens, accelerator)
     model, optimizer = build_model(config, args, accelerator, compiled)
     state = TrainingState(accelerator, model, optimizer)
     first_step = choice.step + 1
@@ -215,7 +213,6 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     val_loader = val_set and validation_loader(
         val_set, args.batch_size, args.eval_samples, accelerator
     )
-    learning_rate = LearningRate.from_arguments(args, total_steps)
     run = Run(
         args=args,
         config=config,
@@ -232,7 +229,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         bytes_per_token=val_set.bytes_per_token if val_set else 0.0,
         samples_per_step=samples_per_step,
         first_step=first_step,
-        learning_rate=learning_rate,
+        learning_rate=LearningRate.from_arguments(args, total_steps),
         log=log,
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log, compiled),

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from model import Transformer
+from model import LMConfig, Transformer
 from training.errors import UsageError
 
 CACHE = Path("out/compiled")
@@ -57,6 +57,16 @@ def decide(
     if wanted == "on":
         raise UsageError(f"cannot compile: {answer[0]}; pass --compile off")
     return False, answer[0]
+
+
+def plan(
+    config: LMConfig, wanted: str, recorded: bool | None, run_tokens: int, accelerator: Accelerator
+) -> tuple[int, bool, str]:
+    """(model FLOPs per token, whether to compile, why), before there is a model; see `decide`."""
+    with torch.device("meta"):  # shapes without memory
+        flops_per_token = Transformer(config).flops_per_token(config.max_seq_len)
+    run_flops = flops_per_token * run_tokens / accelerator.num_processes
+    return flops_per_token, *decide(wanted, recorded, run_flops, accelerator)
 
 
 def compile_blocks(model: Transformer) -> None:
