@@ -36,6 +36,8 @@ PROGRAM = "python -m benchmarks.throughput"
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # What a shell starts in the background is born deaf to SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with one_line_errors("benchmarks.throughput", UsageError, ConfigError, TeamError):
             run(parse_options(argv), argv)
