@@ -50,9 +50,10 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def update_scale(rows: int, cols: int) -> float:
-    """The factor of an orthogonalised update of a (rows, cols) matrix, "original" in torch.
+    """The factor of an orthogonalised update of a (rows, cols) matrix, torch's "original".
 
-    A tall matrix's is as long as a square one's: each of its rows has only cols / rows as much.
+    The rows of a tall matrix with orthonormal columns have lengths of sqrt(cols / rows) in the root
+    mean square; this makes them 1, as a square one's are.
     """
     return max(1, rows / cols) ** 0.5
 
