@@ -8,12 +8,9 @@ step always means an optimizer step; a micro-batch is what one process feeds for
 """
 
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +44,7 @@ from training.resume import (
 )
 from training.run_folder import RunFolder, seed_everything
 from training.schedule import LearningRate
+from training.splits import open_splits
 from training.state import TrainingState
 from training.summary import start_block
 from training.trackers import require_trackers, start_trackers
@@ -176,7 +174,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     require_trackers(args.trackers)
     engine = build_engine(args)
     accelerator = engine.accelerator
-    train_set, val_set = open_data(args, model_settings["max_seq_len"], accelerator)
+    train_set, val_set = open_splits(args, model_settings["max_seq_len"], accelerator)
     config = LMConfig(**model_settings | {"vocab_size": train_set.vocab_size})
     choice = choose_run(args, accelerator)
     identity = run_identity(config, train_set, args, accelerator.num_processes)
@@ -253,7 +251,7 @@ def announce(run: Run, engine: Engine, choice: Choice, compiled: str) -> None:
         run.log.say(warning)
     if run.accelerator.is_main_process:
         set_aside(choice)
-    run.folder.write_settings(run.args, run.config, engine)
+    run.folder.write_settings(run.args, run.config, engine, run.train_set.tokenizer_path)
     start_trackers(run.accelerator, run.args, run.folder.path, run.config, run.first_step)
 
 
@@ -278,47 +276,6 @@ def build_model(
 def due(step: int, interval: int, total_steps: int) -> bool:
     """Every `interval` steps, never if it is 0, and at the last step in any case."""
     return step == total_steps or (interval > 0 and step % interval == 0)
-
-
-def open_data(
-    args: TrainingArguments, seq_len: int, accelerator: Accelerator
-) -> tuple[PackedDataset, PackedDataset | None]:
-    """Training and validation split; the built-in corpus is prepared first where that has not
-    happened yet.
-
-    Raises:
-        DataError: anything wrong with the prepared data.
-    """
-    if (
-        accelerator.is_main_process
-        and not Path(args.data).exists()
-        and args.data == TrainingArguments.data
-    ):
-        print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "scripts.prepare_data",
-            "--data",
-            "builtin",
-            "--out",
-            args.data,
-        ]
-        if subprocess.run(command).returncode:
-            raise DataError(f"{args.data}: the built-in corpus could not be prepared")
-    accelerator.wait_for_everyone()
-    train_set = PackedDataset(args.data, "train", seq_len)
-    val_set = None
-    if PackedDataset.fits(args.data, "val", seq_len):
-        val_set = PackedDataset(args.data, "val", seq_len)
-    else:
-        accelerator.print(
-            f"NO VALIDATION: the split is shorter than one sequence of {seq_len} tokens; prepare "
-            "the data with a larger --val_fraction, or train with a smaller --max_seq_len"
-        )
-    if accelerator.is_local_main_process:
-        train_set.scan()
-    return train_set, val_set
 
 
 def micro_batches(

@@ -2,12 +2,14 @@
 
 import json
 import platform
+import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from data.tokenizer import TOKENIZER_FILE
 from model import LMConfig
 from training.arguments import TrainingArguments
 from training.engine import Engine
@@ -19,6 +21,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.settings = path / "settings.json"
+        self.tokenizer = path / TOKENIZER_FILE
         self.metrics = path / "metrics.jsonl"
         self.lock = path / "lock"
         self.checkpoints = path / "checkpoints"
@@ -36,8 +39,11 @@ class RunFolder:
         """Oldest first. What is being written, damaged or superseded has another kind of name."""
         return sorted(p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
 
-    def write_settings(self, args: TrainingArguments, config: LMConfig, engine: Engine) -> None:
-        """What was asked and what ran it, for the reader of the run a month later."""
+    def write_settings(
+        self, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
+    ) -> None:
+        """What was asked and what ran it, for the reader of the run a month later, and the
+        tokenizer, without which its checkpoints say nothing."""
         if not engine.accelerator.is_main_process:
             return
         packages = {
@@ -57,6 +63,7 @@ class RunFolder:
         self.settings.write_text(
             json.dumps(settings, indent=2, default=str) + "\n", encoding="utf-8"
         )
+        shutil.copyfile(tokenizer, self.tokenizer)
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
