@@ -10,7 +10,6 @@ Every number comes with a 95% interval. Processes share the work and do not chan
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -71,6 +70,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least {least}, not {value}")
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         parser.error(f"--json {args.json}: no file can be written there")
+    if any("\ud800" <= c <= "\udfff" for c in args.delimiter or ""):  # of bytes that are no UTF-8
+        parser.error(f"--delimiter {args.delimiter!r} is no text")
     return args
 
 
@@ -79,30 +80,27 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
     from model import ConfigError  # not above: --help need not wait seconds for torch
 
-    with one_line_errors("evaluate", UsageError, ConfigError, DataError):
+    with one_line_errors("evaluate", UsageError, ConfigError, DataError, OSError):
         evaluate(args)
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """Raises UsageError, ConfigError or DataError: there is nothing to score, or no model."""
     from training.evaluation_report import describe, report, write_json
+    from training.scoring import build_scorer
     from training.trained import load_trained
 
     trained = load_trained(args.run)
     args.data = args.data or data_of_run(trained.source)
     args.task = args.task or detect_task(args.data)
     refuse_idle_flags(args)
-    scorer = build_scorer(args, trained.model)
+    scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
     start = time.perf_counter()
     score = {"packed": score_packed, "text": score_text, "choice": score_choices}[args.task]
     result = score(args, trained, scorer)
     result["seconds"] = seconds = time.perf_counter() - start
     if "tokens" in result:
         result["tokens_per_second"] = result["tokens"] / seconds
-        if not math.isfinite(result["metrics"]["loss"].value):
-            raise UsageError(
-                f"{trained.source}: the loss is not a number, so its weights are broken"
-            )
     if scorer.accelerator.is_main_process:
         result = describe(args, trained, scorer) | result
         print(report(result))
@@ -117,10 +115,11 @@ def data_of_run(source: Path) -> str:
     Raises:
         UsageError: it is not recorded, or no longer there.
     """
-    for folder in (source.parent, source.parent.parent):  # of weights/, of checkpoints/step-N/
+    weights = source.resolve()
+    for folder in (weights.parent, weights.parent.parent):  # of weights/, of checkpoints/step-N/
         try:
             settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-            data = settings["arguments"]["data"]
+            data = str(settings["arguments"]["data"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if not Path(data).exists():
@@ -154,45 +153,6 @@ def refuse_idle_flags(args: argparse.Namespace) -> None:
     for name, task in FLAG_BELONGS_TO.items():
         if getattr(args, name) is not None and args.task != task:
             raise UsageError(f"--{name} is for --task {task}, but {args.data} is {args.task}")
-
-
-def build_scorer(args: argparse.Namespace, model):
-    """The model on this process's device, and how it is run there.
-
-    Raises:
-        UsageError: device, precision and launcher do not go together.
-    """
-    import torch
-    from accelerate import Accelerator
-
-    from training.allocator import keep_freed_memory
-    from training.engine import use_all_cores
-    from training.scoring import Scorer
-
-    has_gpu = torch.cuda.is_available()
-    if args.device == "cuda" and not has_gpu:
-        raise UsageError("--device cuda: no GPU is visible here")
-    on_cpu = args.device == "cpu" or not has_gpu
-    launched, environ = "ACCELERATE_MIXED_PRECISION" in os.environ, os.environ
-    if launched and "MASTER_PORT" in environ and "RANK" not in environ:
-        raise UsageError(
-            "accelerate launch was to start several processes and started one: pass --multi_gpu to "
-            "it, on CPUs too, and not --cpu"
-        )
-    gpus, processes = torch.cuda.device_count(), int(environ.get("LOCAL_WORLD_SIZE", 1))
-    if not on_cpu and processes > gpus:
-        raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
-    # Nothing is trained: every process has the whole model, whichever engine the launcher is for.
-    environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
-    if on_cpu:
-        keep_freed_memory()
-        use_all_cores()
-    args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    if args.dtype == "bfloat16" and not on_cpu and not torch.cuda.is_bf16_supported(False):
-        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float32")
-    model = model.to(accelerator.device)
-    return Scorer(model, accelerator, args.batch_size, getattr(torch, args.dtype))
 
 
 def score_packed(args: argparse.Namespace, trained, scorer) -> dict:
@@ -289,3 +249,6 @@ def records(args: argparse.Namespace, scorer, unit: str) -> Iterator[Iterable[Re
 
 if __name__ == "__main__":
     main()
+    from training.interruption import leave
+
+    leave()

@@ -34,7 +34,7 @@ def describe(args: argparse.Namespace, trained: Trained, scorer: Scorer) -> dict
         "delimiter": args.delimiter,
         "limit": args.limit,
         "batch_size": args.batch_size,
-        "dtype": args.dtype,
+        "dtype": str(scorer.dtype).removeprefix("torch."),
         "device": device_name(scorer.accelerator.device),
         "processes": scorer.accelerator.num_processes,
         "packages": {name: version(name) for name in ("torch", "accelerate", "sentencepiece")},

@@ -55,7 +55,8 @@ def document_rows(
 
 
 def text_sums(scorer: Scorer, rows: Iterable[Row]) -> UnitSums:
-    """What the model makes of documents; the unit is a document."""
+    """What the model makes of documents, which are the units; so is each section of a long .txt
+    file, though neighbours there hardly are independent."""
     sums = UnitSums(4)
     for _, scores in scorer.units(rows):
         sums.add(np.sum(scores, axis=0))

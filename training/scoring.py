@@ -1,5 +1,6 @@
 """How likely a model finds rows of tokens, computed by all processes together."""
 
+import os
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -13,6 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from model import IGNORE_INDEX, Transformer
+from training.allocator import keep_freed_memory
+from training.engine import use_all_cores
+from training.errors import UsageError
 
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
 
@@ -53,6 +57,9 @@ class Scorer:
 
         Args:
             loader: of (tokens, targets), both (B, T) int64.
+
+        Raises:
+            UsageError: NaN or infinity.
         """
         device = self.accelerator.device.type
         autocast = torch.autocast(device, torch.bfloat16, self.dtype == torch.bfloat16)
@@ -64,7 +71,10 @@ class Scorer:
                 sums = torch.stack([nll.sum(1), hits.sum(1), counted.sum(1)], dim=1)
             # The last batches are filled up with rows from the start, so that every process has
             # equally many; gather_for_metrics drops them again.
-            yield from self.accelerator.gather_for_metrics(sums).tolist()
+            sums = self.accelerator.gather_for_metrics(sums)
+            if not sums.isfinite().all():
+                raise UsageError("what the model says is not a number: its weights are broken")
+            yield from sums.tolist()
 
     def rows(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Score]]:
         """Every row with its score, in order; memory is bounded by BLOCK_ROWS of them."""
@@ -90,3 +100,41 @@ def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
     tokens = pad_sequence([row.tokens for row in rows], batch_first=True)
     targets = pad_sequence([row.targets for row in rows], True, IGNORE_INDEX)
     return tokens, targets
+
+
+def build_scorer(
+    model: Transformer, batch_size: int, device: str = "auto", dtype: str | None = None
+) -> Scorer:
+    """The model on this process's device, under whatever launcher there is.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        UsageError: device, precision and launcher do not go together.
+    """
+    n_gpus, environ = torch.cuda.device_count(), os.environ
+    if device == "cuda" and not n_gpus:
+        raise UsageError("--device cuda: no GPU is visible here")
+    on_cpu = device == "cpu" or not n_gpus
+    launched = "ACCELERATE_MIXED_PRECISION" in environ
+    if launched and "MASTER_PORT" in environ and "RANK" not in environ:
+        raise UsageError(
+            "accelerate launch was to start several processes and started one: pass --multi_gpu to "
+            "it, on CPUs too, and not --cpu"
+        )
+    n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if not on_cpu and n_local > n_gpus:
+        raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")
+    # Nothing is trained: every process has the whole model, whichever engine the launcher is for.
+    environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
+    if on_cpu:
+        keep_freed_memory()
+        use_all_cores()
+    dtype = dtype or ("float32" if on_cpu else "bfloat16")
+    supported = on_cpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "bfloat16" and not supported:
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float32")
+    return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))
