@@ -146,7 +146,7 @@ def test_raw_text_is_recognised_whatever_file_it_is_in(evaluate, tmp_path, name)
     out, result = evaluate("--data", path)
     assert (result["task"], result["units"]) == ("text", 1)
     assert result["bytes"] == len(text.encode())
-    assert "too few units for an interval" in out
+    assert "interval: none, for there are fewer than 3 documents" in out
     assert result["metrics"]["loss"]["low"] is None
 
 

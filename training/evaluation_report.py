@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from training.hardware import device_name
-from training.intervals import Estimate
+from training.intervals import LEAST_UNITS, Estimate
 from training.scoring import Scorer
 from training.trained import Trained
 
@@ -48,7 +48,7 @@ def report(result: dict) -> str:
         ("data", _data(result)),
         ("run", f"{result['dtype']}, {result['processes']} × {result['device']}"),
         *((NAMES[name][0], _show(name, value)) for name, value in result["metrics"].items()),
-        ("interval", f"95%, from {result['units']:,} {result['unit']} as independent units"),
+        ("interval", _interval(result)),
     ]
     if result.get("truncated"):
         lost = f"{result['truncated']:,} questions are longer than {result['max_seq_len']} tokens"
@@ -71,15 +71,18 @@ def _data(result: dict) -> str:
     return f"{data}: {counts} in {result['units']:,} documents, {window}"
 
 
+def _interval(result: dict) -> str:
+    if result["units"] < LEAST_UNITS and result["task"] != "choice":
+        return f"none, for there are fewer than {LEAST_UNITS} {result['unit']}"
+    return f"95%, from {result['units']:,} {result['unit']} as independent units"
+
+
 def _show(name: str, value: Estimate) -> str:
     _, form, meaning = NAMES[name]
-    if value.low is None:
-        ends = "too few units for an interval"
-    else:
-        ends = f"{value.low:{form}} to {value.high:{form}}"
-    if name == "chance":
-        ends = ""
-    return f"{value.value:{form}}  {f'({ends})  ' if ends else ''}{meaning}".rstrip()
+    ends = ""
+    if value.low is not None and name != "chance":
+        ends = f"({value.low:{form}} to {value.high:{form}})"
+    return "  ".join(part for part in (f"{value.value:{form}}", ends, meaning) if part)
 
 
 def write_json(path: Path, result: dict) -> None:
