@@ -10,13 +10,13 @@ def read_metrics(path: Path) -> list[dict]:
 
 def draw_losses(metrics: Path, picture: Path) -> None:
     """Training and validation loss over steps, from metrics.jsonl to a PNG file."""
-    import matplotlib  # takes half a second to load, and only the end of a run needs it
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    # Takes half a second to load, and only the end of a run needs it. Without pyplot, which would
+    # have to be told where to draw, a notebook's own pictures are left alone.
+    from matplotlib.figure import Figure
 
     rows = read_metrics(metrics)
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o--")):
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
@@ -25,4 +25,3 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture)
-    plt.close(figure)
