@@ -114,10 +114,10 @@ def read_tensors(path: Path) -> dict:
     except SafetensorError as error:
         raise ConfigError(f"{path}: damaged ({error})") from error
     except Exception as error:  # a damaged pickle can raise anything
-        if "weights_only" in str(error) and "nsupported" in str(error):
-            reason = "holds Python objects besides tensors, and loading those could run code"
+        if foreign_class := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            reason = f"holds {foreign_class[1]} besides tensors, and loading that could run code"
         else:
-            reason = f"not a file of torch.save, or damaged ({str(error).splitlines()[0][:80]})"
+            reason = "not a file of torch.save, or damaged"
         raise ConfigError(f"{path}: {reason}") from error
 
 
