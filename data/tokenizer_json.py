@@ -22,6 +22,9 @@ from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
 TOKENIZER_JSON = "tokenizer.json"
 Kind = ModelProto.SentencePiece.Type
+# The places before which a dummy prefix goes: the beginning of the text, and of each part of it
+# between literal U+2581, for data.tokenizer encodes these parts one by one.
+PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 
 def convert(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
@@ -44,9 +47,14 @@ def convert(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     converted = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges(scores), byte_fallback=True, unk_token=unknown)
     )
+    before, after = [], [decoders.ByteFallback(), decoders.Fuse()]
+    if model.normalizer_spec.add_dummy_prefix:  # as Llama 1 and 2 have it
+        before.append(normalizers.Replace(tokenizers.Regex(PREFIXED), " "))
+        after.append(decoders.Strip(" ", left=1, right=0))
     if " " not in vocabulary:  # then SentencePiece spells a space in the bytes of its symbol
-        converted.normalizer = normalizers.Replace(" ", SPACE_SYMBOL)
-    converted.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        before.append(normalizers.Replace(" ", SPACE_SYMBOL))
+    converted.normalizer = normalizers.Sequence(before) if before else None
+    converted.decoder = decoders.Sequence(after)
     begin = model.pieces[tokenizer.bos_id].piece
     converted.post_processor = processors.TemplateProcessing(
         single=[begin, "$A"],
@@ -72,8 +80,8 @@ def unsupported(model: ModelProto) -> str | None:
         return "without byte fallback, unknown characters are lost"
     if normalizer.precompiled_charsmap or model.denormalizer_spec.precompiled_charsmap:
         return f"it changes characters (normalizer {normalizer.name or 'of its own'})"
-    if normalizer.add_dummy_prefix:
-        return "it puts a space before every text (add_dummy_prefix)"
+    if normalizer.add_dummy_prefix and trainer.treat_whitespace_as_suffix:
+        return "it puts a space behind every text (treat_whitespace_as_suffix)"
     if normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
         return "it removes spaces (remove_extra_whitespaces)"
     if Kind.USER_DEFINED in kinds or Kind.UNUSED in kinds:

@@ -170,7 +170,7 @@ def merge_shards(parts: list[dict[str, Tensor]], folder: Path) -> dict[str, Tens
         raise ConfigError(f"{folder}: the consolidated.*.pth files are not shards of one model")
     dim, merged = parts[0]["norm.weight"].numel(), {}
     for name, first in parts[0].items():
-        kind = name.split(".")[-2]
+        kind = name.removesuffix(".weight").rpartition(".")[2]
         if first.dim() == 1:
             merged[name] = first  # norms: every shard has all of it
             continue
@@ -202,12 +202,12 @@ def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, di
             config = config_from_shapes(weights, settings)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
+    with torch.device("meta"):  # shapes without memory
+        load_weights(Transformer(config), weights, source)
     if config.tie_embeddings and "output.weight" in weights:
         if not torch.equal(weights["output.weight"], weights["tok_embeddings.weight"]):
             raise ConfigError(f"{source}: says that the embeddings are tied, but they differ")
         weights = {name: w for name, w in weights.items() if name != "output.weight"}
-    with torch.device("meta"):  # shapes without memory
-        load_weights(Transformer(config), weights, source)
     if theirs:
         weights = from_llama_rotation(config, weights)
     return config, {name: weight.float() for name, weight in weights.items()}
@@ -233,7 +233,7 @@ def config_from_shapes(weights: dict[str, Tensor], settings: dict) -> LMConfig:
     layers = {int(n.split(".")[1]) for n in weights if re.match(r"layers\.\d+\.", n)}
     return LMConfig(
         dim=embedding.shape[1],
-        n_layers=1 + max(layers),
+        n_layers=len(layers),
         n_kv_heads=max(1, wk.shape[0] // head_dim),
         vocab_size=embedding.shape[0],
         hidden_dim=w1.shape[0],

@@ -205,6 +205,18 @@ def test_an_export_that_fails_leaves_the_older_one(weights, tmp_path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_an_interrupted_export_never_has_its_name(weights, tmp_path, monkeypatch):
+    def interrupt(trained, folder):
+        assert (folder / "model.safetensors").exists()
+        assert not (tmp_path / "hf").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export_hf, "write_tokenizer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export_hf.main([str(weights), str(tmp_path / "hf")])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_no_export_is_never_replaced(weights, tmp_path, monkeypatch, capsys):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -232,10 +244,10 @@ def test_a_tokenizer_without_an_equal_is_refused_and_can_be_left_out(weights, tm
     shutil.copytree(weights, tmp_path / "w")
     path = tmp_path / "w" / "tokenizer.model"
     model = ModelProto.FromString(path.read_bytes())
-    model.normalizer_spec.add_dummy_prefix = True
+    model.normalizer_spec.remove_extra_whitespaces = True
     path.write_bytes(model.SerializeToString())
     line = error_line(capsys, tmp_path / "w", tmp_path / "hf")
-    assert "add_dummy_prefix" in line
+    assert "remove_extra_whitespaces" in line
     assert "--no-tokenizer" in line
     export_hf.main([str(tmp_path / "w"), str(tmp_path / "hf"), "--no-tokenizer"])
     assert "model without tokenizer" in capsys.readouterr().out

@@ -362,6 +362,8 @@ def test_files_that_hold_no_llama_are_refused(state, tmp_path, capsys):
     assert "torch.int8, not a tensor" in line_for({"x": torch.ones(2, dtype=torch.int8)})
     assert "tok_embeddings.weight is missing" in line_for({})
     assert "tok_embeddings.weight is missing" in line_for({"fc.weight": torch.ones(2, 2)})
+    far = {"layers.7.attention.wq.weight": torch.ones(48, 48)}
+    assert "layers.3.attention.wk.weight is missing" in line_for(state | far)
     assert "wq.weight is missing" in line_for(
         {n: w for n, w in state.items() if n != "layers.1.attention.wq.weight"}
     )
