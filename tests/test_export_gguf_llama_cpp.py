@@ -100,6 +100,7 @@ def llama(weights, tmp_path_factory):
             str(path),
             n_ctx=SEQ_LEN,
             n_threads=1,
+            n_threads_batch=1,
             logits_all=True,
             type_k=llama_cpp.GGML_TYPE_F32,
             type_v=llama_cpp.GGML_TYPE_F32,

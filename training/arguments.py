@@ -37,8 +37,9 @@ class TrainingArguments:
     )
     init_from: str | None = setting(
         None,
-        "start from these weights, with a new optimizer: a run, a checkpoint, a folder of weights, "
-        "or 'auto' for the newest run; the shape of the model is theirs",
+        "start from the weights of a run, a checkpoint or a folder, or 'auto' for the newest run: "
+        "the shape of the model is theirs, the optimizer new; a checkpoint that --resume finds is "
+        "preferred",
     )
     keep_last: int = setting(
         3, "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all"

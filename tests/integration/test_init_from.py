@@ -55,7 +55,9 @@ def test_the_same_command_starts_from_weights_and_later_from_its_checkpoint(
     stopped = tmp_path / "stopped"
     shutil.copytree(whole.checkpoint(3), stopped / "checkpoints" / "step-00000003")
     shutil.copy(whole.path / "metrics.jsonl", stopped)
-    resumed = train(engine, processes, packed, stopped, flags)
+    # A run that is interrupted prints its command with its own path as the last --resume.
+    how = "" if engine == "plain" else f" --resume {stopped}"
+    resumed = train(engine, processes, packed, stopped, flags + how)
     assert "starts from: step-00000003, not again --init_from" in resumed.out
     assert resumed.column("loss") == whole.column("loss")
     for file in ("weights", "optimizer", "random"):
