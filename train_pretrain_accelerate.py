@@ -22,6 +22,7 @@ from data.dataset import PackedDataset
 from data.errors import DataError
 from data.order import MicroBatchSampler
 from model import ConfigError, LMConfig, Transformer
+from training.agreement import on_main_process
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpoint import Checkpointer, load_checkpoint, space_warning
 from training.compilation import compile_blocks, plan
@@ -29,6 +30,7 @@ from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
+from training.initial_weights import InitialWeights
 from training.interruption import StopRequest, leave, report_interruption
 from training.metrics import TrainingLog
 from training.optimizer import build_optimizer, set_learning_rate, tell_layout
@@ -174,8 +176,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     require_trackers(args.trackers)
     engine = build_engine(args)
     accelerator = engine.accelerator
-    train_set, val_set = open_splits(args, model_settings["max_seq_len"], accelerator)
-    config = LMConfig(**model_settings | {"vocab_size": train_set.vocab_size})
+    initial = on_main_process(accelerator, InitialWeights.find, args.init_from, model_settings)
+    train_set, val_set = open_splits(args, initial.max_seq_len, accelerator)
+    config = initial.config(train_set)
     choice = choose_run(args, accelerator)
     identity = run_identity(config, train_set, args, accelerator.num_processes)
     if choice.checkpoint:
@@ -192,6 +195,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     flops_per_token, compiled, why = plan(config, args.compile, recorded, run_tokens, accelerator)
     model, optimizer = build_model(config, args, accelerator, compiled)
     state = TrainingState(accelerator, model, optimizer)
+    if initial.source and not choice.checkpoint:
+        state.load_weights(initial.load(), str(initial.source.folder))
+        choice.new_weights = initial.describe()
     first_step = choice.step + 1
     log = TrainingLog(
         accelerator,
