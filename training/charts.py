@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from training.axes import Axis, Points, downsample, show, thin, value_axis
+from training.axes import Axis, Points, count_axis, downsample, show, thin, value_axis
 
 SIZE = 1000
 DOTS_UP_TO = 40  # points of a curve
@@ -71,8 +71,8 @@ def draw(chart: Chart) -> str:
     extent = _extent(curves, chart.bars)
     if chart.bars:
         columns = zip(*(curve.points for curve in curves), strict=True)
-        values = value_axis([sum(v or 0 for _, v in column) for column in columns], from_zero=True)
-        values.logarithmic = False
+        sums = [sum(value or 0 for _, value in column) for column in columns]
+        values = value_axis(sums, from_zero=True, linear=True)
         marks = _bars(curves, extent, values)
     else:
         values = value_axis([v for curve in full for v in curve.values], chart.from_zero)
@@ -80,8 +80,10 @@ def draw(chart: Chart) -> str:
     notes = [chart.unit]
     if values.logarithmic:
         notes.append("logarithmic")
-    if chart.bars and len(full[0].points) > BARS:
-        notes.append(f"{BARS} of {len(full[0].points):,} shown")
+    number, shown = (max(len(curve.points) for curve in some) for some in (full, curves))
+    if shown < number:
+        spikes = "" if chart.bars else ", all spikes among them"
+        notes.append(f"{shown:,} of {number:,} points{spikes}")
     legend = "".join(
         f'<li style="{c.style}"><span>{escape(c.label)}</span> <b>{show(c.values[-1])}</b></li>'
         for c in full
@@ -166,9 +168,8 @@ def _labels(extent: Extent, values: Axis) -> str:
             continue
         css = f"x {name}" if extent.token else "x"  # without tokens, steps are always shown
         labels += [
-            f'<span class="{css}" style="left: {100 * at / end:.4g}%">{show(at, 6)}</span>'
-            for at, _ in Axis(0, end).ticks()
-            if at == int(at)
+            f'<span class="{css}" style="left: {100 * at / end:.4g}%">{show(at)}</span>'
+            for at, _ in count_axis(end).ticks()
         ]
         labels.append(f'<span class="{css} name">{name}</span>')
     return "".join(labels)

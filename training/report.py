@@ -65,7 +65,8 @@ def page(runs: list[History]) -> str:
     single = len(runs) == 1
     samples = "\n".join(_samples(name, run, single) for name, run in zip(names, runs, strict=True))
     parts = {
-        "title": escape(names[0] if single else f"{len(runs)} runs: {', '.join(names)}"),
+        "title": escape(", ".join(names)),
+        "heading": escape(names[0]) if single else f"{len(runs)} runs",
         "numbers": _table({n: final_numbers(r) for n, r in zip(names, runs, strict=True)}),
         "charts": "\n".join(draw(chart) for chart in charts(names, runs)),
         "samples": f"<h2>What the model writes</h2>\n{samples}" if samples.strip() else "",
@@ -127,7 +128,7 @@ def final_numbers(run: History) -> dict[str, str]:
     best = None if best == validation.get("step") else best
     numbers = {
         "state": "finished" if run.folder.weights.exists() else "not finished",
-        "steps": show(run.last_step, 6),
+        "steps": f"{run.last_step:,}",
         "tokens": _text(last.get("tokens")),
         "epochs": _text(last.get("epoch")),
         "training time": _duration(run),
@@ -163,7 +164,7 @@ def _duration(run: History) -> str | None:
         before = row["step"]
     hours, rest = divmod(round(seconds), 3600)
     clock = f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
-    return clock if seconds else None
+    return clock if round(seconds) else None
 
 
 def _table(rows: dict[str, dict[str, str]]) -> str:
@@ -252,8 +253,9 @@ def _differences(names: list[str], runs: list[History]) -> str:
     """The settings in which the runs are not alike, and each one's command."""
     flat = {}
     for name, run in zip(names, runs, strict=True):
-        groups = _groups(run.settings).values()
-        flat[name] = {key: value for group in groups for key, value in group.items()}
+        if run.settings:
+            groups = _groups(run.settings).values()
+            flat[name] = {key: value for group in groups for key, value in group.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
     keys.pop("run_name", None)  # stands above its column
     different = [k for k in keys if len({v.get(k, UNKNOWN) for v in flat.values()}) > 1]
@@ -262,5 +264,5 @@ def _differences(names: list[str], runs: list[History]) -> str:
         f"<h3>{escape(name)}</h3>\n<pre>{escape(_command(run.settings))}</pre>"
         for name, run in zip(names, runs, strict=True)
     )
-    alike = "<p>All settings are the same.</p>"
+    alike = "<p>None that settings.json tells of.</p>"
     return f"<h2>Settings that differ</h2>\n{table if different else alike}\n{commands}"
