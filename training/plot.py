@@ -22,23 +22,21 @@ def draw_losses(runs: list[Path], picture: Path) -> None:
     single = len(runs) == 1
     for i, history in enumerate(map(read_history, runs)):
         name = "" if single else f"{history.folder.path.resolve().name}, "
-        for j, (label, points, style) in enumerate(
-            (
-                ("training", series(history.train, "loss"), "-"),
-                ("validation", series(history.validation, "val_loss"), "o--"),
-            )
-        ):
-            if points:
-                steps, losses = zip(*points, strict=True)
-                losses = [math.nan if loss is None else loss for loss in losses]  # gaps
-                color = f"C{j if single else i}"
-                axes.plot(
-                    *(steps, losses, style), color=color, label=name + label, markersize=4, lw=1.5
-                )
+        losses = {"training": history.train, "validation": history.validation}
+        for j, (label, rows) in enumerate(losses.items()):
+            points = series(rows, "val_loss" if j else "loss")
+            known = [loss for _, loss in points if loss is not None]
+            if known:
+                steps, values = zip(*points, strict=True)
+                values = [math.nan if value is None else value for value in values]  # gaps
+                look = {"color": f"C{j if single else i}", "markersize": 4, "linewidth": 1.5}
+                text = f"{name}{label} {known[-1]:.3f}"
+                axes.plot(steps, values, "o--" if j else "-", label=text, **look)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
-    axes.set_title(runs[0].resolve().name if single else None)
+    axes.set_title(runs[0].resolve().name if single else "")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture)
     plt.close(figure)

@@ -86,19 +86,17 @@ def run_names(runs: list[History]) -> list[str]:
 def charts(names: list[str], runs: list[History]) -> list[Chart]:
     """Every chart that there are numbers for."""
     drawn = [_chart(measure, names, runs) for measure in (LOSS, VAL_LOSS, *OTHERS)]
-    if len(runs) == 1:
+    if len(runs) == 1:  # both losses in one chart
         training, validation = (
-            [replace(curve, label=label, color=color) for curve in chart.curves]
-            for color, (label, chart) in enumerate(
-                zip(("training", "validation"), drawn, strict=False)
-            )
+            [replace(curve, label=label, color=color) for curve in drawn[color].curves]
+            for color, label in enumerate(("training", "validation"))
         )
         drawn[:2] = [replace(drawn[0], title="Loss", curves=training + validation)]
     for name, run in zip(names, runs, strict=True):
-        phases = [
-            Curve(phase, series(run.profile, f"{phase}_seconds"), color, run.tokens_per_step)
-            for color, phase in enumerate(PHASES)
-        ]
+        phases = []
+        for color, phase in enumerate(PHASES):
+            points = [(row["step"], number(row.get(f"{phase}_seconds"))) for row in run.profile]
+            phases.append(Curve(phase, points, color, run.tokens_per_step))
         title = "Time of profiled steps" if len(runs) == 1 else f"Profiled steps of {name}"
         drawn.append(Chart(title, "seconds", phases, bars=True))
     return [chart for chart in drawn if chart.curves and all(c.values for c in chart.curves)]
