@@ -54,6 +54,10 @@ class Tokenizer:
     def eos_id(self) -> int:
         return self._model.eos_id()
 
+    def byte_of(self, id: int) -> int | None:
+        """The byte that this piece stands for; None for a piece of text or a marker."""
+        return int(self._model.id_to_piece(id)[3:5], 16) if self._model.is_byte(id) else None
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without begin and end pieces."""
         return self.encode_batch([text])[0]

@@ -10,6 +10,7 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import LMConfig
 from model.generation import generate
 from model.portable import load_portable, save_portable
+from model.sampling import Sampling
 from training.arguments import TrainingArguments
 from training.plot import draw_losses, read_metrics
 from training.run_folder import RunFolder
@@ -54,11 +55,11 @@ def sample(args: TrainingArguments, weights: Path, prompt_from: PackedDataset) -
         start = prompt_from[0][0][:PROMPT_TOKENS].tolist()
     else:
         start = [tokenizer.bos_id, *tokenizer.encode(args.sample_prompt)]
-    ids = generate(
+    (ids,) = generate(
         load_portable(weights),
-        start,
+        [start],
         args.sample_tokens,
-        seed=args.seed,
-        stop_id=tokenizer.eos_id,
+        Sampling(seed=args.seed),
+        stop_ids=(tokenizer.eos_id,),
     )
     return tokenizer.decode(start), tokenizer.decode(ids)
