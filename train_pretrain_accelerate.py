@@ -43,6 +43,7 @@ from training.resume import (
     set_aside,
 )
 from training.run_folder import RunFolder, seed_everything
+from training.samples import SampleWriter
 from training.schedule import LearningRate
 from training.splits import open_splits
 from training.state import TrainingState
@@ -89,6 +90,8 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
                 result = evaluate(run.model, run.val_loader, accelerator, run.bytes_per_token)
             log.validation(step, result)
             val_loss = result["loss"]
+        with log.pause():
+            run.samples.write(step)
         interruption = run.stop.reason()
         if interruption or due(step, args.save_interval, total_steps):
             with log.pause():
@@ -161,6 +164,7 @@ class Run:
     learning_rate: LearningRate
     log: TrainingLog
     profiler: StepProfiler
+    samples: SampleWriter
     checkpointer: Checkpointer
     stop: StopRequest
 
@@ -230,6 +234,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         learning_rate=LearningRate.from_arguments(args, total_steps),
         log=log,
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
+        samples=SampleWriter(args, choice.folder.samples, model, val_set or train_set, log),
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log, compiled),
         stop=StopRequest(accelerator, args.time_limit, since=STARTED),
     )

@@ -12,7 +12,8 @@ from conftest import REPOSITORY
 
 from scripts.report import main
 from training.charts import BARS
-from training.report import SAMPLES, write_report
+from training.report import SAMPLES, leave_report, write_report
+from training.run_folder import RunFolder
 
 VOID = ("meta", "link", "input", "path")
 NASTY = '</script><script>alert(1)</script> & <b> "quoted" {{title}} 春眠\ud800\x00'
@@ -295,6 +296,16 @@ def test_the_script_writes_into_the_run_s_folder_and_draws_a_picture(tmp_path, c
     assert "<h1>2 runs</h1>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     main([str(run), "--out", str(tmp_path / "deep" / "x.html")])
     assert (tmp_path / "deep" / "x.html").exists()
+
+
+def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path):
+    run = RunFolder(write_run(tmp_path / "run", [train_row(1)]))
+    assert leave_report(run) == str(run.report)
+    assert run.report.exists()
+    run.report.unlink()
+    run.report.mkdir()
+    assert leave_report(run).startswith("NOT WRITTEN: ")
+    assert "has no metrics.jsonl" in leave_report(RunFolder(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(

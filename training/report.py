@@ -14,8 +14,10 @@ from pathlib import Path
 
 from training.axes import show, thin
 from training.charts import Chart, Curve, draw
+from training.errors import UsageError
 from training.history import History, number, read_history, series
 from training.profiler import PHASES
+from training.run_folder import RunFolder
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
 POINTS = 3000  # of all curves in a chart, at most 1000 of one: the page stays below a megabyte
@@ -57,6 +59,16 @@ def write_report(runs: list[Path], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     # Half a surrogate pair in somebody's text cannot be encoded: a question mark stands for it.
     out.write_text(html, encoding="utf-8", errors="replace")
+
+
+def leave_report(run: RunFolder) -> str:
+    """Write the report of a run that ends, and say where it is or why there is none: that it cannot
+    be drawn must not hide how the run has ended."""
+    try:
+        write_report([run.path], run.report)
+    except (UsageError, OSError) as error:
+        return f"NOT WRITTEN: {error}"
+    return str(run.report)
 
 
 def page(runs: list[History]) -> str:
