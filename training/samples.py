@@ -52,7 +52,8 @@ class SampleWriter:
         args: sample_interval, sample_prompt, sample_tokens and seed count here.
         path: samples.jsonl; rows of steps that this start takes again are dropped.
         model: as prepared.
-        prompt_from: whose beginning is the prompt, if there is no other.
+        prompt_from: whose beginning is the prompt, if there is no other: the validation split, or
+            without one the training split.
         log: tells what was written.
     """
 
