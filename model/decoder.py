@@ -46,7 +46,8 @@ class Block:
 
     def __init__(self, block: TransformerBlock, dtype: torch.dtype):
         attention, feed_forward = block.attention, block.feed_forward
-        self.attention_norm, self.ffn_norm = block.attention_norm, block.ffn_norm
+        self.attention_norm = block.attention_norm.weight.detach().to(dtype)
+        self.ffn_norm = block.ffn_norm.weight.detach().to(dtype)
         self.wqkv = Packed([getattr(attention, name).weight for name in ("wq", "wk", "wv")], dtype)
         self.wo = Packed([attention.wo.weight], dtype)
         self.w13 = Packed([feed_forward.w1.weight, feed_forward.w3.weight], dtype)
@@ -72,7 +73,7 @@ class Decoder:
         self.embedding = model.tok_embeddings.weight.detach().to(self.dtype)
         self.device = self.embedding.device
         self.blocks = [Block(block, self.dtype) for block in model.layers]
-        self.norm = model.norm
+        self.last_norm = model.norm.weight.detach().to(self.dtype)
         self.output = Packed([model.output.weight], self.dtype)
         self.lengths: list[int] = []  # tokens read, of each sequence
 
@@ -139,11 +140,12 @@ class Decoder:
         mask = self._mask()
         x = F.embedding(tokens, self.embedding)
         for block in self.blocks:
-            qkv = block.wqkv(block.attention_norm(x)).unflatten(-1, (sum(heads), config.head_dim))
-            qk, v = qkv.split((heads[0] + heads[1], heads[2]), dim=2)
-            q, k = _turn(qk, pos_cis).split(heads[:2], dim=2)
+            qkv = block.wqkv(self._norm(x, block.attention_norm))
+            qkv = qkv.view(*x.shape[:2], sum(heads), config.head_dim)
+            qk, v = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=2)
+            q, k = _turn(qk, pos_cis).split_with_sizes(heads[:2], dim=2)
             x = x + block.wo(self._attend(block, q, k, v, mask).flatten(2))
-            gate, value = block.w13(block.ffn_norm(x)).chunk(2, dim=-1)
+            gate, value = block.w13(self._norm(x, block.ffn_norm)).chunk(2, dim=-1)
             x = x + block.w2(F.silu(gate) * value)
         return x
 
@@ -151,10 +153,8 @@ class Decoder:
         """Keep k and v, (B, T, n_kv_heads, head_dim), and attend to all that is kept."""
         keys, values, longest = block.keys, block.values, max(self.lengths)
         if longest == 0:  # the prompts
-            keys[:, :, : k.shape[1]], values[:, :, : k.shape[1]] = (
-                k.transpose(1, 2),
-                v.transpose(1, 2),
-            )
+            keys[:, :, : k.shape[1]] = k.transpose(1, 2)
+            values[:, :, : k.shape[1]] = v.transpose(1, 2)
             return flash_attention(q, k, v, 0.0)
         if mask is None:
             keys[:, :, longest], values[:, :, longest] = k[:, 0], v[:, 0]
@@ -175,8 +175,11 @@ class Decoder:
         columns = torch.arange(max(self.lengths) + 1, device=self.device)
         return (columns <= self._columns[:, None])[:, None, None]
 
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
     def _logits(self, x: Tensor) -> Tensor:
-        return self.output(self.norm(x)).float()
+        return self.output(self._norm(x, self.last_norm)).float()
 
 
 def _turn(x: Tensor, pos_cis: Tensor) -> Tensor:
