@@ -40,6 +40,7 @@ def test_values_that_differ_by_a_spike_are_drawn_by_powers_of_ten():
 def test_an_axis_of_steps_goes_from_zero_in_whole_numbers():
     assert [text for _, text in count_axis(3).ticks()] == ["0", "1", "2", "3"]
     assert [text for _, text in count_axis(620).ticks()] == ["0", "200", "400", "600"]
+    assert [text for _, text in count_axis(12.5).ticks()] == ["0", "3", "6", "9", "12"]
     assert count_axis(620).share(620) == 1
 
 

@@ -44,7 +44,7 @@ class Axis:
 
 def count_axis(end: float) -> Axis:
     """From zero exactly to `end`, for steps and tokens."""
-    return Axis(0, end, max(_round_step(end / TICKS), 1))
+    return Axis(0, end, math.ceil(_round_step(end / TICKS)))
 
 
 def value_axis(values: list[float], from_zero: bool, linear: bool = False) -> Axis:
