@@ -52,7 +52,7 @@ else
     --max_steps 600 --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
     --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --grad_clip 1.0
     --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0 # from the peak straight down to zero
-    --log_interval 20 --eval_interval 100 --save_interval 200
+    --log_interval 20 --eval_interval 100 --save_interval 200 --sample_interval 100
   )
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi

@@ -45,6 +45,7 @@ from training.resume import (
     set_aside,
 )
 from training.run_folder import RunFolder, seed_everything
+from training.samples import SampleWriter
 from training.schedule import LearningRate
 from training.splits import open_splits
 from training.state import TrainingState
@@ -91,6 +92,8 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
                 result = evaluate(run.model, run.val_loader, accelerator, run.bytes_per_token)
             log.validation(step, result)
             val_loss = result["loss"]
+        with log.pause():
+            run.samples.write(step)
         interruption = run.stop.reason()
         if interruption or due(step, args.save_interval, total_steps):
             with log.pause():
@@ -106,7 +109,7 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
     weights = run.state.weights()
     log.close()
     if accelerator.is_main_process:
-        finish(args, run.folder, run.config, weights, run.prompt_from)
+        finish(args, run.folder, run.config, weights, run.samples.prompt_from)
         if not saved:
             raise UsageError(
                 f"{run.folder.path}: the weights are there, the last checkpoint is not"
@@ -153,7 +156,6 @@ class Run:
     optimizer: Any
     state: TrainingState
     train_set: PackedDataset
-    prompt_from: PackedDataset  # the validation split, if there is one
     sampler: MicroBatchSampler
     batches: Iterator[tuple[Tensor, Tensor]]
     val_loader: DataLoader | None
@@ -163,6 +165,7 @@ class Run:
     learning_rate: LearningRate
     log: TrainingLog
     profiler: StepProfiler
+    samples: SampleWriter
     checkpointer: Checkpointer
     stop: StopRequest
 
@@ -210,10 +213,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     )
     if choice.checkpoint:
         load_checkpoint(choice.checkpoint, state, log)
-    position = (args.batch_size, accelerator.process_index, accelerator.num_processes)
-    sampler = MicroBatchSampler(
-        len(train_set), *position, seed=args.seed, start=choice.step * samples_per_step
-    )
+    sampler = build_sampler(train_set, args, accelerator, choice.step * samples_per_step)
     val_loader = val_set and validation_loader(
         val_set, args.batch_size, args.eval_samples, accelerator
     )
@@ -226,7 +226,6 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         optimizer=optimizer,
         state=state,
         train_set=train_set,
-        prompt_from=val_set or train_set,
         sampler=sampler,
         batches=micro_batches(train_set, sampler, args.num_workers, accelerator.device),
         val_loader=val_loader,
@@ -236,6 +235,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         learning_rate=LearningRate.from_arguments(args, total_steps),
         log=log,
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
+        samples=SampleWriter(args, choice.folder.samples, model, val_set or train_set, log),
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log, compiled),
         stop=StopRequest(accelerator, args.time_limit, since=STARTED),
     )
@@ -277,6 +277,14 @@ def build_model(
     tell_layout(model, accelerator)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return model, optimizer
+
+
+def build_sampler(
+    train_set: PackedDataset, args: TrainingArguments, accelerator: Accelerator, consumed: int
+) -> MicroBatchSampler:
+    """This process's samples, after so many that all processes together have consumed."""
+    position = (args.batch_size, accelerator.process_index, accelerator.num_processes)
+    return MicroBatchSampler(len(train_set), *position, seed=args.seed, start=consumed)
 
 
 def due(step: int, interval: int, total_steps: int) -> bool:

@@ -97,8 +97,11 @@ class TrainingArguments:
         False, "measure the phases of a step and write a trace, every profile_interval steps"
     )
     profile_interval: int = setting(100, "steps between profiled steps")
+    sample_interval: int = setting(
+        0, "steps between samples through training; 0 samples at the end only"
+    )
     sample_prompt: str | None = setting(
-        None, "prompt that the finished model continues (default: how the validation text begins)"
+        None, "prompt that the model continues (default: how the validation text begins)"
     )
     sample_tokens: int = setting(100, "tokens of that continuation")
 
@@ -117,6 +120,7 @@ class TrainingArguments:
             "save_interval",
             "num_workers",
             "seed",
+            "sample_interval",
             "sample_tokens",
             "keep_last",
         ):
