@@ -133,6 +133,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             model_type="bpe",
             vocab_size=vocab_size,
             character_coverage=1.0,
+            required_chars=SPACE_SYMBOL,  # without a piece of its own, a space decodes to U+2581
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,

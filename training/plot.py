@@ -1,27 +1,41 @@
-"""The picture of a run's losses."""
+"""The picture of losses: of a run, or of several."""
 
-import json
+import math
 from pathlib import Path
 
-
-def read_metrics(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+from training.history import read_history, series
 
 
-def draw_losses(metrics: Path, picture: Path) -> None:
-    """Training and validation loss over steps, from metrics.jsonl to a PNG file."""
+def draw_losses(runs: list[Path], picture: Path) -> None:
+    """Training and validation loss over steps, from metrics.jsonl to a PNG or SVG file.
+
+    Raises:
+        UsageError: one is no run folder, or has logged nothing yet.
+        OSError: the picture cannot be written.
+    """
     # Takes half a second to load, and only the end of a run needs it. Without pyplot, which would
     # have to be told where to draw, a notebook's own pictures are left alone.
     from matplotlib.figure import Figure
 
-    rows = read_metrics(metrics)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o--")):
-        points = [(row["step"], row[key]) for row in rows if key in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.5)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title=metrics.parent.name)
+    single = len(runs) == 1
+    for i, history in enumerate(map(read_history, runs)):
+        name = "" if single else f"{history.folder.path.resolve().name}, "
+        losses = {"training": history.train, "validation": history.validation}
+        for j, (label, rows) in enumerate(losses.items()):
+            points = series(rows, "val_loss" if j else "loss")
+            known = [loss for _, loss in points if loss is not None]
+            if known:
+                steps, values = zip(*points, strict=True)
+                values = [math.nan if value is None else value for value in values]  # gaps
+                look = {"color": f"C{j if single else i}", "markersize": 4, "linewidth": 1.5}
+                text = f"{name}{label} {known[-1]:.3f}"
+                axes.plot(steps, values, "o--" if j else "-", label=text, **look)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
+    axes.set_title(runs[0].resolve().name if single else "")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
+    picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture)

@@ -63,7 +63,7 @@ def start_block(
     activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu)
     fields = {
         "run folder": str(choice.folder.path),
-        "starts from": choice.checkpoint.name if choice.checkpoint else "scratch",
+        "starts from": _origin(args, choice),
         "engine": engine.name,
         "processes": f"{accelerator.num_processes} "
         f"({accelerator.state.backend or 'no process group'})",
@@ -92,6 +92,13 @@ def start_block(
     if advice := _advice(args, engine, n_parameters, activations):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _origin(args: TrainingArguments, choice: Choice) -> str:
+    """Where the weights come from."""
+    if choice.checkpoint is None:
+        return choice.new_weights
+    return choice.checkpoint.name + (", not again --init_from" if args.init_from else "")
 
 
 def _optimizer(args: TrainingArguments, model: Transformer) -> tuple[str, int]:
