@@ -90,10 +90,11 @@ def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(flags, tm
     run = tmp_path / "a"
     threading.Thread(target=interrupt, args=(run, 1, 0)).start()
     main(flags("a", "--max_steps", "100000"))
-    out = capsys.readouterr().out
     step = saved_steps(run)
-    assert f"stopped by SIGINT after step {step}, saved" in out
-    assert out.splitlines()[-1].split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
+    stopped = f"stopped by SIGINT after step {step}, saved; to go on:\n"
+    _, found, command = capsys.readouterr().out.partition(stopped)
+    assert found
+    assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
     main(flags("a", "--max_steps", str(step + 1), "--resume", str(run)))
     assert saved_steps(run) == step + 1
 
