@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -119,6 +120,17 @@ def run(
         check=False,
     )
     return Finished(ended.returncode, ended.stdout)
+
+
+def copy_repository(folder: Path) -> Path:
+    """The files that git knows, as they are now; returns the folder."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
 
 
 def free_port() -> str:
