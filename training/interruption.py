@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from training.report import leave_report
+from report.page import leave_report
 from training.run_folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
