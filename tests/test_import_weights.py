@@ -121,8 +121,17 @@ def test_weights_may_lie_in_shards_and_in_either_format(llama, tmp_path, name, s
     assert_same_model(tmp_path / "out", llama)
 
 
-def test_the_older_place_of_the_rotary_base_is_read(llama, tmp_path):
-    source = edited(llama, tmp_path / "old", rope_parameters=None, rope_theta=5000.0)
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+        {"rope_parameters": None, "rope_theta": 5000.0},
+        {"rope_parameters": None, "rope_scaling": None, "rope_theta": 5000},
+    ],
+    ids=["version 5", "version 4", "an older one"],
+)
+def test_the_rotary_base_is_read_from_either_place(llama, tmp_path, values):
+    source = edited(llama, tmp_path / "other", **values)
     import_weights.main([str(source), str(tmp_path / "out")])
     assert load_portable(tmp_path / "out").config.rope_theta == 5000
 
