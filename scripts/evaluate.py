@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Raises UsageError, ConfigError or DataError: there is nothing to score, or no model."""
-    from training.evaluation_report import describe, report, write_json
-    from training.scoring import build_scorer
+    from evaluation.answer import describe, report, write_json
+    from evaluation.scoring import build_scorer
     from training.trained import load_trained
 
     trained = load_trained(args.run)
@@ -157,7 +157,7 @@ def refuse_idle_flags(args: argparse.Namespace) -> None:
 
 def score_packed(args: argparse.Namespace, trained, scorer) -> dict:
     from data.dataset import PackedDataset
-    from training.language_modelling import packed_sums
+    from evaluation.language_modelling import packed_sums
 
     seq_len, args.split = trained.model.config.max_seq_len, args.split or "val"
     check_tokenizer(args.data, trained)
@@ -186,7 +186,7 @@ def check_tokenizer(folder: str, trained) -> None:
 
 
 def score_text(args: argparse.Namespace, trained, scorer) -> dict:
-    from training.language_modelling import document_rows, text_sums
+    from evaluation.language_modelling import document_rows, text_sums
 
     seq_len = trained.model.config.max_seq_len
     args.stride = args.stride or max(1, seq_len // 2)
@@ -203,14 +203,14 @@ def score_text(args: argparse.Namespace, trained, scorer) -> dict:
 
 
 def language_result(sums, unit: str) -> dict:
-    from training.language_modelling import BYTES, TOKENS, metrics
+    from evaluation.language_modelling import BYTES, TOKENS, metrics
 
     totals = {"tokens": int(sums.totals[TOKENS]), "bytes": round(sums.totals[BYTES])}
     return {"units": sums.n, "unit": unit, **totals, "metrics": metrics(sums)}
 
 
 def score_choices(args: argparse.Namespace, trained, scorer) -> dict:
-    from training.multiple_choice import ChoiceCounts, answer, question_rows
+    from evaluation.multiple_choice import ChoiceCounts, answer, question_rows
 
     args.delimiter = " " if args.delimiter is None else args.delimiter
     counts, seq_len = ChoiceCounts(), trained.model.config.max_seq_len

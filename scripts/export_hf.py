@@ -107,7 +107,7 @@ def write_model(trained, dtype: str, name: str, folder: Path) -> None:
 
     model, tokenizer = trained.model, trained.tokenizer
     config = model.config
-    weights = {name: p.detach().to(DTYPES[dtype]) for name, p in model.named_parameters()}
+    weights = {key: p.detach().to(DTYPES[dtype]) for key, p in model.named_parameters()}
     save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights))
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})

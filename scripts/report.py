@@ -36,8 +36,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("report", UsageError, OSError):
         args = parse_arguments(argv)
-        from training.plot import draw_losses  # these import torch, which takes seconds
-        from training.report import write_report
+        from report.page import write_report
+        from report.picture import draw_losses  # these import torch, which takes seconds
         from training.run_folder import RunFolder
         from training.trained import find_run
 

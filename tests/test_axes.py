@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from training.axes import count_axis, downsample, show, thin, value_axis
+from report.axes import count_axis, downsample, show, thin, value_axis
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from scripts import export_gguf
 
 llama_cpp = pytest.importorskip("llama_cpp")
 
-SEQ_LEN, NEW_TOKENS = 64, 48
+SEQ_LEN, LONGEST = 64, 48
 PROMPTS = ("sum 7: 1 + 7 =", "sum 12: 1 + 12 = 13;", "第3句\n", "\n\n  +", "?")
 NASTY = (
     *(
@@ -124,9 +124,9 @@ def our_logits(model: Transformer, ids: list[int]) -> np.ndarray:
 
 
 def greedy(logits, ids: list[int]) -> list[int]:
-    """The likeliest token, again and again, while there is room."""
+    """The likeliest token, again and again, until there are LONGEST."""
     ids = list(ids)
-    while len(ids) < SEQ_LEN and len(ids) < NEW_TOKENS:
+    while len(ids) < LONGEST:
         ids.append(int(logits(ids)[-1].argmax()))
     return ids
 
@@ -183,6 +183,18 @@ def test_in_f32_logits_and_greedy_text_are_ours(llama, weights, tokenizer, packe
         ours = greedy(lambda ids: our_logits(model, ids), ids)
         assert greedy(lambda ids: its_logits(opened, ids), ids) == ours
         assert len(set(ours)) > 4
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=ascii)
+def test_what_it_writes_by_itself_is_our_greedy_text(prompt, llama, weights, tokenizer):
+    """From text to text, by its own tokenizer, cache and sampler."""
+    model, start = load_portable(weights), [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    ours = greedy(lambda ids: our_logits(model, ids), start)[len(start) :]
+    if tokenizer.eos_id in ours:
+        ours = ours[: ours.index(tokenizer.eos_id)]
+    room = LONGEST - len(start)
+    written = llama("f32")(prompt, max_tokens=room, temperature=0, repeat_penalty=1)
+    assert written["choices"][0]["text"] == tokenizer.decode(ours)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model import LMConfig, Transformer, llama_format
 from model.portable import load_portable, save_portable
-from scripts import export_hf
+from scripts import export_hf, import_weights
 from training.trained import load_trained
 
 SHAPE = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "max_seq_len": 40}
@@ -117,6 +117,20 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported, text):
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids
     assert theirs(text)["input_ids"] == [ours.bos_id, *ids]
     assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
+
+
+def test_what_transformers_saves_again_is_still_equal_and_can_be_imported(
+    weights, exported, tmp_path
+):
+    again, back = tmp_path / "again", tmp_path / "back"
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(again)
+    AutoTokenizer.from_pretrained(exported).save_pretrained(again)
+    ours, theirs = load_trained(str(weights)).tokenizer, AutoTokenizer.from_pretrained(again)
+    texts = list(NASTY.values())
+    assert theirs(texts, add_special_tokens=False)["input_ids"] == ours.encode_batch(texts)
+    import_weights.main([str(again), str(back), "--tokenizer", ours.path])
+    first, second = (load_file(folder / "model.safetensors") for folder in (back, weights))
+    assert all(torch.equal(first[name], second[name]) for name in first | second)
 
 
 def test_auto_tokenizer_knows_the_markers_and_the_context(exported):

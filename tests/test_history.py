@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from report.history import read_history, series
 from training.errors import UsageError
-from training.history import read_history, series
 
 
 def write(folder, *lines: str | bytes, name: str = "metrics.jsonl"):

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from training.intervals import Estimate, UnitSums, student_t, wilson
+from evaluation.intervals import Estimate, UnitSums, student_t, wilson
 
 
 def sums_of(units) -> UnitSums:

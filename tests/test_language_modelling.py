@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from data.corpus import Record
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from evaluation.language_modelling import document_rows, metrics, packed_sums, text_sums, windows
+from evaluation.scoring import Scorer
 from model import IGNORE_INDEX
 from training.evaluation import evaluate, validation_loader
-from training.language_modelling import document_rows, metrics, packed_sums, text_sums, windows
-from training.scoring import Scorer
 
 SEQ_LEN = 16
 TEXTS = [

@@ -10,14 +10,14 @@ from data.corpus import Record
 from data.errors import DataError
 from data.questions import Question, parse_question
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
-from training.multiple_choice import (
+from evaluation.multiple_choice import (
     ChoiceCounts,
     answer,
     common_prefix,
     encode_choices,
     question_rows,
 )
-from training.scoring import Scorer
+from evaluation.scoring import Scorer
 
 SEQ_LEN = 32
 QUESTIONS = [

@@ -7,9 +7,9 @@ import torch
 from data.dataset import PackedDataset
 from data.tokenizer import Tokenizer
 from model import LMConfig, Transformer
+from report.history import read_rows
 from training import samples
 from training.arguments import TrainingArguments
-from training.history import read_rows
 from training.metrics import TrainingLog
 from training.samples import PROMPT_TOKENS, SampleWriter, prompt_and_continuation
 

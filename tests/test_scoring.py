@@ -3,9 +3,9 @@ import torch
 from small_model import opinionated
 from torch.nn import functional as F
 
+from evaluation.scoring import Row, Score, Scorer
 from model import IGNORE_INDEX, Transformer
-from training import scoring
-from training.scoring import Row, Score, Scorer
+from evaluation import scoring
 
 SEQ_LEN, VOCAB_SIZE = 16, 50
 

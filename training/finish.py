@@ -9,10 +9,10 @@ from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import LMConfig
 from model.portable import load_portable, save_portable
+from report.history import read_rows
+from report.page import leave_report
+from report.picture import draw_losses
 from training.arguments import TrainingArguments
-from training.history import read_rows
-from training.plot import draw_losses
-from training.report import leave_report
 from training.run_folder import RunFolder
 from training.samples import prompt_and_continuation
 

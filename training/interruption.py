@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from report.page import leave_report
 from training.guest import is_guest
-from training.report import leave_report
 from training.run_folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from browser import Browser, find_browser
 
-from training.report import write_report
+from report.page import write_report
 
 pytestmark = pytest.mark.slow
 

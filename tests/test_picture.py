@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from training.plot import draw_losses
+from report.picture import draw_losses
 
 BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)  # matplotlib's first two colors
 

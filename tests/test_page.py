@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
+from report.charts import BARS
+from report.page import SAMPLES, leave_report, write_report
 from scripts.report import main
-from training.charts import BARS
-from training.report import SAMPLES, leave_report, write_report
 from training.run_folder import RunFolder
 
 VOID = ("meta", "link", "input", "path")

@@ -9,9 +9,9 @@ from data.corpus import Record
 from data.errors import DataError
 from data.questions import Question, parse_question
 from data.tokenizer import Tokenizer
+from evaluation.intervals import Estimate, wilson
+from evaluation.scoring import Row, Scorer
 from model import IGNORE_INDEX
-from training.intervals import Estimate, wilson
-from training.scoring import Row, Scorer
 
 
 @dataclass

@@ -5,9 +5,9 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+from evaluation.intervals import LEAST_UNITS, Estimate
+from evaluation.scoring import Scorer
 from training.hardware import device_name
-from training.intervals import LEAST_UNITS, Estimate
-from training.scoring import Scorer
 from training.trained import Trained
 
 NAMES = {  # of metrics: for people, with the format of their numbers

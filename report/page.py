@@ -1,6 +1,6 @@
 """report.html: what one run has done, or several laid over each other, in one file to keep.
 
-The page works from the disk and without a script; training/report_template.html holds its looks and
+The page works from the disk and without a script; report/template.html holds its looks and
 the read-out under the pointer.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
-from training.axes import show, thin
-from training.charts import Chart, Curve, draw
+from report.axes import show, thin
+from report.charts import Chart, Curve, draw
+from report.history import History, number, read_history, series
 from training.errors import UsageError
-from training.history import History, number, read_history, series
 from training.profiler import PHASES
 from training.run_folder import RunFolder
 
-TEMPLATE = Path(__file__).with_name("report_template.html")
+TEMPLATE = Path(__file__).with_name("template.html")
 POINTS = 3000  # of all curves in a chart, at most 1000 of one: the page stays below a megabyte
 SAMPLES = 20  # of a run at most
 UNKNOWN = "–"

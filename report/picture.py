@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from training.history import read_history, series
+from report.history import read_history, series
 
 
 def draw_losses(runs: list[Path], picture: Path) -> None:

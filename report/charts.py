@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from training.axes import Axis, Points, count_axis, downsample, show, thin, value_axis
+from report.axes import Axis, Points, count_axis, downsample, show, thin, value_axis
 
 SIZE = 1000
 DOTS_UP_TO = 40  # points of a curve

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, TINY, Trained, clean_environment, launch_command, train
 
-from training.history import read_rows
+from report.history import read_rows
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ import torch
 from data.corpus import Record, parse
 from data.dataset import PackedDataset
 from data.tokenizer import Tokenizer
+from evaluation.intervals import Estimate, UnitSums
+from evaluation.scoring import Row, Scorer
 from model import IGNORE_INDEX
 from training.evaluation import spread, validation_loader
-from training.intervals import Estimate, UnitSums
-from training.scoring import Row, Scorer
 
 NLL, HITS, TOKENS, BYTES = range(4)
 
