@@ -35,7 +35,7 @@ def stream(cell, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    return copy_repository(tmp_path_factory.mktemp("clone"))
+    return copy_repository(tmp_path_factory.mktemp("home") / "clone")
 
 
 @pytest.fixture(scope="module")
