@@ -3,9 +3,9 @@ import torch
 from small_model import opinionated
 from torch.nn import functional as F
 
+from evaluation import scoring
 from evaluation.scoring import Row, Score, Scorer
 from model import IGNORE_INDEX, Transformer
-from evaluation import scoring
 
 SEQ_LEN, VOCAB_SIZE = 16, 50
 

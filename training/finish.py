@@ -2,6 +2,8 @@
 
 import shlex
 import shutil
+import sys
+from pathlib import Path
 
 from torch import Tensor
 
@@ -52,8 +54,14 @@ def finish(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
         f"weights:    {run.weights}\n\n"
-        f"next: python -m scripts.generate {run.path} --prompt {again}\n"
-        f"      python -m scripts.evaluate {run.path}\n"
-        f"      python -m scripts.export_hf {run.path} OUT",
+        f"next: {python()} -m scripts.generate {run.path} --prompt {again}\n"
+        f"      {python()} -m scripts.evaluate {run.path}\n"
+        f"      {python()} -m scripts.export_hf {run.path} out/hf/{run.path.name}",
         flush=True,
     )
+
+
+def python() -> str:
+    """What to type for the Python that runs this: run_accelerate.sh may have made .venv."""
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else "python"
