@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import TINY
 
 import train_pretrain_accelerate
 from train_pretrain_accelerate import main
 from training.checkpoint import read_state
+from training.guest import guest
 from training.interruption import SAME_REQUEST_SECONDS
 from training.lock import RunLock
 
@@ -43,6 +46,28 @@ def test_a_second_run_may_have_another_precision(flags, tmp_path):
     main(flags("b", "--dtype", "float32"))
     assert (tmp_path / "b" / "weights").exists()
     assert not AcceleratorState._shared_state
+
+
+def test_what_others_in_the_process_have_made_of_accelerate_is_no_obstacle(flags, tmp_path):
+    Accelerator(mixed_precision="no", cpu=True)
+    main(flags("a", "--dtype", "bfloat16"))
+    assert (tmp_path / "a" / "weights").exists()
+
+
+def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def double(x):
+        return x * 2
+
+    for _ in range(2):
+        with guest("program", []):
+            torch.compile(double, backend=backend)(torch.ones(3))
+    assert len(compiled) == 2
 
 
 def test_a_run_may_be_gone_on_with_in_the_same_process(flags, tmp_path):
