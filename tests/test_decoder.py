@@ -121,3 +121,16 @@ def test_packed_weights_multiply_as_those_they_were_made_of(dtype, size):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     error = (Packed(weights, dtype)(x).double() - expected).abs().max() / expected.abs().max()
     assert error < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_a_gpu_the_logits_are_those_of_the_cpu(shape):
+    model = transformer(**shape)
+    texts, token = ids(5, 130, 64, 1), [1, 2, 3, 4]
+    expected = uncached(model, [[*text, id] for text, id in zip(texts, token, strict=True)])
+    decoder = Decoder(model.cuda())
+    decoder.read(texts, 150)
+    logits = decoder.step(torch.tensor(token, device="cuda")).cpu()
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
