@@ -40,19 +40,26 @@ def model_state_bytes(
     return int(n_parameters * (weights + gradients) + (0 if offload else optimizer))
 
 
-def activation_bytes(config: LMConfig, batch_size: int, dtype: str, on_cpu: bool = False) -> int:
+def activation_bytes(
+    config: LMConfig,
+    batch_size: int,
+    dtype: str,
+    on_cpu: bool = False,
+    keeps_scores: bool = False,
+) -> int:
     """What forward keeps for backward in one micro-batch, in bytes: an estimate, good to about a
     third.
 
     Counted per token and layer: inputs of the two norms and their fp32 copies, inputs of the seven
-    matrix products, both halves of SwiGLU; with plain attention also two T × T fp32 and one 16-bit
-    matrix per head, with the CPU's blocks of rows somewhat more than half of the 16-bit one; and
-    the logits three times, once in half and twice in full precision.
+    matrix products, both halves of SwiGLU; with plain attention, or keeps_scores
+    (`attention_kernel` tells), also two T × T fp32 and one 16-bit matrix per head, with the CPU's
+    blocks of rows somewhat more than half of the 16-bit one; and the logits three times, once in
+    half and twice in full precision.
     """
     half = 2 if dtype != "float32" else 4
     tokens = batch_size * config.max_seq_len
     per_layer = config.dim * (6 * half + 4 * 4) + config.hidden_dim * 4 * half
-    if not config.use_flash_attn:
+    if keeps_scores or not config.use_flash_attn:
         per_layer += config.n_heads * config.max_seq_len * (8 + half)
     elif on_cpu:
         per_layer += config.n_heads * (config.max_seq_len // 2 + 32) * half

@@ -3,42 +3,19 @@
 import os
 
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
 from model import LMConfig, Transformer
 from training.advice import faster_engine
 from training.arguments import TrainingArguments
+from training.attention_kernel import attention_kernel
 from training.engine import Engine
 from training.hardware import device_name
 from training.memory import GIB, activation_bytes, free_memory, model_state_bytes
 from training.optimizer import muon_matrices
 from training.resume import Choice
 from training.schedule import LearningRate
-
-
-def attention_kernel(config: LMConfig, accelerator: Accelerator) -> str:
-    """Which attention will run."""
-    if not config.use_flash_attn:
-        return "plain: all T × T scores (--use_flash_attn for the fast paths)"
-    if accelerator.device.type == "cpu":
-        if config.dropout:
-            return "plain: all T × T scores (blocks of rows have no dropout)"
-        return "blocks of rows"
-    if accelerator.device.type != "cuda":
-        return "PyTorch's fused kernels"
-    if accelerator.mixed_precision == "no":
-        return "memory-efficient kernel (flash attention needs 16 bits)"
-    kernels = [
-        name
-        for name, enabled in (
-            ("cuDNN", torch.backends.cuda.cudnn_sdp_enabled()),
-            ("flash attention", torch.backends.cuda.flash_sdp_enabled()),
-        )
-        if enabled
-    ]
-    return f"PyTorch's fused kernels ({' or '.join(kernels)})"
 
 
 def start_block(
@@ -60,7 +37,9 @@ def start_block(
     where = (engine.zero_stage, accelerator.num_processes)
     states = model_state_bytes(n_parameters, args.dtype, *where, n_by_muon=n_by_muon)
     on_cpu = accelerator.device.type == "cpu"
-    activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu)
+    dtype = getattr(torch, args.dtype)
+    attention, keeps_scores = attention_kernel(config, dtype, accelerator.device)
+    activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores)
     fields = {
         "run folder": str(choice.folder.path),
         "starts from": choice.checkpoint.name if choice.checkpoint else "scratch",
@@ -69,7 +48,7 @@ def start_block(
         f"({accelerator.state.backend or 'no process group'})",
         "device": device_name(accelerator.device),
         "precision": {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}[accelerator.mixed_precision],
-        "attention": attention_kernel(config, accelerator),
+        "attention": attention,
         "compiled": compiled,
         "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
         f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, "
