@@ -51,6 +51,7 @@ class SizeReport:
     peak_shape: str  # the size that was fastest at the start
     sheet_peak: float | None  # FLOP/s that a GPU's data sheet states for this precision
     devices_shared: bool  # whether all processes share one device, the CPU
+    stopped_after: int | None = None  # the round that was interrupted, if one was
 
     @property
     def measured_peak(self) -> float:
@@ -147,6 +148,8 @@ def size_table(report: SizeReport) -> str:
     if len(set(threads.values())) > 1:
         told = ", ".join(f"{name} {number}" for name, number in threads.items())
         lines += [f"NOT ALIKE: threads of {told}.", ""]
+    if report.stopped_after is not None:
+        lines += [f"STOPPED in round {report.stopped_after}, before the end.", ""]
     if report.missing:
         lines += ["Not measured:", "", *missing(report), ""]
     return "\n".join([*lines, f"**{closing_line(report)}**", ""])
@@ -221,6 +224,7 @@ def size_json(report: SizeReport) -> dict:
             for result in report.results
         ],
         "not_measured": report.missing,
+        "stopped_after": report.stopped_after,
         "ours_against_fastest_peer": closing(report),
     }
 

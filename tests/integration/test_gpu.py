@@ -87,8 +87,7 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
         torch.testing.assert_close(compiled, reference, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", ["off", "on"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("compiled", "optimizer"), [("off", "adamw"), ("on", "muon")])
 def test_zero2_over_nccl_trains_in_bf16_and_goes_on_where_it_was(
     packed, tmp_path, compiled, optimizer
 ):
