@@ -148,11 +148,29 @@ def size_table(report: SizeReport) -> str:
     if len(set(threads.values())) > 1:
         told = ", ".join(f"{name} {number}" for name, number in threads.items())
         lines += [f"NOT ALIKE: threads of {told}.", ""]
+    if shares := communication(report):
+        told = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+        lines += [f"Of a step, exchange between processes takes: {told}.", ""]
     if report.stopped_after is not None:
         lines += [f"STOPPED in round {report.stopped_after}, before the end.", ""]
     if report.missing:
         lines += ["Not measured:", "", *missing(report), ""]
     return "\n".join([*lines, f"**{closing_line(report)}**", ""])
+
+
+def communication(report: SizeReport) -> dict[str, float]:
+    """What engines lose to processes that train each for themselves, as shares of their time.
+
+    That is the exchange of gradients and weights, as far as it is not hidden behind the backward
+    pass, and all else that the engine adds.
+    """
+    alone = {r.contender.compiled: r for r in report.results if r.contender.engine == "alone"}
+    found = {}
+    for result in report.results:
+        other = alone.get(result.contender.compiled)
+        if other and result is not other and result.contender.processes > 1:
+            found[result.name] = 1 - compare(report, result, other)
+    return found
 
 
 def missing(report: SizeReport) -> list[str]:
@@ -223,6 +241,7 @@ def size_json(report: SizeReport) -> dict:
             asdict(result) | {"name": result.name, **figures(report, result)}
             for result in report.results
         ],
+        "communication": communication(report),
         "not_measured": report.missing,
         "stopped_after": report.stopped_after,
         "ours_against_fastest_peer": closing(report),

@@ -18,6 +18,7 @@ BASELINES = ("ours-compiled", "ours-eager")  # preferred in this order, if none 
 # How an engine must call itself, for engines are known to be switched off without a word.
 ENGINE_NAMES = {
     "single": "single process",
+    "alone": "single process",
     "ddp": "DDP",
     "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2",

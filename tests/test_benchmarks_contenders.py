@@ -18,7 +18,7 @@ def names_of(found):
 
 def test_contenders_are_chosen_by_name_and_by_group():
     everybody = all_contenders(2, has_gpu=False, allocator="both")
-    assert len(set(names_of(everybody))) == len(everybody) == 16
+    assert len(set(names_of(everybody))) == len(everybody) == 18
     assert names_of(select(everybody, ["litgpt-eager+allocator", "ours-zero2-compiled"])) == [
         "ours-zero2-compiled",
         "litgpt-eager+allocator",
@@ -26,7 +26,7 @@ def test_contenders_are_chosen_by_name_and_by_group():
     assert {c.family for c in select(everybody, ["peers"])} == {"transformers", "litgpt"}
     assert {c.compiled for c in select(everybody, ["compiled"])} == {True}
     assert len(select(everybody, ["all"])) == len(everybody)
-    with pytest.raises(UsageError, match=r"'nanogpt' is none of all, compiled, .*zero2"):
+    with pytest.raises(UsageError, match=r"'nanogpt' is none of all, alone, compiled, .*zero2"):
         select(everybody, ["nanogpt"])
 
 
@@ -54,6 +54,7 @@ def test_what_cannot_run_says_why_in_one_line(monkeypatch):
 def test_ranks_get_what_a_launcher_would_set(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     zero1 = Contender("ours", False, "zero1", processes=2)
     first, second = environments(zero1, 1234, tmp_path, fresh=True)
     assert [first["RANK"], second["RANK"], second["LOCAL_RANK"]] == ["0", "1", "1"]
@@ -62,6 +63,11 @@ def test_ranks_get_what_a_launcher_would_set(tmp_path, monkeypatch):
     config = json.loads(Path(first["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
     assert config["zero_optimization"]["stage"] == 1
     assert first["TORCHINDUCTOR_CACHE_DIR"].startswith(str(tmp_path))
+    alone = environments(
+        Contender("ours", False, "alone", processes=2), 1234, tmp_path, fresh=False
+    )
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in alone] == ["0", "1"]
+    assert not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED"} & set(alone[1])
     (single,) = environments(OURS, 1234, tmp_path, fresh=False)
     assert not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_DEEPSPEED"} & set(single)
     assert single.get("TORCHINDUCTOR_CACHE_DIR") == os.environ.get("TORCHINDUCTOR_CACHE_DIR")

@@ -9,6 +9,7 @@ from benchmarks.report import (
     SizeReport,
     closing,
     closing_line,
+    communication,
     ratio,
     size_json,
     size_table,
@@ -84,6 +85,18 @@ def test_the_table_has_every_contender_and_the_reason_of_every_missing_one():
     assert (ours["memory, GiB"], ours["first step, s"]) == ("1.00", "2.5")
     assert "- litgpt: not installed" in lines
     assert json.loads(json.dumps(size_json(found)))["results"][1]["name"] == "transformers-eager"
+
+
+def test_the_share_of_exchange_is_what_is_missing_to_processes_on_their_own():
+    found = report(
+        result(Contender("ours", True, "alone", processes=2), {1: 1.0, 2: 2.0}),
+        result(Contender("ours", True, "zero2", processes=2), {1: 1.25, 2: 2.5}),
+        result(Contender("ours", False, "ddp", processes=2), {1: 3.0, 2: 3.0}),  # nobody like it
+        result(OURS_COMPILED, {1: 0.5, 2: 0.5}, tokens=500),
+    )
+    assert communication(found) == pytest.approx({"ours-zero2-compiled": 0.2})
+    assert "exchange between processes takes: ours-zero2-compiled 20.0%." in size_table(found)
+    assert "exchange" not in size_table(report(result(OURS, {1: 1.0})))
 
 
 def test_different_numbers_of_threads_are_said():

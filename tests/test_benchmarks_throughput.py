@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import REPOSITORY, clean_environment, processes_with
 from test_benchmarks_contenders import LLAMA
 from test_pins import lines_of, names_in
 
@@ -101,18 +100,6 @@ def test_an_interrupt_ends_every_worker(tmp_path):
     running.send_signal(signal.SIGINT)
     assert "stopped" in running.communicate(timeout=60)[1]
     assert processes_with(marker) == []
-
-
-def processes_with(marker):
-    """Command lines of the processes whose environment has it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (path / "environ").read_bytes():
-                found.append((path / "cmdline").read_text())
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.parametrize(

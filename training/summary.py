@@ -68,7 +68,7 @@ def start_block(
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
     }
-    if advice := _advice(args, engine, n_parameters, activations):
+    if advice := _advice(args, engine, n_parameters, n_by_muon, activations):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
@@ -86,14 +86,22 @@ def _optimizer(args: TrainingArguments, model: Transformer) -> tuple[str, int]:
 
 
 def _advice(
-    args: TrainingArguments, engine: Engine, n_parameters: int, activations: int
+    args: TrainingArguments, engine: Engine, n_parameters: int, n_by_muon: int, activations: int
 ) -> str | None:
     accelerator = engine.accelerator
     processes, device = accelerator.num_processes, accelerator.device
-    needed = model_state_bytes(n_parameters, args.dtype, 1, processes) + activations + GIB
-    if device.type == "cpu":  # these share one memory
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    free = free_memory(device)
-    return faster_engine(
-        engine.zero_stage, processes, args.accumulation_steps, n_parameters, needed, free
-    )
+    on_cpu = device.type == "cpu"
+    # On a CPU the processes of a machine share one memory.
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if on_cpu else 1
+
+    def states(stage: int | None) -> int:
+        return model_state_bytes(n_parameters, args.dtype, stage, processes, n_by_muon=n_by_muon)
+
+    def fits(stage: int | None) -> bool:
+        """Whether it would in the place of this engine, whose states are in memory already."""
+        free = free_memory(device)
+        more = states(stage) - states(engine.zero_stage) + activations + GIB
+        return free is not None and sharing * more <= free
+
+    run = (engine.zero_stage, processes, args.accumulation_steps, n_parameters, args.dtype)
+    return faster_engine(*run, on_cpu, fits)
