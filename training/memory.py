@@ -26,18 +26,25 @@ def model_state_bytes(
     averages among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
     et al., https://arxiv.org/abs/1910.02054).
     """
-    optimizer = 12 * n_parameters - 4 * n_by_muon
+    optimizer = 8 * n_parameters - 4 * n_by_muon
+    gradients = gradient_bytes(n_parameters, dtype, zero_stage, world_size)
     if zero_stage is None:
-        return 4 * n_parameters + optimizer
-    half = 2 if dtype != "float32" else 4
-    weights, gradients = half, half + 4
+        return 4 * n_parameters + gradients + optimizer
+    optimizer += 4 * n_parameters  # master weights
+    weights = n_parameters * (2 if dtype != "float32" else 4)
     if zero_stage >= 1:
         optimizer /= world_size
-    if zero_stage >= 2:
-        gradients /= world_size
     if zero_stage >= 3:
         weights /= world_size
-    return int(n_parameters * (weights + gradients) + (0 if offload else optimizer))
+    return int(weights + gradients + (0 if offload else optimizer))
+
+
+def gradient_bytes(n_parameters: int, dtype: str, zero_stage: int | None, world_size: int) -> int:
+    """The share of `model_state_bytes` that is not there before the first backward pass."""
+    if zero_stage is None:
+        return 4 * n_parameters
+    gradients = n_parameters * ((2 if dtype != "float32" else 4) + 4)
+    return gradients // world_size if zero_stage >= 2 else gradients
 
 
 def activation_bytes(

@@ -12,7 +12,13 @@ from training.arguments import TrainingArguments
 from training.attention_kernel import attention_kernel
 from training.engine import Engine
 from training.hardware import device_name
-from training.memory import GIB, activation_bytes, free_memory, model_state_bytes
+from training.memory import (
+    GIB,
+    activation_bytes,
+    free_memory,
+    gradient_bytes,
+    model_state_bytes,
+)
 from training.optimizer import muon_matrices
 from training.resume import Choice
 from training.schedule import LearningRate
@@ -88,7 +94,9 @@ def _optimizer(args: TrainingArguments, model: Transformer) -> tuple[str, int]:
 def _advice(
     args: TrainingArguments, engine: Engine, n_parameters: int, n_by_muon: int, activations: int
 ) -> str | None:
-    accelerator = engine.accelerator
+    accelerator, plugin = engine.accelerator, engine.accelerator.state.deepspeed_plugin
+    if plugin is not None and "offload_optimizer" in plugin.deepspeed_config["zero_optimization"]:
+        return None  # memory is short, and not to be told from here
     processes, device = accelerator.num_processes, accelerator.device
     on_cpu = device.type == "cpu"
     # On a CPU the processes of a machine share one memory.
@@ -98,9 +106,11 @@ def _advice(
         return model_state_bytes(n_parameters, args.dtype, stage, processes, n_by_muon=n_by_muon)
 
     def fits(stage: int | None) -> bool:
-        """Whether it would in the place of this engine, whose states are in memory already."""
-        free = free_memory(device)
-        more = states(stage) - states(engine.zero_stage) + activations + GIB
+        """Whether it would in the place of this engine, whose weights and optimizer are in memory
+        already."""
+        free, size = free_memory(device), (n_parameters, args.dtype, engine.zero_stage, processes)
+        held = states(engine.zero_stage) - gradient_bytes(*size)
+        more = states(stage) - held + activations + GIB
         return free is not None and sharing * more <= free
 
     run = (engine.zero_stage, processes, args.accumulation_steps, n_parameters, args.dtype)
