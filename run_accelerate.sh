@@ -39,22 +39,24 @@ fi
 if ((gpus > 0)); then
   flags=(
     --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024
-    --dim 1024 --n_layers 32 --use_flash_attn --dtype bfloat16
+    --use_flash_attn --dtype bfloat16
     --learning_rate 2e-4 --grad_clip 1.0
     --log_interval 100 --save_interval 10000 --profile --profile_interval 10
   )
+  shape=(--dim 1024 --n_layers 32)
 else
   export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
   # A small model that two cores train in a few minutes. Muon ends at a validation loss of 2.8,
   # AdamW (--optimizer adamw --learning_rate 3e-3, cosine) at 3.4.
   flags=(
-    --max_steps 600 --batch_size 16 --accumulation_steps 1 --max_seq_len 256
-    --dim 192 --n_layers 4 --n_heads 4 --dtype bfloat16
+    --max_steps 600 --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
     --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --grad_clip 1.0
     --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0 # from the peak straight down to zero
-    --log_interval 20 --eval_interval 100 --save_interval 200
+    --log_interval 20 --eval_interval 100 --save_interval 200 --sample_interval 100
   )
+  shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
+[[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own
 [ "$data" != builtin ] || flags+=(--sample_prompt "def ")
 flags+=(--data "$packed" "$@")
 

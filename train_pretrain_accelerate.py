@@ -22,6 +22,7 @@ from data.dataset import PackedDataset
 from data.errors import DataError
 from data.order import MicroBatchSampler
 from model import ConfigError, LMConfig, Transformer
+from training.agreement import on_main_process
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpoint import Checkpointer, load_checkpoint, space_warning
 from training.compilation import compile_blocks, plan
@@ -29,6 +30,7 @@ from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
+from training.initial_weights import InitialWeights
 from training.interruption import StopRequest, leave, report_interruption
 from training.metrics import TrainingLog
 from training.optimizer import build_optimizer, set_learning_rate, tell_layout
@@ -43,6 +45,7 @@ from training.resume import (
     set_aside,
 )
 from training.run_folder import RunFolder, seed_everything
+from training.samples import SampleWriter
 from training.schedule import LearningRate
 from training.splits import open_splits
 from training.state import TrainingState
@@ -89,6 +92,8 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
                 result = evaluate(run.model, run.val_loader, accelerator, run.bytes_per_token)
             log.validation(step, result)
             val_loss = result["loss"]
+        with log.pause():
+            run.samples.write(step)
         interruption = run.stop.reason()
         if interruption or due(step, args.save_interval, total_steps):
             with log.pause():
@@ -104,7 +109,7 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
     weights = run.state.weights()
     log.close()
     if accelerator.is_main_process:
-        finish(args, run.folder, run.config, weights, run.prompt_from)
+        finish(args, run.folder, run.config, weights, run.samples.prompt_from)
         if not saved:
             raise UsageError(
                 f"{run.folder.path}: the weights are there, the last checkpoint is not"
@@ -151,7 +156,6 @@ class Run:
     optimizer: Any
     state: TrainingState
     train_set: PackedDataset
-    prompt_from: PackedDataset  # the validation split, if there is one
     sampler: MicroBatchSampler
     batches: Iterator[tuple[Tensor, Tensor]]
     val_loader: DataLoader | None
@@ -161,6 +165,7 @@ class Run:
     learning_rate: LearningRate
     log: TrainingLog
     profiler: StepProfiler
+    samples: SampleWriter
     checkpointer: Checkpointer
     stop: StopRequest
 
@@ -174,8 +179,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     require_trackers(args.trackers)
     engine = build_engine(args)
     accelerator = engine.accelerator
-    train_set, val_set = open_splits(args, model_settings["max_seq_len"], accelerator)
-    config = LMConfig(**model_settings | {"vocab_size": train_set.vocab_size})
+    initial = on_main_process(accelerator, InitialWeights.find, args.init_from, model_settings)
+    train_set, val_set = open_splits(args, initial.max_seq_len, accelerator)
+    config = initial.config(train_set)
     choice = choose_run(args, accelerator)
     identity = run_identity(config, train_set, args, accelerator.num_processes)
     if choice.checkpoint:
@@ -192,6 +198,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     flops_per_token, compiled, why = plan(config, args.compile, recorded, run_tokens, accelerator)
     model, optimizer = build_model(config, args, accelerator, compiled)
     state = TrainingState(accelerator, model, optimizer)
+    if initial.source and not choice.checkpoint:
+        state.load_weights(initial.load(), str(initial.source.folder))
+        choice.new_weights = initial.describe()
     first_step = choice.step + 1
     log = TrainingLog(
         accelerator,
@@ -204,10 +213,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     )
     if choice.checkpoint:
         load_checkpoint(choice.checkpoint, state, log)
-    position = (args.batch_size, accelerator.process_index, accelerator.num_processes)
-    sampler = MicroBatchSampler(
-        len(train_set), *position, seed=args.seed, start=choice.step * samples_per_step
-    )
+    sampler = build_sampler(train_set, args, accelerator, choice.step * samples_per_step)
     val_loader = val_set and validation_loader(
         val_set, args.batch_size, args.eval_samples, accelerator
     )
@@ -220,7 +226,6 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         optimizer=optimizer,
         state=state,
         train_set=train_set,
-        prompt_from=val_set or train_set,
         sampler=sampler,
         batches=micro_batches(train_set, sampler, args.num_workers, accelerator.device),
         val_loader=val_loader,
@@ -230,6 +235,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         learning_rate=LearningRate.from_arguments(args, total_steps),
         log=log,
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
+        samples=SampleWriter(args, choice.folder.samples, model, val_set or train_set, log),
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log, compiled),
         stop=StopRequest(accelerator, args.time_limit, since=STARTED),
     )
@@ -271,6 +277,14 @@ def build_model(
     tell_layout(model, accelerator)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return model, optimizer
+
+
+def build_sampler(
+    train_set: PackedDataset, args: TrainingArguments, accelerator: Accelerator, consumed: int
+) -> MicroBatchSampler:
+    """This process's samples, after so many that all processes together have consumed."""
+    position = (args.batch_size, accelerator.process_index, accelerator.num_processes)
+    return MicroBatchSampler(len(train_set), *position, seed=args.seed, start=consumed)
 
 
 def due(step: int, interval: int, total_steps: int) -> bool:

@@ -16,7 +16,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from data.errors import DataError
 
@@ -126,24 +126,47 @@ def parse(record: Record) -> str:
         DataError: invalid UTF-8, a line that is not JSON, or JSON without a text; names file and
             place.
     """
+    if not is_jsonl(record.path):
+        return decode(record)
+    document = load_json(record)
+    if not isinstance(document, dict) or not isinstance(document.get("text"), str):
+        raise DataError(f'{record.place}: no "text" with a string in it')
+    refuse_half_characters(record, document["text"])
+    return document["text"]
+
+
+def decode(record: Record) -> str:
+    """The record as characters, without a byte order mark at the start of its file.
+
+    Raises:
+        DataError: invalid UTF-8; names file and place.
+    """
     try:
-        text = record.raw.decode(
+        return record.raw.decode(
             "utf-8-sig" if record.position == is_jsonl(record.path) else "utf-8"
         )
     except UnicodeDecodeError as error:
         raise DataError(
             f"{record.place}: not valid UTF-8 ({error.reason} at its byte {error.start})"
         ) from error
-    if not is_jsonl(record.path):
-        return text
+
+
+def load_json(record: Record) -> Any:
+    """What a line of a .jsonl file holds.
+
+    Raises:
+        DataError: invalid UTF-8 or a line that is not JSON; names file and place.
+    """
+    text = decode(record)
     try:
-        document = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{record.place}: not JSON ({error})") from error
-    if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-        raise DataError(f'{record.place}: no "text" with a string in it')
+
+
+def refuse_half_characters(record: Record, text: str) -> None:
+    """Raises DataError: JSON can spell half a surrogate pair, and UTF-8 cannot."""
     try:
-        document["text"].encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{record.place}: half a surrogate pair, which is no character") from error
-    return document["text"]

@@ -1,5 +1,6 @@
 """Packed token shards as a PyTorch dataset of (tokens, targets) pairs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,15 @@ class PackedDataset(Dataset):
         self._check(window)
         window = torch.from_numpy(window.astype(np.int64))
         return window[:-1], window[1:]
+
+    def documents_of(self, samples: Sequence[int], bos_id: int) -> np.ndarray:
+        """The number of the document in which each sample begins, int64 of shape (samples,)."""
+        begins = [
+            start + np.flatnonzero(shard == bos_id)
+            for start, shard in zip(self._starts, self._shards(), strict=False)  # one start more
+        ]
+        positions = np.asarray(samples, np.int64) * self.seq_len
+        return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
 
     def scan(self) -> None:
         """Look for ids outside the vocabulary in the whole split, unless it is larger than

@@ -54,6 +54,10 @@ class Tokenizer:
     def eos_id(self) -> int:
         return self._model.eos_id()
 
+    def byte_of(self, id: int) -> int | None:
+        """The byte that this piece stands for; None for a piece of text or a marker."""
+        return int(self._model.id_to_piece(id)[3:5], 16) if self._model.is_byte(id) else None
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without begin and end pieces."""
         return self.encode_batch([text])[0]
@@ -129,6 +133,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             model_type="bpe",
             vocab_size=vocab_size,
             character_coverage=1.0,
+            required_chars=SPACE_SYMBOL,  # without a piece of its own, a space decodes to U+2581
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,

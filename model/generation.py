@@ -1,52 +1,127 @@
-"""Continue a prompt, one token at a time."""
+"""Continue prompts, token by token."""
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 
+from model.decoder import Decoder
+from model.sampling import Sampler, Sampling
 from model.transformer import Transformer
 
 
-@torch.inference_mode()
-def generate(
-    model: Transformer,
-    prompt: list[int],
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    stop_id: int | None = None,
-) -> list[int]:
-    """Ids that follow the prompt, sampled from the top_k likeliest at the given temperature.
+class Generation:
+    """Prompts that grow together. Iterating gives, for each step, {index of the prompt: its next
+    token}, of the prompts that still grow.
 
     Args:
-        prompt: at least one id. Only its last max_seq_len tokens are seen, and so with what is
-            generated.
-        stop_id: ends the continuation and is not part of it.
+        model: a decoder, or a model to make one of.
+        prompts: token ids, at least one each.
+        max_new_tokens: at most so many for each prompt.
+        sampling: how to draw; prompt i has the random numbers of seed + i.
+        stop_ids: tokens that end a continuation and are not part of it.
+        slide: what happens at the end of the context. True: the later half of the sequence is read
+            anew and the text goes on from there. False: it ends, and `cut` has its index.
 
     Raises:
-        ValueError: an empty prompt.
+        ValueError: an empty prompt, one that is too long for the context (with `slide` it is cut to
+            its last half context), or ids that the model does not have.
     """
-    if not prompt:
-        raise ValueError("an empty prompt: begin with at least the begin-of-document token")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be positive and finite, not {temperature}")
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, not {top_k}")
-    device = model.tok_embeddings.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.tensor([prompt], device=device)
-    for _ in range(max_new_tokens):
-        logits = model(tokens[:, -model.config.max_seq_len :]).logits[0, -1].float()
-        next_token = _sample(logits, temperature, top_k, generator)
-        if next_token.item() == stop_id:
-            break
-        tokens = torch.cat((tokens, next_token[None]), dim=1)
-    return tokens[0, len(prompt) :].tolist()
+
+    def __init__(
+        self,
+        model: Decoder | Transformer,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        stop_ids: tuple[int, ...] = (),
+        slide: bool = False,
+    ):
+        self.decoder = model if isinstance(model, Decoder) else Decoder(model)
+        config = self.decoder.config
+        self.context = config.max_seq_len
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("an empty prompt: begin with the begin-of-document token")
+            if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+                raise ValueError(f"token ids must be below the vocabulary of {config.vocab_size}")
+            if len(prompt) > self.context and not slide:
+                raise ValueError(
+                    f"a prompt of {len(prompt)} tokens, but the context has {self.context}"
+                )
+        self.texts = [list(prompt) for prompt in prompts]  # with all that has been generated
+        self.starts = [0] * len(prompts)  # where the part of it begins that the model sees
+        self.max_new_tokens, self.stop_ids, self.slide = max_new_tokens, set(stop_ids), slide
+        self.live = list(range(len(prompts)))  # row of the decoder → index of the prompt
+        self.ended: set[int] = set()
+        self.cut: set[int] = set()
+        device = self.decoder.device
+        self.sampler = Sampler(
+            sampling or Sampling(), self.texts, max_new_tokens, config.vocab_size, device
+        )
+
+    def end(self, index: int) -> None:
+        """Let this prompt grow no further."""
+        self.ended.add(index)
+
+    def __iter__(self) -> Iterator[dict[int, int]]:
+        if not self.max_new_tokens or not self.live:
+            return
+        logits = self._read()
+        for _ in range(self.max_new_tokens - 1):
+            tokens = self.sampler(logits)
+            yield self._append(tokens)
+            self._end_at_the_context()
+            rows = [row for row, index in enumerate(self.live) if index not in self.ended]
+            if not rows:
+                return
+            if len(rows) < len(self.live):
+                self.live = [self.live[row] for row in rows]
+                self.decoder.keep(rows)
+                self.sampler.keep(rows)
+                tokens = tokens[rows]
+            full = max(self.decoder.lengths) == self.context
+            logits = self._read() if full else self.decoder.step(tokens)
+        yield self._append(self.sampler(logits))
+
+    def _append(self, tokens: Tensor) -> dict[int, int]:
+        new = dict(zip(self.live, tokens.tolist(), strict=True))
+        self.ended |= {index for index, token in new.items() if token in self.stop_ids}
+        new = {index: token for index, token in new.items() if index not in self.ended}
+        for index, token in new.items():
+            self.texts[index].append(token)
+        return new
+
+    def _end_at_the_context(self) -> None:
+        """Without `slide`: end what has filled the context."""
+        for index, length in zip(self.live, self.decoder.lengths, strict=True):
+            if length == self.context and not self.slide and index not in self.ended:
+                self.end(index)
+                self.cut.add(index)
+
+    def _read(self) -> Tensor:
+        """Logits after what the living prompts have become; what is too long loses its past."""
+        for index in self.live:
+            if len(self.texts[index]) - self.starts[index] > self.context:
+                self.starts[index] = len(self.texts[index]) - max(1, self.context // 2)
+        seen = [self.texts[index][self.starts[index] :] for index in self.live]
+        room = max(map(len, seen)) + self.max_new_tokens
+        return self.decoder.read(seen, min(self.context, room))
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> Tensor:
-    """One id, shape (1,), from logits of shape (vocab_size,)."""
-    best, ids = logits.topk(min(top_k, logits.numel()))
-    probabilities = torch.softmax(best / temperature, dim=-1)
-    return ids[torch.multinomial(probabilities, 1, generator=generator)]
+def generate(
+    model: Decoder | Transformer,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    stop_ids: tuple[int, ...] = (),
+    slide: bool = True,
+) -> list[list[int]]:
+    """The ids that follow each prompt; see `Generation`."""
+    generation = Generation(
+        model, prompts, max_new_tokens, sampling, stop_ids=stop_ids, slide=slide
+    )
+    for _ in generation:
+        pass
+    return [text[len(prompt) :] for text, prompt in zip(generation.texts, prompts, strict=True)]

@@ -42,6 +42,20 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+def load_config(folder: Path) -> LMConfig:
+    """The shape of the model in such a folder.
+
+    Raises:
+        ConfigError: missing, damaged, or no shape that can be built.
+    """
+    try:
+        return LMConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{folder}: no readable {CONFIG_FILE} ({error})") from error
+
+
 def load_portable(folder: str | Path) -> Transformer:
     """The model of such a folder, in evaluation mode, on the CPU, in fp32.
 
@@ -50,12 +64,10 @@ def load_portable(folder: str | Path) -> Transformer:
             wrong.
     """
     folder = Path(folder)
+    config = load_config(folder)
     try:
-        config = LMConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
         weights = load_file(folder / WEIGHTS_FILE)
-    except ConfigError as error:
-        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
-    except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: no readable weights ({error})") from error
     model = Transformer(config)
     load_weights(model, weights, str(folder))

@@ -13,6 +13,7 @@ from training.arguments import (
     parse_arguments,
 )
 from training.errors import UsageError
+from training.initial_weights import MAY_DIFFER
 
 README = REPOSITORY / "README.md"
 FLAGS = [item for item, _ in [*_flags(TrainingArguments), *_flags(LMConfig)]]
@@ -22,7 +23,7 @@ BOOLS = [item.name for item in FLAGS if item.type is bool]
 CHOICES = [item.name for item in FLAGS if item.metadata.get("choices")]
 ZERO_ALLOWED = {
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
-    "keep_last",
+    *("keep_last", "sample_interval"),
     *("warmup_steps", "weight_decay", "grad_clip", "min_lr_ratio", "decay_fraction"),
     *("beta1", "beta2", "muon_momentum", "dropout"),
 }
@@ -83,8 +84,11 @@ def test_the_flags_that_the_shell_script_passes_parse():
     script = (REPOSITORY / "run_accelerate.sh").read_text(encoding="utf-8")
     blocks = re.findall(r"flags=\(\n(.*?)\n\s*\)", script, re.DOTALL)
     assert len(blocks) == 2
-    for block in blocks:
-        parse_arguments(shlex.split(block, comments=True))
+    shapes = re.findall(r"shape=\((.*)\)", script)
+    assert len(shapes) == 2
+    for block, shape in zip(blocks, shapes, strict=True):
+        assert parse_arguments(shlex.split(block, comments=True))[1].keys() <= {*MAY_DIFFER}
+        assert parse_arguments(shlex.split(shape))[1].keys().isdisjoint(MAY_DIFFER)
 
 
 def refused(typed: list[str]) -> str:
@@ -192,6 +196,16 @@ def test_of_a_switch_given_twice_the_last_one_wins(name):
 
 def test_of_a_flag_given_twice_the_last_one_wins():
     assert parse_arguments(["--batch_size", "4", "--batch_size", "16"])[0].batch_size == 16
+
+
+def test_settings_of_the_model_come_back_only_if_they_were_typed():
+    typed = ["--dim", "512", "--no-tie_embeddings"]
+    assert parse_arguments(typed)[1] == {"dim": 512, "tie_embeddings": False}
+
+
+def test_with_weights_to_start_from_the_shape_is_checked_when_theirs_is_known():
+    parse_arguments(["--init_from", "weights", "--n_heads", "3"])
+    assert "n_heads 3" in refused(["--n_heads", "3"])
 
 
 def test_defaults_are_those_of_the_dataclasses():

@@ -244,3 +244,13 @@ def test_a_damaged_description_is_refused_or_still_works(packed, tmp_path, damag
             wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
     assert wrong == []
     assert refused > 20
+
+
+def test_a_sample_belongs_to_the_document_in_which_it_begins(tmp_path):
+    bos = 1
+    documents = [np.array([bos] + [5] * n) for n in (5, 2, 6)]  # they begin at 0, 6 and 9
+    for shard_tokens in (10**6, 1):  # one shard, and one for each document
+        make_folder(tmp_path, documents, 10, shard_tokens=shard_tokens)
+        dataset = PackedDataset(tmp_path, "train", 3)
+        assert dataset.documents_of(range(len(dataset)), bos).tolist() == [0, 0, 1, 2, 2]
+        assert dataset.documents_of([4, 1], bos).tolist() == [2, 0]

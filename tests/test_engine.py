@@ -6,7 +6,7 @@ import torch
 from conftest import REPOSITORY
 
 from training.arguments import TrainingArguments
-from training.engine import _check_launch, _name, _use_all_cores, build_engine, deepspeed_plugin
+from training.engine import _check_launch, _name, build_engine, deepspeed_plugin, use_all_cores
 from training.errors import UsageError
 
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
@@ -148,13 +148,13 @@ def test_the_cores_are_divided_among_the_processes(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "OMP_NUM_THREADS": "1"}
-    _use_all_cores()
+    use_all_cores()
     assert torch.get_num_threads() == used
 
 
 def test_a_number_of_threads_that_the_user_chose_stays(environ, threads):
     environ["OMP_NUM_THREADS"] = "3"
-    _use_all_cores()
+    use_all_cores()
     assert torch.get_num_threads() == 1  # as it was
 
 

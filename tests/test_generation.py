@@ -2,9 +2,12 @@ import pytest
 import torch
 
 from model import LMConfig, Transformer
-from model.generation import generate
+from model.decoder import Decoder
+from model.generation import Generation, generate
+from model.sampling import Sampling
 
 PROMPT = [3, 1, 4, 1, 5]
+GREEDY = Sampling(temperature=0)
 
 
 def transformer(vocab_size=30, **changes) -> Transformer:
@@ -19,98 +22,112 @@ def transformer(vocab_size=30, **changes) -> Transformer:
 
 
 def step_by_step(model: Transformer, prompt: list[int], n: int) -> list[int]:
-    """The likeliest next token, n times; a sequence over the context loses its first tokens."""
-    tokens = list(prompt)
+    """The likeliest next token, n times; a sequence over the context keeps its later half."""
+    tokens, start, context = list(prompt), 0, model.config.max_seq_len
     for _ in range(n):
-        seen = tokens[-model.config.max_seq_len :]
+        if len(tokens) - start > context:
+            start = len(tokens) - context // 2
         with torch.no_grad():
-            tokens.append(model(torch.tensor([seen])).logits[0, -1].argmax().item())
+            logits = model(torch.tensor([tokens[start:]])).logits[0, -1]
+        tokens.append(logits.argmax().item())
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("n", [0, 1, 6, 25])  # 25 is beyond the context of 12
-def test_with_one_candidate_it_is_the_likeliest_token_each_time(n):
+@pytest.mark.parametrize("n", [0, 1, 6, 7, 8, 25])  # beyond the context of 12 from 8 on
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 4])
+def test_greedy_is_the_likeliest_token_each_time(prompt, n):
     model = transformer()
-    expected = step_by_step(model, PROMPT, n)
+    expected = step_by_step(model, prompt, n)
     assert len(expected) == n
     assert n < 25 or len(set(expected)) > 3
-    assert generate(model, PROMPT, n, top_k=1) == expected
+    assert generate(model, [prompt], n, GREEDY) == [expected]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=2.0, repetition_penalty=1.2)])
+@pytest.mark.parametrize("stop_ids", [(), (7, 11, 13)])
+def test_prompts_together_give_what_each_gives_alone(sampling, stop_ids):
+    model = transformer()
+    prompts = [PROMPT, [9], PROMPT[::-1], [2] * 12, [8] * 30]
+    together = generate(model, prompts, 40, sampling, stop_ids=stop_ids)
+    alone = [
+        generate(model, [prompt], 40, Sampling(**vars(sampling) | {"seed": i}), stop_ids=stop_ids)
+        for i, prompt in enumerate(prompts)
+    ]
+    assert together == [texts[0] for texts in alone]
+    assert len({tuple(text) for text in together}) > 1
+
+
+def test_iterating_gives_every_token_when_it_comes():
+    model = transformer()
+    generation = Generation(model, [PROMPT, [9]], 20, Sampling(seed=3), slide=True)
+    collected = {0: [], 1: []}
+    for n, new in enumerate(generation, 1):
+        for index, token in new.items():
+            collected[index].append(token)
+        assert all(len(tokens) == n for tokens in collected.values())
+    assert n == 20
+    assert generate(model, [PROMPT, [9]], 20, Sampling(seed=3)) == list(collected.values())
+
+
+def test_a_prompt_that_is_ended_from_outside_grows_no_further_and_the_others_do():
+    model = transformer()
+    whole = generate(model, [PROMPT, [9]], 20, Sampling(seed=3))
+    generation = Generation(model, [PROMPT, [9]], 20, Sampling(seed=3), slide=True)
+    for n, _ in enumerate(generation, 1):
+        if n == 4:
+            generation.end(0)
+    grown = [generation.texts[0][5:], generation.texts[1][1:]]
+    assert grown == [whole[0][:4], whole[1]]
+
+
+def test_without_sliding_the_text_ends_with_the_context_and_says_so():
+    model = transformer()
+    generation = Generation(model, [PROMPT, [9] * 12, [9]], 10, GREEDY)
+    for _ in generation:
+        pass
+    # a context of 12 sees 12 tokens and predicts a thirteenth
+    assert [len(text) for text in generation.texts] == [13, 13, 11]
+    assert generation.cut == {0, 1}
+
+
+def test_a_prompt_longer_than_the_context_is_refused_without_sliding():
+    with pytest.raises(ValueError, match="13 tokens, but the context has 12"):
+        Generation(transformer(), [[1] * 13], 5)
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
-    model = transformer()
-    texts = [generate(model, PROMPT, 20, temperature=2.0, seed=seed) for seed in (7, 7, 8)]
+    decoder = Decoder(transformer())
+    texts = [generate(decoder, [PROMPT], 20, Sampling(temperature=2.0, seed=s)) for s in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2]
-
-
-def test_the_seed_counts_and_not_the_state_of_the_global_generator():
-    model = transformer()
-    first = generate(model, PROMPT, 20, seed=7)
-    torch.rand(100)
-    assert generate(model, PROMPT, 20, seed=7) == first
 
 
 def test_the_stop_token_ends_the_text_and_is_not_part_of_it():
     model = transformer()
-    text = generate(model, PROMPT, 20, temperature=2.0, seed=1)
+    sampling = Sampling(temperature=2.0, seed=1)
+    (text,) = generate(model, [PROMPT], 20, sampling)
     stop_id = text[7]
-    stopped = generate(model, PROMPT, 20, temperature=2.0, seed=1, stop_id=stop_id)
+    (stopped,) = generate(model, [PROMPT], 20, sampling, stop_ids=(stop_id,))
     assert stopped == text[: text.index(stop_id)]
 
 
 def test_a_stop_token_in_the_prompt_does_not_stop():
     model = transformer()
-    text = generate(model, PROMPT, 3, top_k=1)
+    (text,) = generate(model, [PROMPT], 3, GREEDY)
     in_prompt_alone = next(token for token in PROMPT if token not in text)
-    assert generate(model, PROMPT, 3, top_k=1, stop_id=in_prompt_alone) == text
+    assert generate(model, [PROMPT], 3, GREEDY, stop_ids=(in_prompt_alone,)) == [text]
 
 
-@pytest.mark.parametrize("length", [12, 13, 40])
-def test_of_a_long_prompt_only_the_last_context_counts(length):
-    model = transformer()
-    prompt = torch.randint(30, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    text = generate(model, prompt, 10, seed=3)
-    assert len(text) == 10
-    assert text == generate(model, prompt[-12:], 10, seed=3)
-
-
-def test_an_empty_prompt_is_refused():
+@pytest.mark.parametrize("prompts", [[[]], [PROMPT, []]])
+def test_an_empty_prompt_is_refused(prompts):
     with pytest.raises(ValueError, match="empty prompt"):
-        generate(transformer(), [], 5)
+        generate(transformer(), prompts, 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("temperature", value) for value in (0.0, -1.0, float("nan"))),
-        *(("top_k", value) for value in (0, -1)),
-    ],
-)
-def test_a_setting_that_cannot_be_sampled_with_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=name):
-        generate(transformer(), PROMPT, 5, **{name: value})
+@pytest.mark.parametrize("prompt", [[30], [-1]])
+def test_ids_outside_the_vocabulary_are_refused(prompt):
+    with pytest.raises(ValueError, match="vocabulary of 30"):
+        generate(transformer(), [prompt], 5)
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 8), (0.5, 3), (2.0, 50)])
-def test_tokens_are_drawn_by_their_probability_among_the_likeliest(temperature, top_k):
-    model = transformer(vocab_size=8)
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT])).logits[0, -1].double() / temperature
-    left_out = logits < logits.sort(descending=True).values[min(top_k, 8) - 1]
-    expected = logits.masked_fill(left_out, -torch.inf).softmax(-1)
-
-    draws = 1500
-    drawn = torch.zeros(8, dtype=torch.float64)
-    for seed in range(draws):
-        (token,) = generate(model, PROMPT, 1, temperature=temperature, top_k=top_k, seed=seed)
-        drawn[token] += 1
-    assert (drawn[expected == 0] == 0).all()
-    assert ((drawn / draws - expected).abs() < 4 * (expected / draws).sqrt() + 1e-9).all()
-
-
-def test_generating_leaves_no_gradient_and_no_trace_in_the_model():
-    model = transformer()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    generate(model, PROMPT, 5)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+def test_no_prompts_give_no_texts():
+    assert generate(transformer(), [], 5) == []

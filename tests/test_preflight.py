@@ -8,7 +8,9 @@ import yaml
 from conftest import REPOSITORY
 
 from data.errors import DataError
-from model import ConfigError
+from data.tokenizer import TOKENIZER_FILE
+from model import ConfigError, LMConfig, Transformer
+from model.portable import WEIGHTS_FILE, save_portable
 from training.errors import UsageError
 from training.preflight import check_launch
 
@@ -154,6 +156,42 @@ def test_an_id_outside_the_vocabulary_is_refused(packed, tmp_path):
     shard.write_bytes(shard.read_bytes()[:-2] + b"\xff\xff")
     message = refused(ZERO_2, [*TINY, "--data", str(foreign)], error=DataError)
     assert "65535" in message
+
+
+@pytest.fixture
+def weights(packed, tmp_path):
+    """Weights of the shape that TINY asks for, with the tokenizer of the data."""
+    config = LMConfig(dim=32, n_layers=1, n_heads=4, vocab_size=400, max_seq_len=16)
+    save_portable(tmp_path / "weights", config, dict(Transformer(config).named_parameters()))
+    shutil.copy(packed / TOKENIZER_FILE, tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def test_weights_to_start_from_pass(flags, weights):
+    check_launch(ZERO_2, "2", [*flags, "--init_from", str(weights)])
+
+
+def test_weights_to_start_from_that_are_missing_are_refused(flags, tmp_path):
+    message = refused(ZERO_2, [*flags, "--init_from", str(tmp_path / "none")])
+    assert message == f"{tmp_path / 'none'}: no such folder"
+
+
+def test_weights_of_another_shape_than_the_flags_are_refused(flags, weights):
+    message = refused(ZERO_2, [*flags, "--init_from", str(weights), "--n_layers", "3"])
+    assert "--n_layers 3 (there 1)" in message
+
+
+def test_weights_of_another_tokenizer_are_refused(flags, weights):
+    (weights / TOKENIZER_FILE).write_bytes(b"another")
+    message = refused(ZERO_2, [*flags, "--init_from", str(weights)], error=DataError)
+    assert "prepare_data --tokenizer" in message
+
+
+def test_damaged_weights_are_refused(flags, weights):
+    file = weights / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-1])
+    message = refused(ZERO_2, [*flags, "--init_from", str(weights)], error=ConfigError)
+    assert message.startswith(f"{weights}: no readable weights")
 
 
 def test_500_damaged_launcher_files_are_refused_in_words_or_pass(flags, tmp_path):

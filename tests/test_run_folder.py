@@ -16,10 +16,13 @@ def test_every_file_of_a_run_lies_in_its_folder():
 
 
 def test_settings_tell_what_was_asked_and_what_ran_it(tmp_path, accelerator):
+    (tmp_path / "elsewhere.model").write_bytes(b"pieces")
     args = TrainingArguments(batch_size=3)
     config = LMConfig(dim=32, n_heads=4)
     engine = Engine(accelerator, "single process, no engine", None)
-    RunFolder(tmp_path).write_settings(args, config, engine)
+    run = RunFolder(tmp_path)
+    run.write_settings(args, config, engine, tmp_path / "elsewhere.model")
+    assert run.tokenizer.read_bytes() == b"pieces"
     settings = json.loads((tmp_path / "settings.json").read_text(encoding="utf-8"))
     assert settings["arguments"]["batch_size"] == 3
     assert settings["model"] == config.to_dict()

@@ -62,6 +62,18 @@ def test_a_run_goes_on_from_its_state_to_the_bit(args, accelerator):
     )
 
 
+@pytest.mark.parametrize("args", [ADAMW, MUON])
+def test_a_run_that_is_given_weights_is_one_that_drew_them(args, accelerator):
+    one, other = Trainee(accelerator, args), Trainee(accelerator, args, seed=5)
+    other.state.load_weights(one.state.weights(), "weights")
+    for seed in (1, 2):
+        one.step(seed)
+        other.step(seed)
+    before, after = one.state.weights(), other.state.weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert other.state.scalars()["optimizer_step"] == 2
+
+
 @pytest.mark.parametrize("stepped", [False, True])
 def test_what_is_kept_of_a_parameter_depends_on_who_steps_it(stepped, accelerator):
     trainee = Trainee(accelerator, MUON)

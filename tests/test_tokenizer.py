@@ -122,6 +122,12 @@ def test_text_with_nul_and_space_symbols_can_be_trained_on(tmp_path, texts):
     assert tokenizer.decode(tokenizer.encode("\0 \u2581 1 + 1")) == "\0 \u2581 1 + 1"
 
 
+def test_spaces_come_back_though_the_training_text_has_none(tmp_path):
+    train_tokenizer(MANY_CHINESE, 300, tmp_path / "t")
+    tokenizer = Tokenizer(tmp_path / "t")
+    assert tokenizer.decode(tokenizer.encode("a b \u2581 c ")) == "a b \u2581 c "
+
+
 def number_to_pass(error: DataError) -> int:
     advice = re.search(r"--vocab_size (\d+)", str(error))
     assert advice, f"no number to pass in: {error}"

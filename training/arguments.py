@@ -35,6 +35,12 @@ class TrainingArguments:
     resume: str | None = setting(
         None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint"
     )
+    init_from: str | None = setting(
+        None,
+        "start from the weights of a run, a checkpoint or a folder, or 'auto' for the newest run: "
+        "the shape of the model is theirs, the optimizer new; a checkpoint that --resume finds is "
+        "preferred",
+    )
     keep_last: int = setting(
         3, "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all"
     )
@@ -91,8 +97,11 @@ class TrainingArguments:
         False, "measure the phases of a step and write a trace, every profile_interval steps"
     )
     profile_interval: int = setting(100, "steps between profiled steps")
+    sample_interval: int = setting(
+        0, "steps between samples through training; 0 samples at the end only"
+    )
     sample_prompt: str | None = setting(
-        None, "prompt that the finished model continues (default: how the validation text begins)"
+        None, "prompt that the model continues (default: how the validation text begins)"
     )
     sample_tokens: int = setting(100, "tokens of that continuation")
 
@@ -111,6 +120,7 @@ class TrainingArguments:
             "save_interval",
             "num_workers",
             "seed",
+            "sample_interval",
             "sample_tokens",
             "keep_last",
         ):
@@ -168,7 +178,8 @@ def build_parser() -> argparse.ArgumentParser:
     groups = {}
     for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
-        options = {"default": item.default, "help": _help(item)}
+        # Defaults stay in the dataclasses, so that what comes back is what was typed.
+        options = {"default": argparse.SUPPRESS, "help": _help(item)}
         if item.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -194,19 +205,20 @@ def _show(value) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, dict]:
-    """The training arguments, and the model settings still lacking the vocabulary, which comes with
-    the data.
+    """The training arguments, and those settings of the model that were given; the others are
+    LMConfig's, or with --init_from those of the weights, and the vocabulary comes with the data.
 
     Raises:
         UsageError: unknown flags or values that cannot work.
         ConfigError: a model shape that cannot work.
     """
     values = vars(build_parser().parse_args(argv))
-    model_settings = {item.name: values.pop(item.name) for item, _ in _flags(LMConfig)}
-    LMConfig(
-        **model_settings
-    )  # a shape that cannot work is refused before anything is read or started
-    return TrainingArguments(**values), model_settings
+    names = [item.name for item, _ in _flags(LMConfig)]
+    model_settings = {name: values.pop(name) for name in names if name in values}
+    args = TrainingArguments(**values)
+    if args.init_from is None:
+        LMConfig(**model_settings)  # a shape that cannot work is refused before anything starts
+    return args, model_settings
 
 
 def flag_table() -> str:

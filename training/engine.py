@@ -68,7 +68,7 @@ def build_engine(args: TrainingArguments) -> Engine:
             handlers = [InitProcessGroupKwargs("gloo", timeout=timedelta(hours=1))]
             _skip_compiled_communication()
     elif not has_gpu:
-        _use_all_cores()
+        use_all_cores()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         accelerator = Accelerator(
@@ -90,7 +90,7 @@ def build_engine(args: TrainingArguments) -> Engine:
             f"Accelerate sees {accelerator.num_processes}"
         )
     if deepspeed and not has_gpu:
-        _use_all_cores()
+        use_all_cores()
     zero_stage = plugin.zero_stage if deepspeed else None
     return Engine(accelerator, _name(accelerator, zero_stage), zero_stage)
 
@@ -202,7 +202,7 @@ def _skip_compiled_communication() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _use_all_cores() -> None:
+def use_all_cores() -> None:
     """Divide this machine's cores among its processes; launchers give each a single one."""
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):

@@ -15,12 +15,16 @@ def validation_loader(
     dataset: PackedDataset, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
     """This process's batches of at most max_samples sequences (0: all), spread over the split."""
-    n = len(dataset) if max_samples == 0 else min(len(dataset), max_samples)
-    chosen = np.linspace(0, len(dataset) - 1, n).astype(int).tolist()
+    chosen = spread(len(dataset), max_samples)
     # With a generator of its own the loader draws nothing from the global one, which drives
     # dropout.
     loader = DataLoader(Subset(dataset, chosen), batch_size, generator=torch.Generator())
     return accelerator.prepare_data_loader(loader)
+
+
+def spread(n: int, most: int) -> list[int]:
+    """At most `most` (0: all) of the numbers below n, in order and evenly spread."""
+    return np.linspace(0, n - 1, n if most == 0 else min(n, most)).astype(int).tolist()
 
 
 @torch.no_grad()

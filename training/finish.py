@@ -1,6 +1,8 @@
-"""What a finished run leaves: portable weights, a sample, a picture, and where they are."""
+"""What a finished run leaves: portable weights, a sample, pictures, and where they are."""
 
+import shlex
 import shutil
+import sys
 from pathlib import Path
 
 from torch import Tensor
@@ -8,13 +10,13 @@ from torch import Tensor
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import LMConfig
-from model.generation import generate
 from model.portable import load_portable, save_portable
+from report.history import read_rows
+from report.page import leave_report
+from report.picture import draw_losses
 from training.arguments import TrainingArguments
-from training.plot import draw_losses, read_metrics
 from training.run_folder import RunFolder
-
-PROMPT_TOKENS = 12  # of the validation text, where no prompt is given
+from training.samples import prompt_and_continuation
 
 
 def finish(
@@ -24,19 +26,22 @@ def finish(
     weights: dict[str, Tensor],
     prompt_from: PackedDataset,
 ) -> None:
-    """Write weights with config and tokenizer, sample.txt and loss.png, and print a last report.
+    """Write weights with config and tokenizer, sample.txt, loss.png and report.html, and print a
+    last report.
 
-    `weights` comes last and whole: a run that has it is finished.
+    A run that has `weights` is finished: they come whole, after all but the page that says so.
     """
     aside = run.weights.with_name("weights.partial")
     save_portable(aside, config, weights)
     shutil.copyfile(prompt_from.tokenizer_path, aside / TOKENIZER_FILE)
-    prompt, continuation = sample(args, aside, prompt_from)
+    # By the files just written: the proof that they can be used.
+    model, tokenizer = load_portable(aside), Tokenizer(aside / TOKENIZER_FILE)
+    prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
     run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
-    draw_losses(run.metrics, run.loss_picture)
+    draw_losses([run.path], run.loss_picture)
     shutil.rmtree(run.weights, ignore_errors=True)
     aside.rename(run.weights)
-    validations = [row for row in read_metrics(run.metrics) if "val_loss" in row]
+    validations = [row for row in read_rows(run.metrics) if "val_loss" in row]
     if validations:
         last = validations[-1]
         print(
@@ -44,21 +49,19 @@ def finish(
             f"bits per byte {last['val_bits_per_byte']:.4f}"
         )
     print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
-    print(f"loss curve: {run.loss_picture}\nweights:    {run.weights}", flush=True)
-
-
-def sample(args: TrainingArguments, weights: Path, prompt_from: PackedDataset) -> tuple[str, str]:
-    """Prompt and continuation, by the weights just written: the proof that they can be used."""
-    tokenizer = Tokenizer(weights / TOKENIZER_FILE)
-    if args.sample_prompt is None:
-        start = prompt_from[0][0][:PROMPT_TOKENS].tolist()
-    else:
-        start = [tokenizer.bos_id, *tokenizer.encode(args.sample_prompt)]
-    ids = generate(
-        load_portable(weights),
-        start,
-        args.sample_tokens,
-        seed=args.seed,
-        stop_id=tokenizer.eos_id,
+    again = shlex.quote(prompt.replace("\n", " "))
+    print(
+        f"loss curve: {run.loss_picture}\n"
+        f"report:     {leave_report(run)}\n"
+        f"weights:    {run.weights}\n\n"
+        f"next: {python()} -m scripts.generate {run.path} --prompt {again}\n"
+        f"      {python()} -m scripts.evaluate {run.path}\n"
+        f"      {python()} -m scripts.export_hf {run.path} out/hf/{run.path.name}",
+        flush=True,
     )
-    return tokenizer.decode(start), tokenizer.decode(ids)
+
+
+def python() -> str:
+    """What to type for the Python that runs this: run_accelerate.sh may have made .venv."""
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else "python"

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from report.page import leave_report
 from training.run_folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -67,6 +68,8 @@ def report_interruption(
         command = f"to go on:\n  {resume_command(run.path)}"
     message = f"stopped by {reason} after step {step}, {state}; {command}"
     accelerator.print(message, flush=True)
+    if accelerator.is_main_process:
+        print(f"report: {leave_report(run)}", flush=True)
     if saved and accelerator.is_main_process and (note := os.environ.get("STOP_NOTE")):
         Path(note).write_text(message + "\n", encoding="utf-8")
     accelerator.end_training()

@@ -44,7 +44,7 @@ class TrainingLog:
         first_step: int,
     ):
         self.accelerator = accelerator
-        self.total_steps, self.log_interval = total_steps, log_interval
+        self.total_steps, self.first_step, self.log_interval = total_steps, first_step, log_interval
         self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         self.peak = peak_flops(device_name(accelerator.device))
         self._file = None

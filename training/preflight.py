@@ -18,6 +18,7 @@ from model import ConfigError
 from training.arguments import parse_arguments
 from training.engine import deepspeed_plugin
 from training.errors import UsageError, one_line_errors
+from training.initial_weights import InitialWeights
 from training.trackers import require_trackers
 
 
@@ -41,8 +42,12 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
         os.environ["WORLD_SIZE"] = processes
         deepspeed_plugin(args)
-    train_set = PackedDataset(args.data, "train", model_settings["max_seq_len"])
+    initial = InitialWeights.find(args.init_from, model_settings)
+    train_set = PackedDataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
+    initial.config(train_set)
+    if initial.source:
+        initial.load()
 
 
 if __name__ == "__main__":

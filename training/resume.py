@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from data.dataset import PackedDataset
 from data.order import MicroBatchSampler
 from model import LMConfig
+from training.agreement import on_main_process
 from training.arguments import TrainingArguments
 from training.checkpoint import damage, differences, read_state
 from training.engine import Engine
@@ -28,6 +28,7 @@ class Choice:
     folder: RunFolder
     checkpoint: Path | None = None
     state: dict = field(default_factory=dict)  # state.json of the checkpoint
+    new_weights: str = "scratch"  # without one, where the weights come from, in words
 
     @property
     def step(self) -> int:
@@ -41,24 +42,16 @@ def choose_run(args: TrainingArguments, accelerator: Accelerator) -> Choice:
         UsageError: nothing to resume at the path given, a damaged checkpoint was named, a new run
             would fall on an old one, or another process writes there.
     """
-    answer: list = [None, None]
-    if accelerator.is_main_process:
+
+    def choose() -> Choice:
         try:
             choice = _choose(args)
             RunLock(choice.folder.lock)
-            answer[0] = (choice.folder.path, choice.checkpoint, choice.state)
-        except UsageError as error:
-            answer[1] = str(error)
         except OSError as error:
-            answer[1] = f"the run folder cannot be used: {error}"
-    if accelerator.num_processes > 1:
-        broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise UsageError(answer[1])
-    if accelerator.is_main_process:
+            raise UsageError(f"the run folder cannot be used: {error}") from error
         return choice
-    path, checkpoint, state = answer[0]
-    return Choice(RunFolder(path), checkpoint, state)
+
+    return on_main_process(accelerator, choose)
 
 
 def _choose(args: TrainingArguments) -> Choice:

@@ -29,7 +29,9 @@ class RunFolder:
         self.profile = path / "profile"
         self.weights = path / "weights"
         self.loss_picture = path / "loss.png"
+        self.report = path / "report.html"
         self.sample = path / "sample.txt"
+        self.samples = path / "samples.jsonl"  # through training
         self.bad_samples = path / "bad_samples.json"  # of the batch that ended the run
 
     def checkpoint(self, step: int) -> Path:

@@ -30,8 +30,8 @@ class Slice:
 class TrainingState:
     """Reads and writes what the optimizer works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
 
-    All methods but `load` are collective: every process must call them, and what they return is
-    on the main process's CPU and empty elsewhere.
+    All methods but those that load are collective: every process must call them, and what they
+    return is on the main process's CPU and empty elsewhere.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer):
@@ -72,9 +72,8 @@ class TrainingState:
         Raises:
             ConfigError: names or shapes that do not fit the model.
         """
-        load_weights(self.accelerator.unwrap_model(self.model), weights, source)
+        self.load_weights(weights, source)
         for name, parameter, held in self._slices():
-            held.fp32.copy_(weights[name].view(-1)[held.inside])
             for key, part in held.averages.items():
                 if averages[f"{name}.{key}"].shape != parameter.shape:
                     raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
@@ -87,6 +86,16 @@ class TrainingState:
                 vars(self.zero.loss_scaler).update(scalars["loss_scale"])
             else:
                 self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
+
+    def load_weights(self, weights: dict, source: str) -> None:
+        """Put the fp32 weights back, on every process, and leave the optimizer as it is.
+
+        Raises:
+            ConfigError: names or shapes that do not fit the model.
+        """
+        load_weights(self.accelerator.unwrap_model(self.model), weights, source)
+        for name, _, held in self._slices():
+            held.fp32.copy_(weights[name].view(-1)[held.inside])
 
     def _slices(self) -> Iterator[tuple[str, Tensor, Slice]]:
         """(name, parameter, what this process holds of it), in one order on every process."""

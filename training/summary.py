@@ -48,7 +48,7 @@ def start_block(
     activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores)
     fields = {
         "run folder": str(choice.folder.path),
-        "starts from": choice.checkpoint.name if choice.checkpoint else "scratch",
+        "starts from": _origin(args, choice),
         "engine": engine.name,
         "processes": f"{accelerator.num_processes} "
         f"({accelerator.state.backend or 'no process group'})",
@@ -77,6 +77,13 @@ def start_block(
     if advice := _advice(args, engine, n_parameters, n_by_muon, activations):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _origin(args: TrainingArguments, choice: Choice) -> str:
+    """Where the weights come from."""
+    if choice.checkpoint is None:
+        return choice.new_weights
+    return choice.checkpoint.name + (", not again --init_from" if args.init_from else "")
 
 
 def _optimizer(args: TrainingArguments, model: Transformer) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from model import ConfigError, LMConfig, Transformer
-from model.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, load_weights
+from model.portable import CONFIG_FILE, WEIGHTS_FILE, load_config, load_portable, load_weights
 from training.checkpoint import STATE, WEIGHTS, damage, read_state
 from training.errors import UsageError
 from training.run_folder import RunFolder
@@ -44,6 +44,51 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
     return path
 
 
+@dataclass
+class Source:
+    """Where weights are."""
+
+    folder: Path  # of portable weights, or a checkpoint
+    tokenizer: Path  # where theirs belongs; it may be missing
+
+    @classmethod
+    def find(cls, name: str) -> "Source":
+        """Of a finished run its weights, of a run under way its newest sound checkpoint.
+
+        Raises:
+            UsageError: nothing there, or nothing sound.
+        """
+        path = find_run(name)
+        if (path / "weights" / CONFIG_FILE).exists():
+            path = path / "weights"
+        if (path / CONFIG_FILE).exists():
+            refuse_foreign(path)
+            return cls(path, path / TOKENIZER_FILE)
+        path = find_checkpoint(path)
+        run = RunFolder(path.resolve().parent.parent)
+        return cls(path, run.tokenizer if run.tokenizer.exists() else run.weights / TOKENIZER_FILE)
+
+    def config(self) -> LMConfig:
+        """The shape of the model.
+
+        Raises:
+            ConfigError: it cannot be read, or cannot be built.
+        """
+        if (self.folder / STATE).exists():
+            return checkpoint_config(self.folder)
+        return load_config(self.folder)
+
+    def load(self) -> Transformer:
+        """The model, in evaluation mode, on the CPU, in fp32.
+
+        Raises:
+            ConfigError: files that are damaged or do not fit each other.
+        """
+        if (self.folder / STATE).exists():
+            return load_checkpointed(self.folder)
+        return load_portable(self.folder)
+
+
 def load_trained(name: str) -> Trained:
     """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a
     checkpoint, or portable weights alone.
@@ -52,23 +97,13 @@ def load_trained(name: str) -> Trained:
         UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
             belong together.
     """
-    path = find_run(name)
-    if (path / "weights" / CONFIG_FILE).exists():
-        path = path / "weights"
-    if (path / CONFIG_FILE).exists():
-        tokenizer = path / TOKENIZER_FILE
-        refuse_foreign(path)
-        model = load_portable(path)
-    else:
-        path = find_checkpoint(path)
-        run = RunFolder(path.resolve().parent.parent)
-        tokenizer = run.tokenizer if run.tokenizer.exists() else run.weights / TOKENIZER_FILE
-        model = load_checkpointed(path)
-    trained = Trained(model, Tokenizer(tokenizer), path)
-    if trained.tokenizer.vocab_size > model.config.vocab_size:
+    source = Source.find(name)
+    trained = Trained(source.load(), Tokenizer(source.tokenizer), source.folder)
+    pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
+    if pieces > room:
         raise DataError(
-            f"{tokenizer} has {trained.tokenizer.vocab_size} pieces, the model in {path} only "
-            f"{model.config.vocab_size}: they do not belong together"
+            f"{source.tokenizer} has {pieces} pieces, the model in {source.folder} only {room}: "
+            "they do not belong together"
         )
     return trained
 
@@ -108,17 +143,26 @@ def find_checkpoint(path: Path) -> Path:
     raise UsageError(f"every checkpoint of {path} is damaged; {last}: {problems[last]}")
 
 
-def load_checkpointed(checkpoint: Path) -> Transformer:
-    """The model of a sound checkpoint, of the shape that its state.json gives.
+def checkpoint_config(checkpoint: Path) -> LMConfig:
+    """The shape that a sound checkpoint's state.json gives.
 
     Raises:
-        ConfigError: weights that do not fit that shape.
+        ConfigError: no shape that can be built.
     """
     identity = read_state(checkpoint)["identity"]
     shape = {name: identity[name] for name in LMConfig.__dataclass_fields__ if name in identity}
     try:
-        model = Transformer(LMConfig.from_dict(shape))
+        return LMConfig.from_dict(shape)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint / STATE}: {error}") from error
+
+
+def load_checkpointed(checkpoint: Path) -> Transformer:
+    """The model of a sound checkpoint.
+
+    Raises:
+        ConfigError: weights that do not fit its shape.
+    """
+    model = Transformer(checkpoint_config(checkpoint))
     load_weights(model, load_file(checkpoint / WEIGHTS), str(checkpoint))
     return model.eval()

@@ -1,0 +1,1 @@
+"""How good a trained model is: scores of text and of questions, with intervals."""

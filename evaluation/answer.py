@@ -1,0 +1,92 @@
+"""What scripts.evaluate says: a block for people, a JSON file for programs."""
+
+import argparse
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+from evaluation.intervals import LEAST_UNITS, Estimate
+from evaluation.scoring import Scorer
+from training.hardware import device_name
+from training.trained import Trained
+
+NAMES = {  # of metrics: for people, with the format of their numbers
+    "loss": ("loss", ".4f", "nats per token"),
+    "perplexity": ("perplexity", ".2f", ""),
+    "bits_per_byte": ("bits per byte", ".4f", ""),
+    "accuracy": ("accuracy", ".2%", "of next tokens are the likeliest one"),
+    "acc": ("acc", ".2%", "by log-likelihood of the choice"),
+    "acc_norm": ("acc_norm", ".2%", "by log-likelihood per byte of it"),
+    "chance": ("chance", ".2%", "what guessing gives"),
+}
+
+
+def describe(args: argparse.Namespace, trained: Trained, scorer: Scorer) -> dict:
+    """What was scored with what, for the reader of the numbers a month later."""
+    return {
+        "model": str(trained.source),
+        "parameters": trained.model.num_parameters(),
+        "max_seq_len": trained.model.config.max_seq_len,
+        "data": str(args.data),
+        "task": args.task,
+        "split": args.split,
+        "stride": args.stride,
+        "delimiter": args.delimiter,
+        "limit": args.limit,
+        "batch_size": args.batch_size,
+        "dtype": str(scorer.dtype).removeprefix("torch."),
+        "device": device_name(scorer.accelerator.device),
+        "processes": scorer.accelerator.num_processes,
+        "packages": {name: version(name) for name in ("torch", "accelerate", "sentencepiece")},
+    }
+
+
+def report(result: dict) -> str:
+    """The block for people."""
+    rows = [
+        ("model", f"{result['model']} ({result['parameters'] / 1e6:.2f} million parameters)"),
+        ("data", _data(result)),
+        ("run", f"{result['dtype']}, {result['processes']} × {result['device']}"),
+        *((NAMES[name][0], _show(name, value)) for name, value in result["metrics"].items()),
+        ("interval", _interval(result)),
+    ]
+    if result.get("truncated"):
+        lost = f"{result['truncated']:,} questions are longer than {result['max_seq_len']} tokens"
+        rows.append(("truncated", f"{lost}: their beginning was left out"))
+    time = f"{result['seconds']:.1f} s"
+    if "tokens" in result:
+        time += f", {result['tokens_per_second']:,.0f} tokens/s"
+    return "\n".join(f"{name:>13}: {text}" for name, text in [*rows, ("time", time)])
+
+
+def _data(result: dict) -> str:
+    data, seq_len = result["data"], result["max_seq_len"]
+    if result["task"] == "choice":
+        return f"{data}: {result['units']:,} questions, delimiter {result['delimiter']!r}"
+    counts = f"{result['tokens']:,} tokens, {result['bytes']:,} bytes"
+    if result["task"] == "packed":
+        split, n = result["split"], result["sequences"]
+        return f"{data}, {split} split: {counts} in {n:,} sequences of {seq_len}"
+    window = f"windows of {seq_len}, stride {result['stride']}"
+    return f"{data}: {counts} in {result['units']:,} documents, {window}"
+
+
+def _interval(result: dict) -> str:
+    if result["units"] < LEAST_UNITS and result["task"] != "choice":
+        return f"none, for there are fewer than {LEAST_UNITS} {result['unit']}"
+    return f"95%, from {result['units']:,} {result['unit']} as independent units"
+
+
+def _show(name: str, value: Estimate) -> str:
+    _, form, meaning = NAMES[name]
+    ends = ""
+    if value.low is not None and name != "chance":
+        ends = f"({value.low:{form}} to {value.high:{form}})"
+    return "  ".join(part for part in (f"{value.value:{form}}", ends, meaning) if part)
+
+
+def write_json(path: Path, result: dict) -> None:
+    """All numbers and settings; each metric as {"value", "low", "high"}."""
+    metrics = {name: value._asdict() for name, value in result["metrics"].items()}
+    text = json.dumps(result | {"metrics": metrics}, indent=2, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,108 @@
+"""Multiple-choice questions, answered with the choice that the model finds likeliest."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from data.corpus import Record
+from data.errors import DataError
+from data.questions import Question, parse_question
+from data.tokenizer import Tokenizer
+from evaluation.intervals import Estimate, wilson
+from evaluation.scoring import Row, Scorer
+from model import IGNORE_INDEX
+
+
+@dataclass
+class ChoiceCounts:
+    """How the questions so far were answered."""
+
+    n: int = 0
+    right: int = 0  # by the log-likelihood of the whole choice
+    right_normalised: int = 0  # by log-likelihood per byte of the choice
+    by_chance: float = 0.0  # right answers that guessing would give on average
+    truncated: int = 0  # questions of which the beginning did not fit into the context
+
+    def metrics(self) -> dict[str, Estimate]:
+        """Shares with Wilson intervals; "chance" is exact."""
+        chance = self.by_chance / self.n
+        return {
+            "acc": wilson(self.right, self.n),
+            "acc_norm": wilson(self.right_normalised, self.n),
+            "chance": Estimate(chance, chance, chance),
+        }
+
+
+def encode_choices(
+    question: Question, tokenizer: Tokenizer, delimiter: str
+) -> tuple[list[list[int]], int]:
+    """Ids of `<s> question delimiter choice` for every choice, and how many of them are context.
+
+    The end of a question and the start of a choice may share a token. Therefore everything is
+    encoded whole, and context is what the question alone and all of its choices have in common:
+    behind it every choice is scored from the same place.
+
+    Raises:
+        DataError: a choice that adds no token; names file and line.
+    """
+    texts = [question.text + delimiter + choice for choice in question.choices]
+    encoded = tokenizer.encode_batch([question.text, *texts])
+    n_context = 1 + common_prefix(encoded)  # <s> and what is equal
+    ids = [[tokenizer.bos_id, *choice] for choice in encoded[1:]]
+    for i, choice in enumerate(ids):
+        if len(choice) == n_context:
+            raise DataError(f"{question.place}: choice {i} adds no token to the question")
+    return ids, n_context
+
+
+def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
+    """How many first items are the same in all sequences."""
+    for length, items in enumerate(zip(*sequences, strict=False)):
+        if len(set(items)) > 1:
+            return length
+    return min(map(len, sequences))
+
+
+def question_rows(
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    delimiter: str,
+    counts: ChoiceCounts,
+) -> Iterator[Row]:
+    """One row per choice; the unit is its Question. Where a question with a choice is longer than
+    the context, its beginning is left out, and counted.
+
+    Raises:
+        DataError: a line that is no question, or a choice that alone is longer than the context.
+    """
+    for record in records:
+        question = parse_question(record)
+        all_ids, n_context = encode_choices(question, tokenizer, delimiter)
+        counts.truncated += max(map(len, all_ids)) > seq_len + 1
+        for choice, ids in zip(question.choices, all_ids, strict=True):
+            n_scored = len(ids) - n_context
+            if n_scored > seq_len:
+                raise DataError(
+                    f"{question.place}: a choice of {n_scored} tokens does not fit into the "
+                    f"context of {seq_len}"
+                )
+            ids = ids[-(seq_len + 1) :]
+            targets = [IGNORE_INDEX] * (len(ids) - 1 - n_scored) + ids[len(ids) - n_scored :]
+            yield Row(question, torch.tensor(ids[:-1]), torch.tensor(targets), len(choice.encode()))
+
+
+def answer(scorer: Scorer, rows: Iterable[Row], counts: ChoiceCounts) -> None:
+    """Have the model answer all questions and count; of equal choices the first is taken.
+
+    Length-normalised means per byte of UTF-8 of the choice without the delimiter, so that it does
+    not depend on the tokenizer; lm-evaluation-harness divides by characters, for ASCII the same.
+    """
+    for question, scores in scorer.units(rows):
+        whole = [score.nll for score in scores]
+        per_byte = [score.nll / score.n_bytes for score in scores]
+        counts.n += 1
+        counts.right += whole.index(min(whole)) == question.answer
+        counts.right_normalised += per_byte.index(min(per_byte)) == question.answer
+        counts.by_chance += 1 / len(scores)

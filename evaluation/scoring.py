@@ -1,0 +1,140 @@
+"""How likely a model finds rows of tokens, computed by all processes together."""
+
+import os
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from model import IGNORE_INDEX, Transformer
+from training.allocator import keep_freed_memory
+from training.engine import use_all_cores
+from training.errors import UsageError
+
+BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
+
+
+class Row(NamedTuple):
+    """What the model reads at once: a document, a window of one, or a question with one choice."""
+
+    unit: Hashable  # to what the row belongs; rows of one unit follow each other
+    tokens: Tensor  # (T,) int64
+    targets: Tensor  # (T,) int64; IGNORE_INDEX where the token is context only
+    n_bytes: int  # of the text behind the targets
+
+
+class Score(NamedTuple):
+    """Of one row: sums over its targets."""
+
+    nll: float  # negative log-likelihood in nats
+    hits: float  # targets that were the likeliest token
+    n_tokens: float
+    n_bytes: float
+
+
+@dataclass
+class Scorer:
+    """A model on this process's device, and how it is to be run.
+
+    The rows and their order are the same on every process; each computes its share of the batches
+    and every process gets all results.
+    """
+
+    model: Transformer  # in evaluation mode, on the device
+    accelerator: Accelerator
+    batch_size: int
+    dtype: torch.dtype = torch.float32  # bfloat16 runs under autocast; losses are fp32 in any case
+
+    def batches(self, loader: DataLoader) -> Iterator[list[float]]:
+        """[nll, hits, tokens] of each row of a loader that Accelerate has prepared, in order.
+
+        Args:
+            loader: of (tokens, targets), both (B, T) int64.
+
+        Raises:
+            UsageError: NaN or infinity.
+        """
+        device = self.accelerator.device.type
+        autocast = torch.autocast(device, torch.bfloat16, self.dtype == torch.bfloat16)
+        for tokens, targets in loader:
+            with torch.inference_mode(), autocast:
+                logits = self.model(tokens).logits  # (B, T, vocab_size)
+                nll = self.model.token_loss(logits, targets, "none").double()  # (B, T)
+                hits, counted = logits.argmax(dim=-1) == targets, targets != IGNORE_INDEX
+                sums = torch.stack([nll.sum(1), hits.sum(1), counted.sum(1)], dim=1)
+            # The last batches are filled up with rows from the start, so that every process has
+            # equally many; gather_for_metrics drops them again.
+            sums = self.accelerator.gather_for_metrics(sums)
+            if not sums.isfinite().all():
+                raise UsageError("what the model says is not a number: its weights are broken")
+            yield from sums.tolist()
+
+    def rows(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Score]]:
+        """Every row with its score, in order; memory is bounded by BLOCK_ROWS of them."""
+        rows = iter(rows)
+        while block := list(islice(rows, BLOCK_ROWS)):
+            order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
+            loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
+            # Not accelerator.prepare, which would keep every block's loader to the end.
+            loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
+            sums = dict(zip(order, self.batches(loader), strict=True))
+            for i, row in enumerate(block):
+                yield row, Score(*sums[i], row.n_bytes)
+
+    def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, list[Score]]]:
+        """Every unit with the scores of its rows, in order."""
+        for unit, scored in groupby(self.rows(rows), key=lambda pair: pair[0].unit):
+            yield unit, [score for _, score in scored]
+
+
+def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
+    """(tokens, targets), both (B, T) with T of the longest row; what is added on the right counts
+    nowhere, and as attention is causal no earlier position sees it."""
+    tokens = pad_sequence([row.tokens for row in rows], batch_first=True)
+    targets = pad_sequence([row.targets for row in rows], True, IGNORE_INDEX)
+    return tokens, targets
+
+
+def build_scorer(
+    model: Transformer, batch_size: int, device: str = "auto", dtype: str | None = None
+) -> Scorer:
+    """The model on this process's device, under whatever launcher there is.
+
+    Args:
+        device: "cpu", "cuda", or "auto" for a GPU where there is one.
+        dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        UsageError: device, precision and launcher do not go together.
+    """
+    n_gpus, environ = torch.cuda.device_count(), os.environ
+    if device == "cuda" and not n_gpus:
+        raise UsageError("--device cuda: no GPU is visible here")
+    on_cpu = device == "cpu" or not n_gpus
+    launched = "ACCELERATE_MIXED_PRECISION" in environ
+    if launched and "MASTER_PORT" in environ and "RANK" not in environ:
+        raise UsageError(
+            "accelerate launch was to start several processes and started one: pass --multi_gpu to "
+            "it, on CPUs too, and not --cpu"
+        )
+    n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if not on_cpu and n_local > n_gpus:
+        raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")
+    # Nothing is trained: every process has the whole model, whichever engine the launcher is for.
+    environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
+    if on_cpu:
+        keep_freed_memory()
+        use_all_cores()
+    dtype = dtype or ("float32" if on_cpu else "bfloat16")
+    supported = on_cpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "bfloat16" and not supported:
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float32")
+    return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))

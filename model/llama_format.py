@@ -1,0 +1,172 @@
+"""The same model in Hugging Face's Llama: names of weights, rotation of positions, settings.
+
+The arithmetic is equal but for one thing. Rotary embedding turns pairs of a head's channels: here,
+as in Llama's own release, neighbours (0, 1), (2, 3), …; there channel j with j + head_dim/2. So the
+rows of wq and wk, which make those channels, change places. Nothing else is reordered: queries and
+keys meet in a product that does not care for the order of channels.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from model.config import ConfigError, LMConfig
+
+# Ours (Llama's own release) → Hugging Face's.
+OUTER = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+IN_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def split_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of wq or wk, (heads · head_dim, dim), from neighbouring pairs to first half, second half
+    of each head."""
+    rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
+    return rows.transpose(1, 2).reshape_as(weight)
+
+
+def join_halves(weight: Tensor, heads: int) -> Tensor:
+    """Inverse of `split_halves`."""
+    rows = weight.unflatten(0, (heads, 2, -1))  # (heads, 2, head_dim/2, dim)
+    return rows.transpose(1, 2).reshape_as(weight)
+
+
+def rotated_heads(name: str, config: LMConfig) -> int | None:
+    """How many heads wq or wk of this name (ours) has; None for any other weight."""
+    return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
+
+
+def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under our names (a tied matrix once) → under Hugging Face's, wq and wk reordered."""
+    llama = {}
+    for name, weight in weights.items():
+        if heads := rotated_heads(name, config):
+            weight = split_halves(weight, heads)
+        if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
+            llama[f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"] = weight
+        else:
+            llama[OUTER[name]] = weight
+    return llama
+
+
+def from_llama_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's names → ours; the rows of wq and wk still lie as they did.
+
+    Raises:
+        ConfigError: a name that a Llama does not have.
+    """
+    outer = {theirs: ours for ours, theirs in OUTER.items()}
+    in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
+    ours = {}
+    for name, weight in weights.items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+        if layer and layer[2] in in_layer:
+            ours[f"layers.{layer[1]}.{in_layer[layer[2]]}.weight"] = weight
+        elif name in outer:
+            ours[outer[name]] = weight
+        else:
+            raise ConfigError(f"{name} is in no Llama")
+    return ours
+
+
+def from_llama_rotation(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of wq and wk reordered, of weights that have our names and the config's shapes."""
+    heads = {name: rotated_heads(name, config) for name in weights}
+    return {n: join_halves(w, heads[n]) if heads[n] else w for n, w in weights.items()}
+
+
+def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
+    """config.json for transformers. The base of the rotary frequencies and the dtype stand there
+    twice: where version 5 looks for them, and where version 4 does."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_seq_len,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def config_from_llama(values: dict) -> LMConfig:
+    """Inverse of `llama_config`. What is not given has the default of transformers' LlamaConfig.
+
+    Raises:
+        ConfigError: something that this model cannot compute; names the setting and its value.
+    """
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"rope_parameters must be an object, not {rope!r}")
+    refuse_other_arithmetic(values, rope)
+    missing = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"} - set(
+        values
+    )
+    if missing:
+        raise ConfigError(f"{min(missing)} is missing")
+    config = LMConfig(
+        dim=values["hidden_size"],
+        n_layers=values["num_hidden_layers"],
+        n_heads=values["num_attention_heads"],
+        n_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
+        vocab_size=values["vocab_size"],
+        hidden_dim=values.get("intermediate_size", 11008),
+        norm_eps=values.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta") or values.get("rope_theta", 10000.0),
+        max_seq_len=values.get("max_position_embeddings", 2048),
+        tie_embeddings=values.get("tie_word_embeddings", False),
+    )
+    if values.get("head_dim") not in (None, config.head_dim):
+        raise ConfigError(
+            f"head_dim is {values['head_dim']}, but this model computes with dim / n_heads = "
+            f"{config.head_dim}"
+        )
+    return config
+
+
+def refuse_other_arithmetic(values: dict, rope: dict) -> None:
+    """Raises ConfigError: another architecture, or a Llama with something that ours has not."""
+    if values.get("model_type") != "llama":
+        raise ConfigError(f"model_type is {values.get('model_type')!r}: only 'llama' can be read")
+    plain = {
+        "hidden_act": ("silu", "swish"),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "partial_rotary_factor": (1.0,),
+        "quantization_config": (None,),
+    }
+    for name, allowed in plain.items():
+        if values.get(name, allowed[0]) not in allowed:
+            raise ConfigError(f"{name} is {values[name]!r}: this model has {allowed[0]!r} only")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"rope_scaling is {kind!r}: this model does not scale its positions")

@@ -1,0 +1,96 @@
+"""What a run has written down so far, read so that a run under way or a killed one can be read."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.errors import UsageError
+from training.run_folder import RunFolder
+
+
+@dataclass
+class History:
+    """Rows as in the files, in the order of steps, the last one where a step comes twice."""
+
+    folder: RunFolder
+    train: list[dict] = field(default_factory=list)
+    validation: list[dict] = field(default_factory=list)
+    profile: list[dict] = field(default_factory=list)
+    samples: list[dict] = field(default_factory=list)
+    settings: dict = field(default_factory=dict)  # empty if there is no readable settings.json
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that any row tells of."""
+        return max(rows[-1]["step"] for rows in (self.train, self.validation, self.profile) if rows)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Of all processes together; None if no row tells. It is the same throughout a run."""
+        for row in self.train:
+            if number(row.get("tokens")) and row["step"] > 0:
+                return row["tokens"] / row["step"]
+        return None
+
+
+def read_history(path: Path) -> History:
+    """The history of a run folder.
+
+    Raises:
+        UsageError: it is no run folder, or nothing has been logged yet.
+    """
+    folder = RunFolder(path)
+    if not folder.metrics.exists():
+        raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")
+    history = History(folder, settings=read_settings(folder.settings))
+    for row in read_rows(folder.metrics):
+        if "val_loss" in row:
+            history.validation.append(row)
+        elif "forward_seconds" in row:
+            history.profile.append(row)
+        else:
+            history.train.append(row)
+    if not (history.train or history.validation or history.profile):
+        raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")
+    history.samples = [row for row in read_rows(folder.samples) if "text" in row]
+    for name in ("train", "validation", "profile", "samples"):
+        by_step = {row["step"]: row for row in getattr(history, name)}
+        setattr(history, name, [by_step[step] for step in sorted(by_step)])
+    return history
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The JSON lines of a file that have a step; none if there is no file.
+
+    A line that is being written, or was cut short by a kill, is left out.
+    """
+    rows = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            row = json.loads(line)
+            if number(row["step"]) is not None:
+                rows.append(row)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return rows
+
+
+def read_settings(path: Path) -> dict:
+    """settings.json, or nothing if it is missing or damaged: the curves can be drawn without."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def number(value) -> float | None:
+    """The value if it is a finite number, else None: a loss may be missing, or not be finite."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
+
+
+def series(rows: list[dict], key: str) -> list[tuple[float, float | None]]:
+    """(step, value) of the rows that have the key; None where the value is not a finite number."""
+    return [(row["step"], number(row[key])) for row in rows if key in row]

@@ -1,0 +1,278 @@
+"""report.html: what one run has done, or several laid over each other, in one file to keep.
+
+The page works from the disk and without a script; report/template.html holds its looks and
+the read-out under the pointer.
+"""
+
+import json
+import re
+import shlex
+import statistics
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+
+from report.axes import show, thin
+from report.charts import Chart, Curve, draw
+from report.history import History, number, read_history, series
+from training.errors import UsageError
+from training.profiler import PHASES
+from training.run_folder import RunFolder
+
+TEMPLATE = Path(__file__).with_name("template.html")
+POINTS = 3000  # of all curves in a chart, at most 1000 of one: the page stays below a megabyte
+SAMPLES = 20  # of a run at most
+UNKNOWN = "–"
+
+
+@dataclass
+class Measure:
+    """A number that is drawn, from the rows of one kind in metrics.jsonl."""
+
+    title: str
+    unit: str
+    rows: str  # of History
+    key: str
+    factor: float = 1.0
+    from_zero: bool = True
+
+
+LOSS = Measure("Training loss", "nats per token", "train", "loss", from_zero=False)
+VAL_LOSS = replace(LOSS, title="Validation loss", rows="validation", key="val_loss")
+OTHERS = (
+    Measure("Learning rate", "of AdamW", "train", "learning_rate"),
+    Measure("Gradient norm", "before clipping", "train", "grad_norm"),
+    Measure("Throughput", "tokens per second", "train", "tokens_per_second"),
+    Measure("MFU", "% of the devices’ peak", "train", "mfu", factor=100),
+    Measure("Memory", "GiB, peak of a process so far", "train", "memory_gib"),
+)
+
+
+def write_report(runs: list[Path], out: Path) -> None:
+    """Read the runs as they are now and write the page.
+
+    Raises:
+        UsageError: one is no run folder, or has logged nothing yet.
+        OSError: the page cannot be written.
+    """
+    html = page([read_history(path) for path in runs])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Half a surrogate pair in somebody's text cannot be encoded: a question mark stands for it.
+    out.write_text(html, encoding="utf-8", errors="replace")
+
+
+def leave_report(run: RunFolder) -> str:
+    """Write the report of a run that ends, and say where it is or why there is none: that it cannot
+    be drawn must not hide how the run has ended."""
+    try:
+        write_report([run.path], run.report)
+    except (UsageError, OSError) as error:
+        return f"NOT WRITTEN: {error}"
+    return str(run.report)
+
+
+def page(runs: list[History]) -> str:
+    """The HTML of one run's report, or of several runs together."""
+    names = run_names(runs)
+    single = len(runs) == 1
+    samples = "\n".join(_samples(name, run, single) for name, run in zip(names, runs, strict=True))
+    parts = {
+        "title": escape(", ".join(names)),
+        "heading": escape(names[0]) if single else f"{len(runs)} runs",
+        "numbers": _table({n: final_numbers(r) for n, r in zip(names, runs, strict=True)}),
+        "charts": "\n".join(draw(chart) for chart in charts(names, runs)),
+        "samples": f"<h2>What the model writes</h2>\n{samples}" if samples.strip() else "",
+        "settings": _settings(runs[0].settings) if single else _differences(names, runs),
+    }
+    # In one pass: a sample that looks like a placeholder stays as it is.
+    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], TEMPLATE.read_text(encoding="utf-8"))
+
+
+def run_names(runs: list[History]) -> list[str]:
+    """The folders' names, or their paths where two have the same name."""
+    paths = [run.folder.path.resolve() for run in runs]
+    names = [path.name for path in paths]
+    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+
+
+def charts(names: list[str], runs: list[History]) -> list[Chart]:
+    """Every chart that there are numbers for."""
+    drawn = [_chart(measure, names, runs) for measure in (LOSS, VAL_LOSS, *OTHERS)]
+    if len(runs) == 1:  # both losses in one chart
+        training, validation = (
+            [replace(curve, label=label, color=color) for curve in drawn[color].curves]
+            for color, label in enumerate(("training", "validation"))
+        )
+        drawn[:2] = [replace(drawn[0], title="Loss", curves=training + validation)]
+    for name, run in zip(names, runs, strict=True):
+        phases = []
+        for color, phase in enumerate(PHASES):
+            points = [(row["step"], number(row.get(f"{phase}_seconds"))) for row in run.profile]
+            phases.append(Curve(phase, points, color, run.tokens_per_step))
+        title = "Time of profiled steps" if len(runs) == 1 else f"Profiled steps of {name}"
+        drawn.append(Chart(title, "seconds", phases, bars=True))
+    return [chart for chart in drawn if chart.curves and all(c.values for c in chart.curves)]
+
+
+def _chart(measure: Measure, names: list[str], runs: list[History]) -> Chart:
+    """One curve per run that has such numbers."""
+    curves = []
+    for color, (name, run) in enumerate(zip(names, runs, strict=True)):
+        points = [
+            (step, None if value is None else value * measure.factor)
+            for step, value in series(getattr(run, measure.rows), measure.key)
+        ]
+        label = name if len(runs) > 1 else measure.title
+        curve = Curve(label, points, color, run.tokens_per_step)
+        curves += [curve] if curve.values else []
+    limit = max(min(1000, POINTS // len(runs)), 20)
+    return Chart(measure.title, measure.unit, curves, measure.from_zero, limit=limit)
+
+
+def final_numbers(run: History) -> dict[str, str]:
+    """How a run ended, or how far it is, by name; what is not known is left out."""
+    last = run.train[-1] if run.train else {}
+    validation = run.validation[-1] if run.validation else {}
+    losses = {row["step"]: loss for row in run.validation if (loss := number(row["val_loss"]))}
+    best = min(losses, key=losses.get, default=None)
+    best = None if best == validation.get("step") else best
+    numbers = {
+        "state": "finished" if run.folder.weights.exists() else "not finished",
+        "steps": f"{run.last_step:,}",
+        "tokens": _text(last.get("tokens")),
+        "epochs": _text(last.get("epoch")),
+        "training time": _duration(run),
+        "training loss": _text(last.get("loss"), ".4f"),
+        "validation loss": _text(validation.get("val_loss"), ".4f"),
+        "best validation loss": best and f"{losses[best]:.4f} at step {best:,}",
+        "perplexity": _text(validation.get("val_perplexity")),
+        "bits per byte": _text(validation.get("val_bits_per_byte"), ".4f"),
+        "tokens per second": _median(run, "tokens_per_second", ",.0f"),
+        "MFU": _median(run, "mfu", ".1%"),
+        "peak memory": _text(last.get("memory_gib"), ".2f", " GiB"),
+        "skipped steps": _text(last.get("skipped_steps") or None),
+    }
+    return {name: text for name, text in numbers.items() if text is not None}
+
+
+def _text(value, form: str | None = None, unit: str = "") -> str | None:
+    if number(value) is None:
+        return None
+    return (show(value) if form is None else format(value, form)) + unit
+
+
+def _median(run: History, key: str, form: str) -> str | None:
+    values = [value for _, value in series(run.train, key) if value is not None]
+    return _text(statistics.median(values), form) if values else None
+
+
+def _duration(run: History) -> str | None:
+    """Of the steps themselves: without validation, checkpoints and the start."""
+    seconds, before = 0.0, 0
+    for row in run.train:
+        seconds += (number(row.get("step_seconds")) or 0.0) * (row["step"] - before)
+        before = row["step"]
+    hours, rest = divmod(round(seconds), 3600)
+    clock = f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+    return clock if round(seconds) else None
+
+
+def _table(rows: dict[str, dict[str, str]]) -> str:
+    """Name and value of one run, or a table of several: {run: {name: value}}."""
+    names = list(dict.fromkeys(name for values in rows.values() for name in values))
+    if len(rows) == 1:
+        (values,) = rows.values()
+        return _pairs(values, "numbers")
+    head = "".join(f"<th>{escape(run)}</th>" for run in rows)
+    body = "".join(
+        f"<tr><th>{escape(name)}</th>"
+        + "".join(f"<td>{escape(values.get(name, UNKNOWN))}</td>" for values in rows.values())
+        + "</tr>"
+        for name in names
+    )
+    return (
+        f'<div class="wide"><table><thead><tr><td></td>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _pairs(values: dict[str, str], css: str) -> str:
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in values.items()
+    )
+    return f'<dl class="{css}">{items}</dl>'
+
+
+def _samples(name: str, run: History, single: bool) -> str:
+    """Through training and at the end; of several runs the last sample of each."""
+    samples = [
+        (f"step {row['step']:,}", str(row.get("prompt", "")), str(row["text"]))
+        for row in run.samples
+    ]
+    heading, shown = "", thin(samples, SAMPLES)
+    if run.folder.weights.exists() and run.folder.sample.exists():
+        text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
+        shown.append(("finished model", "", text))
+    if len(samples) > SAMPLES and single:
+        heading = f"<p>{SAMPLES} of {len(samples):,}; all are in {run.folder.samples.name}.</p>\n"
+    if not single:
+        shown = [(f"{name}, {title}", *rest) for title, *rest in shown[-1:]]
+    return heading + "\n".join(
+        f"<article><h3>{escape(title)}</h3>"
+        f"<pre><mark>{escape(prompt)}</mark>{escape(text)}</pre></article>"
+        for title, prompt, text in shown
+    )
+
+
+def _settings(settings: dict) -> str:
+    """Everything in settings.json."""
+    if not settings:
+        return "<h2>Settings</h2>\n<p>settings.json is missing or cannot be read.</p>"
+    parts = ["<h2>Settings</h2>", f"<pre>{escape(_command(settings))}</pre>"]
+    for group, values in _groups(settings).items():
+        parts += [f"<h3>{escape(group)}</h3>", _pairs(values, "settings")]
+    if settings.get("deepspeed"):
+        config = json.dumps(settings["deepspeed"], indent=2)
+        parts.append(f"<h3>DeepSpeed</h3>\n<pre>{escape(config)}</pre>")
+    return "\n".join(parts)
+
+
+def _command(settings: dict) -> str:
+    words = settings.get("command")
+    return shlex.join(map(str, words)) if isinstance(words, list) else UNKNOWN
+
+
+def _groups(settings: dict) -> dict[str, dict[str, str]]:
+    """settings.json as {heading: {name: value}}, without the command and DeepSpeed's file."""
+    titles = {"arguments": "Flags", "model": "Model", "packages": "Versions"}
+    groups = {"Engine": {}}
+    for key, value in settings.items():
+        if isinstance(value, dict) and key in titles:
+            groups[titles[key]] = {name: _plain(v) for name, v in value.items()}
+        elif key not in ("command", "deepspeed"):
+            groups["Engine"][key] = _plain(value)
+    return groups
+
+
+def _plain(value) -> str:
+    return UNKNOWN if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _differences(names: list[str], runs: list[History]) -> str:
+    """The settings in which the runs are not alike, and each one's command."""
+    flat = {}
+    for name, run in zip(names, runs, strict=True):
+        if run.settings:
+            groups = _groups(run.settings).values()
+            flat[name] = {key: value for group in groups for key, value in group.items()}
+    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    keys.pop("run_name", None)  # stands above its column
+    different = [k for k in keys if len({v.get(k, UNKNOWN) for v in flat.values()}) > 1]
+    table = _table({n: {k: v.get(k, UNKNOWN) for k in different} for n, v in flat.items()})
+    commands = "\n".join(
+        f"<h3>{escape(name)}</h3>\n<pre>{escape(_command(run.settings))}</pre>"
+        for name, run in zip(names, runs, strict=True)
+    )
+    alike = "<p>None that settings.json tells of.</p>"
+    return f"<h2>Settings that differ</h2>\n{table if different else alike}\n{commands}"

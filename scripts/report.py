@@ -1,0 +1,54 @@
+"""Draw what runs have done: one page to open in a browser, at any time, also of a run under way.
+
+python -m scripts.report RUN [RUN ...]
+"""
+
+import argparse
+from pathlib import Path
+
+from training.errors import OneLineParser, UsageError, one_line_errors
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run folder, or 'auto' for the newest in out/runs; several are laid over each other",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file to write (default: RUN/report.html, for several runs out/report.html)",
+    )
+    parser.add_argument(
+        "--picture", type=Path, help="also draw the losses into this file, .png or .svg"
+    )
+    args = parser.parse_args(argv)
+    if args.picture and args.picture.suffix not in (".png", ".svg"):
+        parser.error(f"--picture must end in .png or .svg, not {args.picture}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line_errors("report", UsageError, OSError):
+        args = parse_arguments(argv)
+        from report.page import write_report
+        from report.picture import draw_losses  # these import torch, which takes seconds
+        from training.run_folder import RunFolder
+        from training.trained import find_run
+
+        runs = list(dict.fromkeys(find_run(name) for name in args.runs))
+        out = args.out or (RunFolder(runs[0]).report if len(runs) == 1 else Path("out/report.html"))
+        write_report(runs, out)
+        print(f"report: {out}")
+        if args.picture:
+            draw_losses(runs, args.picture)
+            print(f"picture: {args.picture}")
+
+
+if __name__ == "__main__":
+    main()

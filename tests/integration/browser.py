@@ -1,0 +1,110 @@
+"""A headless Chromium, driven through the DevTools protocol over a pipe, without a package."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
+
+
+def find_browser() -> str | None:
+    """Chromium by any of its names, or what the variable CHROMIUM gives."""
+    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """One page of one browser process; `problems` is what its console has complained about.
+
+    Args:
+        executable: of Chromium.
+        profile: an empty folder for what it writes.
+    """
+
+    def __init__(self, executable: str, profile: Path):
+        to_child, self._out = os.pipe()
+        self._in, from_child = os.pipe()
+        # DevTools speaks on descriptors 3 and 4; others keep the number they happen to have.
+        redirect = f'exec "$@" 3<&{to_child} 4>&{from_child}'
+        options = (*FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank")
+        self._process = subprocess.Popen(
+            ["bash", "-c", redirect, "browser", executable, *options],
+            pass_fds=(to_child, from_child),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_child)
+        os.close(from_child)
+        self._received, self._last_id, self._session = b"", 0, None
+        self.problems: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    def close(self) -> None:
+        os.close(self._out)  # the browser ends when nobody talks to it
+        self._process.wait(timeout=30)
+        os.close(self._in)
+
+    def call(self, method: str, **params) -> dict:
+        """A command of the protocol and its result."""
+        self._last_id += 1
+        message = {"id": self._last_id, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while (answer := self._read()).get("id") != self._last_id:
+            self._note(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def open(self, page: Path, width: int, dark: bool = False) -> None:
+        """Load a file at this width in CSS pixels."""
+        scheme = "dark" if dark else "light"
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+        phone = width < 600
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": phone}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call("Page.navigate", url=page.resolve().as_uri())
+        while (event := self._read()).get("method") != "Page.loadEventFired":
+            self._note(event)
+
+    def run(self, expression: str):
+        """The value of a JavaScript expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def point_at(self, x: float, y: float) -> None:
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def screenshot(self, path: Path) -> None:
+        """The whole page, not only what fits the window."""
+        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def _read(self) -> dict:
+        while b"\0" not in self._received:
+            chunk = os.read(self._in, 1 << 16)
+            if not chunk:
+                raise RuntimeError(f"the browser has ended with {self._process.wait()}")
+            self._received += chunk
+        message, _, self._received = self._received.partition(b"\0")
+        return json.loads(message)
+
+    def _note(self, event: dict) -> None:
+        if event.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            self.problems.append(json.dumps(event["params"]))
+        if event.get("method") == "Runtime.consoleAPICalled" and event["params"]["type"] == "error":
+            self.problems.append(json.dumps(event["params"]))

@@ -1,0 +1,104 @@
+"""--sample_interval in real launches: training is the same to the bit, files and TensorBoard have
+the samples; and report.html comes with every end of a run."""
+
+import json
+import signal
+import subprocess
+
+import pytest
+import torch
+from conftest import REPOSITORY, TINY, Trained, clean_environment, launch_command, train
+
+from report.history import read_rows
+
+pytestmark = pytest.mark.slow
+
+ENGINES = [("plain", 1), ("zero2", 2), ("ddp", 2), ("zero1", 2)]
+FLAGS = (
+    "--max_steps 6 --dropout 0.1 --batch_size 4 --accumulation_steps 2 --dtype bfloat16 "
+    "--eval_interval 3 --eval_samples 16"
+)
+SAMPLES = " --sample_interval 2 --sample_prompt sum --log_with tensorboard"
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES)
+def test_training_with_samples_is_training_without_to_the_bit(packed, tmp_path, engine, processes):
+    without = train(engine, processes, packed, tmp_path / "without", FLAGS)
+    sampling = train(engine, processes, packed, tmp_path / "with", FLAGS + SAMPLES)
+    assert without.column("loss") == sampling.column("loss")
+    assert without.column("grad_norm") == sampling.column("grad_norm")
+    for file in ("weights", "optimizer"):
+        expected, tensors = without.tensors(file), sampling.tensors(file)
+        assert expected.keys() == tensors.keys()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items())
+    rows = read_rows(sampling.path / "samples.jsonl")
+    assert [(row["step"], row["prompt"]) for row in rows] == [(2, "sum"), (4, "sum"), (6, "sum")]
+    assert not (without.path / "samples.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def resumed(packed, tmp_path_factory) -> Trained:
+    """A run that came to step 6, lost its last checkpoint and went on from step 4."""
+    path = tmp_path_factory.mktemp("resumed") / "run"
+    flags = FLAGS + SAMPLES + " --save_interval 4 --profile --profile_interval 3"
+    first = train("plain", 1, packed, path, flags)
+    checkpoint = first.checkpoint(6)
+    checkpoint.rename(checkpoint.with_name("lost"))
+    return train("plain", 1, packed, path, flags + " --resume auto")
+
+
+def test_a_resumed_run_has_each_sample_once(resumed):
+    assert "starts from: step-00000004" in resumed.out
+    lines = (resumed.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 6]
+
+
+def test_tensorboard_has_the_curves_of_the_report_and_the_samples(resumed):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(resumed.path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    wanted = {f"train/{name}" for name in ("loss", "learning_rate", "grad_norm", "memory_gib")}
+    wanted |= {"train/tokens", "train/tokens_per_second", "val/loss", "val/bits_per_byte"}
+    wanted |= {f"profile/{phase}_seconds" for phase in ("data", "forward", "backward", "optimizer")}
+    assert wanted <= set(events.Tags()["scalars"])
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == pytest.approx({row["step"]: row["loss"] for row in resumed.rows()}, rel=1e-6)
+    # It forgets the numbers of a run that went back, but not its texts: the newer one counts.
+    texts = {event.step: event for event in events.Tensors("sample/text_summary")}
+    assert sorted(texts) == [2, 4, 6]
+    sample = read_rows(resumed.path / "samples.jsonl")[-1]
+    shown = texts[6].tensor_proto.string_val[0].decode()
+    first_line = (sample["prompt"] + sample["text"]).splitlines()[0]
+    assert shown.splitlines()[0] == f"    {first_line}"  # as code, not as Markdown
+
+
+def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):
+    page = (resumed.path / "report.html").read_text(encoding="utf-8")
+    assert "<dd>finished</dd>" in page
+    assert "<h3>finished model</h3>" in page
+    assert page.count("<h3>step ") == 3
+    assert f"report:     {resumed.path / 'report.html'}" in resumed.out
+    for script in ("generate", "evaluate", "export_hf"):
+        assert f"python -m scripts.{script} {resumed.path}" in resumed.out
+
+
+def test_an_interrupted_run_leaves_its_report_too(packed, tmp_path):
+    where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run"]
+    flags = ["--max_steps", "100000", "--save_interval", "0", "--eval_interval", "0"]
+    process = subprocess.Popen(
+        [*launch_command("plain", 1), *TINY, *where, *flags],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    while not process.stdout.readline().startswith("step 3/"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0
+    page = tmp_path / "run" / "report.html"
+    assert f"report: {page}" in said
+    assert "<dd>not finished</dd>" in page.read_text(encoding="utf-8")

@@ -1,0 +1,136 @@
+import pytest
+import torch
+
+from model import LMConfig, Transformer
+from model.decoder import Decoder, Packed
+
+VOCAB = 97
+SHAPES = [
+    {},
+    {"n_heads": 1, "n_kv_heads": 1},
+    {"n_heads": 4, "n_kv_heads": 4},
+    {"n_heads": 4, "n_kv_heads": 1},
+    {"dim": 128, "n_heads": 1, "n_kv_heads": 1},
+    {"tie_embeddings": False},
+    {"use_flash_attn": False, "dropout": 0.5},
+]
+
+
+def transformer(**changes) -> Transformer:
+    """Untrained, but with weights so large that positions and neighbours matter to the logits."""
+    torch.manual_seed(0)
+    shape = {"dim": 64, "n_layers": 3, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 150}
+    model = Transformer(LMConfig(vocab_size=VOCAB, **shape | changes)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(4)
+    return model
+
+
+def ids(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def uncached(model: Transformer, texts: list[list[int]]) -> torch.Tensor:
+    return torch.stack([model(torch.tensor([text])).logits[0, -1] for text in texts])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cached_logits_equal_those_of_the_whole_sequence(shape):
+    model = transformer(**shape)
+    decoder, texts = Decoder(model), ids(5, 130, 64, 1, 5)
+    logits = decoder.read(texts, 150)
+    for token in ids(*[5] * 20):
+        expected = uncached(model, texts)
+        assert expected.std() > 0.5
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        for text, id in zip(texts, token, strict=True):
+            text.append(id)
+        logits = decoder.step(torch.tensor(token))
+    torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_as_long_as_the_context_is_read_whole():
+    model = transformer()
+    texts = ids(150)
+    logits = Decoder(model).read(texts, 150)
+    torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_that_are_kept_go_on_as_if_the_others_had_never_been_there():
+    model = transformer()
+    decoder, texts = Decoder(model), ids(9, 3, 30)
+    decoder.read(texts, 40)
+    decoder.step(torch.tensor([1, 2, 3]))
+    decoder.keep([2, 1])
+    logits = decoder.step(torch.tensor([4, 5]))
+    expected = uncached(model, [[*texts[2], 3, 4], [*texts[1], 2, 5]])
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_reading_again_forgets_what_was_there():
+    model = transformer()
+    decoder = Decoder(model)
+    decoder.read(ids(30, 20), 40)
+    texts = ids(7, 8, 9)
+    torch.testing.assert_close(
+        decoder.read(texts, 10), uncached(model, texts), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_in_bfloat16_the_logits_are_near_and_in_fp32():
+    model = transformer()
+    texts = ids(20, 3)
+    logits = Decoder(model, torch.bfloat16).read(texts, 30)
+    expected = uncached(model, texts)
+    assert logits.dtype == torch.float32
+    assert 0 < (logits - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_the_model_itself_is_left_as_it_was():
+    model = transformer()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    Decoder(model, torch.bfloat16).read(ids(5), 6)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("lengths", [(0, 3), (3, 11)])
+def test_prompts_without_tokens_or_without_room_are_refused(lengths):
+    with pytest.raises(ValueError, match="room for 10"):
+        Decoder(transformer()).read(ids(*lengths), 10)
+
+
+def test_there_is_no_step_beyond_the_room():
+    decoder = Decoder(transformer())
+    decoder.read(ids(9, 2), 10)
+    decoder.step(torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match="room for 10 tokens only"):
+        decoder.step(torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(7, 5), (600, 500), (33, 17)])  # small, reordered, odd
+def test_packed_weights_multiply_as_those_they_were_made_of(dtype, size):
+    torch.manual_seed(0)
+    weights = [torch.randn(size).to(dtype), torch.randn(3, size[1]).to(dtype)]
+    x = torch.randn(2, 4, size[1]).to(dtype)
+    expected = torch.cat([x.double() @ weight.double().T for weight in weights], dim=-1)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    error = (Packed(weights, dtype)(x).double() - expected).abs().max() / expected.abs().max()
+    assert error < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_a_gpu_the_logits_are_those_of_the_cpu(shape):
+    model = transformer(**shape)
+    texts, token = ids(5, 130, 64, 1), [1, 2, 3, 4]
+    expected = uncached(model, [[*text, id] for text, id in zip(texts, token, strict=True)])
+    decoder = Decoder(model.cuda())
+    decoder.read(texts, 150)
+    logits = decoder.step(torch.tensor(token, device="cuda")).cpu()
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)

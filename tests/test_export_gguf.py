@@ -1,0 +1,331 @@
+"""The file as the gguf package reads it; test_export_gguf_llama_cpp.py is about llama.cpp."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+
+from data.tokenizer import TOKENIZER_FILE
+from model import LMConfig, Transformer
+from model.portable import load_portable, save_portable
+from scripts import export_gguf
+from training.errors import UsageError
+
+# No field but the vocabulary's size is LMConfig's own; rows of 96 and 160 are whole blocks of 32.
+SHAPE = {
+    "dim": 96,
+    "n_layers": 2,
+    "n_heads": 6,
+    "n_kv_heads": 3,
+    "vocab_size": 400,
+    "hidden_dim": 160,
+    "norm_eps": 1e-4,
+    "rope_theta": 5e3,
+    "max_seq_len": 40,
+}
+
+
+@pytest.fixture
+def weights(packed, tmp_path):
+    """Writes portable weights of a shape and returns their folder."""
+
+    def write(**changes) -> Path:
+        torch.manual_seed(0)
+        config = LMConfig(**SHAPE | changes)
+        folder = tmp_path / "weights"
+        save_portable(folder, config, dict(Transformer(config).named_parameters()))
+        shutil.copy(packed / TOKENIZER_FILE, folder)
+        return folder
+
+    return write
+
+
+def export(folder: Path, *flags: str) -> gguf.GGUFReader:
+    out = folder.parent / "model.gguf"
+    export_gguf.main([str(folder), str(out), *flags])
+    return gguf.GGUFReader(out)
+
+
+def refused(capsys, *words) -> str:
+    """The one line that a mistake ends in."""
+    with pytest.raises(SystemExit) as ended:
+        export_gguf.main([str(word) for word in words])
+    assert ended.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("export_gguf: error: ")
+    return lines[0]
+
+
+def key(reader: gguf.GGUFReader, name: str):
+    return reader.get_field(name).contents()
+
+
+def tensors(reader: gguf.GGUFReader) -> dict[str, np.ndarray]:
+    return {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+
+
+def types(reader: gguf.GGUFReader) -> dict[str, str]:
+    return {t.name: t.tensor_type.name for t in reader.tensors}
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
+def test_every_weight_is_there_under_llamas_name_and_to_the_bit(weights, tie_embeddings):
+    folder = weights(tie_embeddings=tie_embeddings)
+    stored, model = tensors(export(folder)), load_portable(folder)
+    block = model.layers[1]
+    expected = {
+        "token_embd": model.tok_embeddings,
+        "output_norm": model.norm,
+        "blk.1.attn_norm": block.attention_norm,
+        "blk.1.attn_q": block.attention.wq,
+        "blk.1.attn_k": block.attention.wk,
+        "blk.1.attn_v": block.attention.wv,
+        "blk.1.attn_output": block.attention.wo,
+        "blk.1.ffn_norm": block.ffn_norm,
+        "blk.1.ffn_gate": block.feed_forward.w1,
+        "blk.1.ffn_down": block.feed_forward.w2,
+        "blk.1.ffn_up": block.feed_forward.w3,
+    }
+    if not tie_embeddings:
+        expected["output"] = model.output
+    for name, module in expected.items():
+        assert np.array_equal(stored.pop(f"{name}.weight"), module.weight.detach().numpy())
+    assert len(stored) == 9
+    assert all(name.startswith("blk.0.") for name in stored)
+
+
+def test_the_shape_is_there_under_llamas_keys(weights):
+    reader = export(weights())
+    assert key(reader, "general.architecture") == "llama"
+    expected = {
+        "vocab_size": 400,
+        "context_length": 40,
+        "embedding_length": 96,
+        "block_count": 2,
+        "feed_forward_length": 160,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 3,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-4),
+        "rope.dimension_count": 16,
+        "rope.freq_base": 5e3,
+    }
+    assert {name: key(reader, f"llama.{name}") for name in expected} == expected
+
+
+def test_the_tokenizer_is_there_piece_by_piece(weights, packed):
+    reader = export(weights())
+    model = sentencepiece.SentencePieceProcessor(model_file=str(packed / TOKENIZER_FILE))
+    ids = list(range(400))
+    assert key(reader, "tokenizer.ggml.model") == "llama"
+    assert key(reader, "tokenizer.ggml.tokens") == model.id_to_piece(ids)
+    assert key(reader, "tokenizer.ggml.scores") == model.get_score(ids)
+    kinds = key(reader, "tokenizer.ggml.token_type")
+    for kind, is_kind in (
+        (gguf.TokenType.UNKNOWN, model.is_unknown),
+        (gguf.TokenType.CONTROL, model.is_control),
+        (gguf.TokenType.BYTE, model.is_byte),
+    ):
+        assert [i for i in ids if kinds[i] == kind] == [i for i in ids if is_kind(i)]
+    assert kinds.count(gguf.TokenType.NORMAL) == 400 - 3 - 256
+    for name, id in (("bos", 1), ("eos", 2), ("unknown", 0)):
+        assert key(reader, f"tokenizer.ggml.{name}_token_id") == id
+    assert key(reader, "tokenizer.ggml.add_bos_token") is True
+    for name in ("add_eos_token", "add_space_prefix", "remove_extra_whitespaces"):
+        assert key(reader, f"tokenizer.ggml.{name}") is False
+
+
+def test_room_beyond_the_tokenizer_is_filled_with_unused_pieces(weights):
+    reader = export(weights(vocab_size=416))
+    pieces = key(reader, "tokenizer.ggml.tokens")
+    assert len(pieces) == len(set(pieces)) == len(key(reader, "tokenizer.ggml.scores")) == 416
+    kinds = key(reader, "tokenizer.ggml.token_type")
+    assert kinds[399:] == [gguf.TokenType.NORMAL] + [gguf.TokenType.UNUSED] * 16
+
+
+def test_f16_rounds_matrices_and_keeps_norms(weights):
+    folder = weights()
+    exact, half = tensors(export(folder)), export(folder, "--type", "f16", "--overwrite")
+    for name, kind in types(half).items():
+        norm = "norm" in name
+        assert kind == ("F32" if norm else "F16")
+        wanted = exact[name] if norm else exact[name].astype(np.float16)
+        assert np.array_equal(tensors(half)[name], wanted)
+    assert key(half, "general.file_type") == gguf.LlamaFileType.MOSTLY_F16
+
+
+def test_q8_0_is_off_by_at_most_half_a_step_of_its_block(weights, capsys):
+    folder = weights()
+    exact, quantized = tensors(export(folder)), export(folder, "--type", "q8_0", "--overwrite")
+    assert "NOTE" not in capsys.readouterr().out
+    for name, values in tensors(quantized).items():
+        if "norm" in name:
+            assert np.array_equal(values, exact[name])
+            continue
+        assert types(quantized)[name] == "Q8_0"
+        blocks = exact[name].reshape(-1, 32)
+        step = np.abs(blocks).max(axis=1, keepdims=True) / 127
+        assert (np.abs(values.reshape(-1, 32) - blocks) < 0.57 * step).all()
+        assert not np.array_equal(values, exact[name])
+
+
+def test_rows_that_are_no_whole_blocks_stay_f16_and_are_named(weights, capsys):
+    reader = export(weights(hidden_dim=150), "--type", "q8_0")
+    halves = [name for name, kind in types(reader).items() if kind == "F16"]
+    assert halves == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    note = capsys.readouterr().out.splitlines()[1]
+    assert note.startswith("NOTE: f16")
+    assert note.endswith(", ".join(halves))
+
+
+def test_the_summary_says_what_was_written_and_how_far_it_is_off(weights, capsys):
+    export(weights())
+    out = capsys.readouterr().out
+    assert "as 20 f32 tensors" in out
+    assert "largest difference 0\n" in out
+    export(weights(), "--type", "q8_0", "--overwrite")
+    assert "as 5 f32 and 15 q8_0 tensors" in capsys.readouterr().out
+
+
+def test_a_file_that_is_there_is_replaced_only_when_asked(weights, capsys):
+    folder = weights()
+    out = folder.parent / "model.gguf"
+    out.write_text("precious", encoding="utf-8")
+    assert "--overwrite" in refused(capsys, folder, out)
+    assert out.read_text(encoding="utf-8") == "precious"
+    export(folder, "--overwrite")
+
+
+def test_folders_on_the_way_are_made(weights):
+    out = weights().parent / "not" / "yet" / "model.gguf"
+    export_gguf.main([str(weights()), str(out)])
+    assert out.is_file()
+
+
+@pytest.mark.parametrize(
+    ("run", "out", "flags", "says"),
+    [
+        ("weights", ".", [], "is a folder: name the file"),
+        ("weights", "model.gguf", ["--type", "q4_0"], "q4_0"),
+        ("nowhere", "model.gguf", [], "nowhere: no such folder"),
+        ("empty", "model.gguf", [], "has neither"),
+    ],
+)
+def test_words_that_cannot_work(run, out, flags, says, weights, capsys):
+    folder = weights().parent
+    (folder / "empty").mkdir()
+    assert says in refused(capsys, folder / run, folder / out, *flags)
+    assert not (folder / "model.gguf").exists()
+
+
+def test_a_missing_tokenizer(weights, capsys):
+    folder = weights()
+    (folder / TOKENIZER_FILE).unlink()
+    assert "no such tokenizer file" in refused(capsys, folder, folder / "model.gguf")
+
+
+def train(folder: Path, vocab_size: int = 20, **options) -> None:
+    """Another SentencePiece model in the place of the tokenizer."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a b c d e", "b c d e f g h", "abc def gh"] * 20),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"model_type": "unigram"}, "is a UNIGRAM model: only BPE"),
+        ({"model_type": "char"}, "is a CHAR model: only BPE"),
+        ({"model_type": "bpe"}, "has no pieces for bytes"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_cannot_follow(options, says, weights, capsys):
+    folder = weights()
+    train(folder, **options)
+    assert says in refused(capsys, folder, folder / "model.gguf")
+
+
+def test_what_a_foreign_tokenizer_does_to_spaces_and_characters_is_written_and_said(
+    weights, capsys
+):
+    folder = weights()
+    foreign = {"byte_fallback": True, "normalization_rule_name": "nmt_nfkc"}
+    train(folder, vocab_size=280, model_type="bpe", **foreign)
+    reader = export(folder)
+    assert key(reader, "tokenizer.ggml.add_space_prefix") is True
+    assert key(reader, "tokenizer.ggml.remove_extra_whitespaces") is True
+    assert "NOTE: the tokenizer normalizes text (nmt_nfkc)" in capsys.readouterr().out
+
+
+def spoil(folder: Path, value: float) -> None:
+    model = load_portable(folder)
+    model.layers[0].attention.wq.weight.data[0, 0] = value
+    save_portable(folder, model.config, dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(value, weights, capsys):
+    folder = weights()
+    spoil(folder, value)
+    line = refused(capsys, folder, folder / "model.gguf")
+    assert "layers.0.attention.wq.weight holds numbers that are not finite" in line
+
+
+@pytest.mark.parametrize(("kind", "value"), [("f16", 1e5), ("q8_0", 1e8)])
+@pytest.mark.filterwarnings("error")
+def test_weights_that_the_type_cannot_hold_leave_no_file(kind, value, weights, capsys):
+    folder = weights()
+    spoil(folder, value)
+    line = refused(capsys, folder, folder / "model.gguf", "--type", kind)
+    assert f"blk.0.attn_q.weight does not fit into {kind}" in line
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        TOKENIZER_FILE,
+    ]
+    assert np.abs(tensors(export(folder))["blk.0.attn_q.weight"]).max() == np.float32(value)
+
+
+def test_a_difference_between_file_and_model_is_found(weights):
+    folder = weights()
+    export(folder)
+    expected = export_gguf.read_tensors(load_portable(folder), "f32")
+    path = folder.parent / "model.gguf"
+    assert export_gguf.largest_difference(path, expected) == 0
+    name = "blk.1.ffn_up.weight"
+    changed = expected[name].values.copy()
+    changed[3, 5] += 1e-6
+    with pytest.raises(UsageError, match=name):
+        export_gguf.largest_difference(
+            path, expected | {name: expected[name]._replace(values=changed)}
+        )
+    with pytest.raises(UsageError, match="came back as F32"):
+        export_gguf.largest_difference(path, expected | {name: expected[name]._replace(kind="f16")})
+    del expected[name]
+    with pytest.raises(UsageError, match=f"both hold {name}"):
+        export_gguf.largest_difference(path, expected)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(weights, small_disk, capsys):
+    disk = small_disk("64k")
+    assert "no space left" in refused(capsys, weights(), disk / "model.gguf")
+    assert list(disk.iterdir()) == []
+
+
+def test_help_needs_neither_gguf_nor_the_training_code(monkeypatch, capsys):
+    for name in ("gguf", "training.trained"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SystemExit) as ended:
+        export_gguf.main(["--help"])
+    assert ended.value.code == 0
+    assert "q8_0" in capsys.readouterr().out

@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.dataset import PackedDataset
+from data.tokenizer import Tokenizer
+from model import LMConfig, Transformer
+from report.history import read_rows
+from training import samples
+from training.arguments import TrainingArguments
+from training.metrics import TrainingLog
+from training.samples import PROMPT_TOKENS, SampleWriter, prompt_and_continuation
+
+
+@pytest.fixture
+def text(packed) -> PackedDataset:
+    return PackedDataset(packed, "val", 32)
+
+
+@pytest.fixture
+def model(text) -> Transformer:
+    torch.manual_seed(0)
+    config = LMConfig(
+        dim=32, n_layers=2, n_heads=4, max_seq_len=32, vocab_size=text.vocab_size, dropout=0.5
+    )
+    return Transformer(config).train()
+
+
+@pytest.fixture
+def writer_of(accelerator, text, model, tmp_path):
+    """Makes a SampleWriter that writes into tmp_path."""
+    logs = []
+
+    def make(first_step: int = 1, **flags) -> SampleWriter:
+        args = TrainingArguments(**{"sample_interval": 2, "sample_tokens": 8} | flags)
+        log = TrainingLog(accelerator, tmp_path / "metrics.jsonl", 1, 64, 1, 10, first_step)
+        logs.append(log)
+        return SampleWriter(args, tmp_path / "samples.jsonl", model, text, log)
+
+    yield make
+    for log in logs:
+        log.close()
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in read_rows(folder / "samples.jsonl")]
+
+
+def test_every_interval_writes_step_prompt_and_text(writer_of, tmp_path, capsys):
+    writer = writer_of(sample_prompt="第1句")
+    for step in range(1, 7):
+        writer.write(step)
+    assert steps(tmp_path) == [2, 4, 6]
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    row = json.loads(lines[-1])
+    assert row.keys() == {"step", "prompt", "text"}
+    assert row["prompt"] == "第1句"
+    assert "第1句" in lines[-1]  # readable in the file too
+    assert row["text"]
+    assert f"step 6/10  sample {(row['prompt'] + row['text'])[:80]!r}" in capsys.readouterr().out
+
+
+def test_no_interval_no_sample(writer_of, tmp_path):
+    writer_of(sample_interval=0).write(2)
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, model):
+    tokenizer = Tokenizer(text.tokenizer_path)
+    args = TrainingArguments(sample_tokens=3)
+    prompt, _ = prompt_and_continuation(model, args, tokenizer, text)
+    assert prompt
+    assert tokenizer.decode(text[0][0].tolist()).startswith(prompt)
+    assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
+
+
+def test_training_goes_on_as_if_nothing_had_been_written(writer_of, model, text):
+    writer = writer_of()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens, targets = (torch.stack([text[0][i]]) for i in (0, 1))
+    random = torch.get_rng_state()
+    losses = []
+    for interrupted in (False, True):
+        torch.set_rng_state(random)
+        model.zero_grad()
+        loss = model(tokens, targets).loss
+        loss.backward()
+        if interrupted:
+            writer.write(2)
+        losses += [loss.item(), model(tokens, targets).loss.item()]
+        gradients = [p.grad.clone() for p in model.parameters()]
+    assert losses[:2] == losses[2:]
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert model.training
+    assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
+
+
+def test_a_sample_is_by_the_weights_of_its_step(writer_of, model, tmp_path):
+    writer = writer_of(sample_prompt="sum")
+    writer.write(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    writer.write(4)
+    first, second = read_rows(tmp_path / "samples.jsonl")
+    assert first["text"] != second["text"]
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_samples_are_computed_in_the_precision_of_training(
+    writer_of, monkeypatch, mixed_precision, dtype
+):
+    used = []
+
+    def continuation(decoder, *rest):
+        used.append(decoder.dtype)
+        return "", ""
+
+    monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
+    writer = writer_of()
+    monkeypatch.setattr(type(writer.accelerator), "mixed_precision", mixed_precision)
+    writer.write(2)
+    assert used == [dtype]
+
+
+def test_a_resumed_run_drops_what_it_writes_again(writer_of, tmp_path):
+    writer = writer_of()
+    for step in (2, 4, 6):
+        writer.write(step)
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write('{"step": 8, "pro')
+    resumed = writer_of(first_step=4)
+    assert steps(tmp_path) == [2]
+    resumed.write(4)
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_other_processes_write_nothing(writer_of, tmp_path, monkeypatch, capsys):
+    writer = writer_of()
+    capsys.readouterr()
+    monkeypatch.setattr(type(writer.accelerator), "is_main_process", False)
+    writer.write(2)
+    assert not (tmp_path / "samples.jsonl").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_disk_that_refuses_is_reported_and_training_goes_on(writer_of, tmp_path, capsys):
+    writer = writer_of()
+    (tmp_path / "samples.jsonl").mkdir()
+    writer.write(2)
+    assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out

@@ -1,0 +1,149 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.errors import DataError
+from model import ConfigError, LMConfig, Transformer
+from model.portable import save_portable, save_tensors
+from tests.conftest import VOCAB_SIZE
+from training.checkpoint import _write_manifest
+from training.errors import UsageError
+from training.trained import find_run, load_trained
+
+SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "vocab_size": VOCAB_SIZE}
+
+
+def model_of(seed: int) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(LMConfig(**SHAPE))
+
+
+def weights_of(model: Transformer) -> dict:
+    return {name: p.data for name, p in model.named_parameters()}
+
+
+def write_checkpoint(run: Path, step: int) -> Path:
+    """One of a model seeded with its step."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    save_tensors(folder / "weights.safetensors", weights_of(model_of(step)))
+    for name in ("optimizer", "random"):
+        save_tensors(folder / f"{name}.safetensors", {"nothing": torch.zeros(1)})
+    state = {"step": step, "identity": SHAPE, "processes": 1, "optimizer_step": step}
+    (folder / "state.json").write_text(json.dumps(state))
+    _write_manifest(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, packed) -> Path:
+    """A run under way, with two checkpoints."""
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("")
+    shutil.copy(packed / "tokenizer.model", run)
+    write_checkpoint(run, 10)
+    write_checkpoint(run, 20)
+    return run
+
+
+@pytest.fixture
+def weights(run, packed) -> Path:
+    """The same, finished: its weights are those of seed 30."""
+    save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
+    shutil.copy(packed / "tokenizer.model", run / "weights")
+    return run / "weights"
+
+
+def seed_of(name: str | Path) -> int:
+    """Of the model that was opened."""
+    trained = load_trained(str(name))
+    assert not trained.model.training
+    assert trained.tokenizer.vocab_size == VOCAB_SIZE
+    embedding = trained.model.tok_embeddings.weight
+    seeds = (10, 20, 30)
+    return next(s for s in seeds if torch.equal(model_of(s).tok_embeddings.weight, embedding))
+
+
+def test_of_a_finished_run_it_is_the_weights(run, weights):
+    assert seed_of(run) == seed_of(weights) == 30
+
+
+def test_weights_alone_are_enough(weights, tmp_path):
+    moved = tmp_path / "elsewhere"
+    weights.rename(moved)
+    assert seed_of(moved) == 30
+
+
+def test_of_a_run_under_way_it_is_the_newest_checkpoint(run):
+    assert seed_of(run) == 20
+    assert seed_of(run / "checkpoints" / "step-00000010") == 10
+
+
+def test_a_damaged_checkpoint_is_passed_over_but_refused_when_named(run):
+    newest = run / "checkpoints" / "step-00000020"
+    (newest / "weights.safetensors").write_bytes(b"cut")
+    assert seed_of(run) == 10
+    with pytest.raises(UsageError, match=r"step-00000020 is damaged: weights.safetensors is 3"):
+        load_trained(str(newest))
+
+
+def test_a_run_with_nothing_but_damaged_checkpoints_says_so(run):
+    for path in run.glob("checkpoints/*/weights.safetensors"):
+        path.unlink()
+    with pytest.raises(UsageError, match=r"every checkpoint of .* is damaged"):
+        load_trained(str(run))
+
+
+def test_auto_is_the_run_written_to_last(run, tmp_path):
+    older = tmp_path / "runs" / "older"
+    older.mkdir()
+    (older / "metrics.jsonl").write_text("")
+    os.utime(older / "metrics.jsonl", (1, 1))
+    assert find_run("auto", tmp_path / "runs") == run
+
+
+def test_auto_without_any_run_says_how_to_get_one(tmp_path):
+    with pytest.raises(UsageError, match=r"no run in .* yet: bash run_accelerate.sh"):
+        find_run("auto", tmp_path / "runs")
+
+
+def test_a_path_that_is_not_there_or_a_file_or_something_else_is_refused(tmp_path, packed):
+    with pytest.raises(UsageError, match="no such folder"):
+        load_trained(str(tmp_path / "none"))
+    with pytest.raises(UsageError, match="is a file: give a run folder"):
+        load_trained(str(packed / "tokenizer.model"))
+    with pytest.raises(UsageError, match=r"neither model.safetensors nor checkpoints"):
+        load_trained(str(packed))
+
+
+def test_a_missing_tokenizer_is_named(weights):
+    (weights / "tokenizer.model").unlink()
+    with pytest.raises(DataError, match=r"tokenizer.model: no such tokenizer file"):
+        load_trained(str(weights))
+
+
+def test_a_tokenizer_with_more_pieces_than_the_model_is_refused(packed, tmp_path):
+    shape = SHAPE | {"vocab_size": VOCAB_SIZE - 1}
+    model = Transformer(LMConfig(**shape))
+    save_portable(tmp_path / "small", LMConfig(**shape), weights_of(model))
+    shutil.copy(packed / "tokenizer.model", tmp_path / "small")
+    with pytest.raises(DataError, match=rf"has {VOCAB_SIZE} pieces, .* only {VOCAB_SIZE - 1}"):
+        load_trained(str(tmp_path / "small"))
+
+
+def test_weights_of_another_shape_are_refused(weights):
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps(config | {"dim": 32}))
+    with pytest.raises(ConfigError, match=r"is \(.*\), the model has \("):
+        load_trained(str(weights))
+
+
+def test_a_hugging_face_folder_is_told_from_our_own(weights):
+    (weights / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match=r"scripts.import_weights .* turns it into"):
+        load_trained(str(weights))

@@ -1,0 +1,32 @@
+"""What the main process decides for all, so that no two processes decide differently."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from data.errors import DataError
+from model import ConfigError
+from training.errors import UsageError
+
+Answer = TypeVar("Answer")
+
+
+def on_main_process(accelerator: Accelerator, decide: Callable[..., Answer], *given) -> Answer:
+    """What `decide(*given)` returns on the main process, on all of them; all must call this.
+
+    Raises:
+        UsageError, ConfigError, DataError: what `decide` raised there.
+    """
+    answer: list = [None, None]
+    if accelerator.is_main_process:
+        try:
+            answer[0] = decide(*given)
+        except (UsageError, ConfigError, DataError) as error:
+            answer[1] = error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

@@ -1,0 +1,109 @@
+"""Where the weights of a new run come from: drawn at random, or with --init_from another run's."""
+
+import hashlib
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from data.dataset import PackedDataset
+from data.errors import DataError
+from model import LMConfig
+from training.errors import UsageError
+from training.trained import Source
+
+# How a run computes, and no property of weights: from the flags alone.
+FREE = ("dropout", "use_flash_attn")
+# Rotary positions have no weights, so that the context may be another one.
+MAY_DIFFER = (*FREE, "max_seq_len")
+
+
+@dataclass
+class InitialWeights:
+    settings: dict  # of the model; without a source the vocabulary is missing
+    source: Source | None = None  # None: drawn at random
+    source_config: LMConfig | None = None
+
+    @classmethod
+    def find(cls, init_from: str | None, given: dict) -> "InitialWeights":
+        """Look for the weights and read their shape.
+
+        Args:
+            init_from: the flag.
+            given: settings of the model that were typed.
+
+        Raises:
+            UsageError: no weights there, or a flag contradicts their shape.
+            ConfigError: a shape that cannot be read, or a flag with a value that cannot work.
+        """
+        if init_from is None:
+            return cls(given)
+        source = Source.find(init_from)
+        config = source.config()
+        theirs = {name: value for name, value in config.to_dict().items() if name not in FREE}
+        different = [
+            f"--{name} {value} (there {theirs[name]})"
+            for name, value in given.items()
+            if name not in MAY_DIFFER and value != theirs[name]
+        ]
+        if different:
+            raise UsageError(
+                f"the model in {source.folder} has another shape than {', '.join(different)}: "
+                "leave such flags out, --init_from takes the shape from there"
+            )
+        settings = theirs | given
+        LMConfig(**settings)
+        return cls(settings, source, config)
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.settings.get("max_seq_len", LMConfig.max_seq_len)
+
+    def config(self, train_set: PackedDataset) -> LMConfig:
+        """The whole shape of the model to train on this data.
+
+        Raises:
+            DataError: the data has another tokenizer than the weights.
+        """
+        if self.source is None:
+            return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
+        tokenizer, room = self.source.tokenizer, self.settings["vocab_size"]
+        there = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
+        if there is None and train_set.vocab_size != room:
+            raise DataError(
+                f"{train_set.folder} has a vocabulary of {train_set.vocab_size}, the model in "
+                f"{self.source.folder} one of {room}: prepare the text with the model's tokenizer"
+            )
+        if there is not None and there != train_set.description["tokenizer_sha256"]:
+            raise DataError(
+                f"{train_set.folder} has another tokenizer than the model in {self.source.folder}: "
+                "prepare the text with the model's, `python -m scripts.prepare_data --tokenizer "
+                f"{tokenizer} --data TEXT --out {train_set.folder} --overwrite`"
+            )
+        if train_set.vocab_size > room:
+            raise DataError(
+                f"{tokenizer} has {train_set.vocab_size} pieces, the model beside it only {room}"
+            )
+        return LMConfig(**self.settings)
+
+    def load(self) -> dict[str, Tensor]:
+        """name → fp32 weights on the CPU; only where there is a source.
+
+        Raises:
+            ConfigError: files that are damaged or do not fit each other.
+        """
+        model = self.source.load()
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def describe(self) -> str:
+        """For the start block."""
+        if self.source is None:
+            return "scratch"
+        words = f"{self.source.folder}, with a new optimizer"
+        if self.max_seq_len != self.source_config.max_seq_len:
+            words += (
+                f"; max_seq_len is {self.max_seq_len} now and {self.source_config.max_seq_len} "
+                "there, which rotary positions allow"
+            )
+        if not self.source.tokenizer.is_file():
+            words += "; no tokenizer there: only the size of the vocabulary was compared"
+        return words

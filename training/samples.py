@@ -1,0 +1,100 @@
+"""What the model writes, while it is trained and at the end."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from data.dataset import PackedDataset
+from data.tokenizer import Tokenizer
+from model import Transformer
+from model.decoder import Decoder
+from model.generation import generate
+from model.sampling import Sampling
+from training.arguments import TrainingArguments
+from training.metrics import TrainingLog, drop_rows_from
+
+PROMPT_TOKENS = 12  # of the validation text, where no prompt is given
+SHOWN = 80  # characters of a sample in the log
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prompt_and_continuation(
+    model: Decoder | Transformer,
+    args: TrainingArguments,
+    tokenizer: Tokenizer,
+    prompt_from: PackedDataset,
+) -> tuple[str, str]:
+    """The prompt of --sample_prompt, or how `prompt_from` begins, and how the model goes on."""
+    if args.sample_prompt is None:
+        prompt = prompt_from[0][0][:PROMPT_TOKENS].tolist()
+    else:
+        prompt = [tokenizer.bos_id, *tokenizer.encode(args.sample_prompt)]
+    (ids,) = generate(
+        model,
+        [prompt],
+        args.sample_tokens,
+        Sampling(seed=args.seed),
+        stop_ids=(tokenizer.eos_id,),
+    )
+    return tokenizer.decode(prompt), tokenizer.decode(ids)
+
+
+class SampleWriter:
+    """Writes a sample to samples.jsonl every --sample_interval steps, on the main process.
+
+    It reads a copy of the weights, in the precision of training's forward pass, and draws from a
+    generator of its own: training goes on as if nothing had happened. On a GPU the copy has to fit
+    beside everything else.
+
+    Args:
+        args: sample_interval, sample_prompt, sample_tokens and seed count here.
+        path: samples.jsonl; rows of steps that this start takes again are dropped.
+        model: as prepared.
+        prompt_from: whose beginning is the prompt, if there is no other: the validation split, or
+            without one the training split.
+        log: tells what was written.
+    """
+
+    def __init__(
+        self,
+        args: TrainingArguments,
+        path: Path,
+        model: nn.Module,
+        prompt_from: PackedDataset,
+        log: TrainingLog,
+    ):
+        self.args, self.path, self.model, self.log = args, path, model, log
+        self.accelerator, self.prompt_from = log.accelerator, prompt_from
+        if self.accelerator.is_main_process:
+            drop_rows_from(path, log.first_step)
+            self.tokenizer = Tokenizer(prompt_from.tokenizer_path)
+
+    def write(self, step: int) -> None:
+        """If it is time. A disk that is full or refuses does not stop training."""
+        interval = self.args.sample_interval
+        if not interval or step % interval or not self.accelerator.is_main_process:
+            return
+        dtype = DTYPES.get(self.accelerator.mixed_precision)
+        # Every process has all weights under DDP, ZeRO-1 and ZeRO-2: the others go on and wait at
+        # their next exchange.
+        decoder = Decoder(self.accelerator.unwrap_model(self.model), dtype)
+        with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
+            prompt, text = prompt_and_continuation(
+                decoder, self.args, self.tokenizer, self.prompt_from
+            )
+        row = {"step": step, "prompt": prompt, "text": text}
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._to_tensorboard(step, prompt + text)
+        except OSError as error:
+            self.log.say(f"SAMPLE NOT WRITTEN: {error}")
+        self.log.say(f"step {step}/{self.log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
+
+    def _to_tensorboard(self, step: int, text: str) -> None:
+        block = "\n".join(f"    {line}" for line in text.splitlines())  # it reads Markdown
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard":
+                tracker.log({"sample": block}, step=step)
