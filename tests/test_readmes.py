@@ -134,7 +134,7 @@ CHANGES = [
     ("a flag left out", "、`--greedy`", "", "alone ['--greedy'], README_zh.md []"),
     ("a number", "ln(6400) = 8.76", "ln(6400) = 8.67", "alone ['8.76'], README_zh.md ['8.67']"),
     ("a number of parameters", "2580 万", "258 万", "['25800000'], README_zh.md ['2580000']"),
-    ("a stage of ZeRO", "ZeRO-1 和 DDP", "ZeRO-3 和 DDP", "['ZeRO-1'], README_zh.md ['ZeRO-3']"),
+    ("a stage of ZeRO", "DDP 和 ZeRO-1", "DDP 和 ZeRO-3", "['ZeRO-1'], README_zh.md ['ZeRO-3']"),
     ("a row left out", "| `--epochs` | `1` | 数据过几遍 |\n", "", "alone ['--epochs']"),
     ("a row more", "| `DATA` |", "| `X` | |\n| `DATA` |", "7 rows and 8"),
     ("a column more", "| `DATA` |", "| `DATA` | |", "2 columns and 3"),
