@@ -11,6 +11,7 @@ from benchmarks.machine import compiler_obstacle
 from benchmarks.ours import can_compile
 from benchmarks.peers import PEERS
 from benchmarks.work import Work
+from scripts.prepare_data import cpu_count
 from training.errors import UsageError
 from training.memory import GIB, activation_bytes, model_state_bytes
 
@@ -27,13 +28,15 @@ LAUNCHER_VARIABLES = (
 class Contender:
     """One way to do the work.
 
+    The engine "alone" is as many processes as the other engines have, each with its share of the
+    machine, that know nothing of each other: what the others would reach if they exchanged nothing.
     `allocator` is "default" where the C library's settings are those of the contender's users, and
     "ours" for a peer that is given the training script's settings.
     """
 
     family: str  # "ours" or a key of PEERS
     compiled: bool
-    engine: str = "single"  # of ours: single, ddp, zero1, zero2
+    engine: str = "single"  # of ours: single, ddp, zero1, zero2, alone
     allocator: str = "default"
     processes: int = 1
 
@@ -90,7 +93,7 @@ def all_contenders(processes: int, has_gpu: bool, allocator: str) -> list[Conten
         allocator: which variants of the peers to have on a CPU, one of ALLOCATORS.
     """
     found = []
-    for engine in ("single", "ddp", "zero1", "zero2"):
+    for engine in ("single", "ddp", "zero1", "zero2", "alone"):
         ranks = 1 if engine == "single" else processes
         found += [Contender("ours", mode, engine, processes=ranks) for mode in (False, True)]
     variants = ("default", "ours") if allocator == "both" else (allocator,)
@@ -125,8 +128,8 @@ def obstacle(contender: Contender, n_gpus: int) -> str | None:
         return "the training script has no --compile"
     if contender.compiled and (reason := compiler_obstacle(n_gpus > 0)):
         return reason
-    if contender.engine == "ddp" and contender.processes == 1:
-        return "DDP takes two processes or more: --processes 2"
+    if contender.engine in ("ddp", "alone") and contender.processes == 1:
+        return f"{contender.engine} takes two processes or more: --processes 2"
     if 0 < n_gpus < contender.processes:
         return f"{contender.processes} processes for {n_gpus} GPUs"
     return None
@@ -153,6 +156,10 @@ def environments(contender: Contender, port: int, folder: Path, fresh: bool) -> 
         common["TRITON_CACHE_DIR"] = str(folder / "triton")
     if contender.engine == "single":
         return [common]
+    if contender.engine == "alone":
+        return [
+            common | own_share(rank, contender.processes) for rank in range(contender.processes)
+        ]
     common |= {
         "WORLD_SIZE": str(contender.processes),
         "LOCAL_WORLD_SIZE": str(contender.processes),
@@ -169,3 +176,11 @@ def environments(contender: Contender, port: int, folder: Path, fresh: bool) -> 
         common["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
     ranks = range(contender.processes)
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+
+
+def own_share(rank: int, processes: int) -> dict[str, str]:
+    """Environment of a process that has a GPU, or its part of the cores, to itself."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
+    gpu = gpus[rank] if rank < len(gpus) else ""
+    cores = cpu_count() // processes
+    return {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(max(1, cores))}

@@ -8,7 +8,6 @@ Prints Markdown tables; what it is at goes to stderr. Nothing stays on the disk.
 import argparse
 import json
 import math
-import os
 import platform
 import shlex
 import sys
@@ -24,6 +23,7 @@ import torch
 from benchmarks import data_padding
 from benchmarks.data_loader import loader_speed, training_steps
 from benchmarks.data_preparation import copies, prepare
+from benchmarks.flags import output_file
 from benchmarks.machine import cpu_name
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset
@@ -64,14 +64,12 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     speed = "what training consumes, where that is known; without it, training is timed"
     flag("model_tokens_per_second", None, speed, type=float)
     flag("seconds", 2.0, "for how long to run the loader alone", type=float)
-    flag("json", None, "a file for the numbers", type=Path, metavar="FILE")
+    flag("json", None, "a file for the numbers", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     for name in ("model_tokens_per_second", "seconds"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name} must be positive and finite, not {value}")
-    if args.json and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
-        parser.error(f"--json {args.json}: no file can be written there")
     return args
 
 
@@ -107,6 +105,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[dict]]:
                 f"{args.data} does not make one sequence of {max(lengths)} tokens: use a smaller "
                 f"--{flag}, or a larger first --repeat"
             )
+    longest = max(*args.loader_seq_lens, args.seq_len)
+    sequences = len(PackedDataset(packed, "train", longest))
+    if sequences < args.batch_size:
+        raise UsageError(
+            f"--batch_size {args.batch_size} is more than the {sequences} sequences of {longest} "
+            f"tokens that {args.data} makes"
+        )
     trained = {}
     for seq_len in dict.fromkeys([*args.loader_seq_lens, args.seq_len]):
         if args.model_tokens_per_second is None:

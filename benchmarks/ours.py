@@ -3,7 +3,6 @@
 import itertools
 import math
 import os
-import shlex
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from benchmarks.flags import training_flags
 from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
-from training.arguments import TrainingArguments
+from model import LMConfig
+from training.arguments import TrainingArguments, parse_arguments
+from training.errors import UsageError
 
 
 def can_compile() -> bool:
@@ -21,7 +23,11 @@ def can_compile() -> bool:
 
 
 def command_line(work: Work, compiled: bool, extra: str = "") -> list[str]:
-    """The training script's flags for this work; `extra`, as typed in a shell, comes last."""
+    """The training script's flags for this work; `extra`, as typed in a shell, comes last.
+
+    Raises:
+        UsageError: `extra` cannot be read.
+    """
     flags = {
         "dim": work.dim,
         "n_layers": work.n_layers,
@@ -42,7 +48,29 @@ def command_line(work: Work, compiled: bool, extra: str = "") -> list[str]:
     if can_compile():
         flags["compile"] = "on" if compiled else "off"
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    return words + shlex.split(extra)
+    return words + training_flags(extra)
+
+
+def check_extra(work: Work, extra: str) -> None:
+    """Refuse flags that would make ours another work than the peers'.
+
+    Tokens and FLOPs are credited by `work`, so all that it fixes stays as it is, the shape of the
+    model included; whether it is compiled is said by a contender's name.
+
+    Raises:
+        UsageError, ConfigError: such a flag, or one that the training script refuses.
+    """
+    plain, shape = parse_arguments(command_line(work, False))
+    args, settings = parse_arguments(command_line(work, False, extra))
+    free = ("use_flash_attn", "optimizer", "muon_learning_rate", "muon_momentum")
+    wanted = vars(plain) | LMConfig(**shape).to_dict()
+    given = vars(args) | LMConfig(**settings).to_dict()
+    for name in wanted:
+        if name not in free and given[name] != wanted[name]:
+            raise UsageError(
+                f"--{name} is the same for all contenders; free are "
+                + ", ".join(f"--{item}" for item in free)
+            )
 
 
 class LastLoss:
@@ -65,9 +93,7 @@ class OurStep:
 
     def __init__(self, work: Work, options: dict):
         # The imports take seconds, and only this contender needs them.
-        from model import LMConfig
         from train_pretrain_accelerate import build_model, optimizer_step
-        from training.arguments import parse_arguments
         from training.engine import build_engine
         from training.profiler import StepProfiler
 

@@ -51,6 +51,7 @@ class SizeReport:
     peak_shape: str  # the size that was fastest at the start
     sheet_peak: float | None  # FLOP/s that a GPU's data sheet states for this precision
     devices_shared: bool  # whether all processes share one device, the CPU
+    stopped_after: int | None = None  # the round that was interrupted, if one was
 
     @property
     def measured_peak(self) -> float:
@@ -147,9 +148,29 @@ def size_table(report: SizeReport) -> str:
     if len(set(threads.values())) > 1:
         told = ", ".join(f"{name} {number}" for name, number in threads.items())
         lines += [f"NOT ALIKE: threads of {told}.", ""]
+    if shares := communication(report):
+        told = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+        lines += [f"Of a step, exchange between processes takes: {told}.", ""]
+    if report.stopped_after is not None:
+        lines += [f"STOPPED in round {report.stopped_after}, before the end.", ""]
     if report.missing:
         lines += ["Not measured:", "", *missing(report), ""]
     return "\n".join([*lines, f"**{closing_line(report)}**", ""])
+
+
+def communication(report: SizeReport) -> dict[str, float]:
+    """What engines lose to processes that train each for themselves, as shares of their time.
+
+    That is the exchange of gradients and weights, as far as it is not hidden behind the backward
+    pass, and all else that the engine adds.
+    """
+    alone = {r.contender.compiled: r for r in report.results if r.contender.engine == "alone"}
+    found = {}
+    for result in report.results:
+        other = alone.get(result.contender.compiled)
+        if other and result is not other and result.contender.processes > 1:
+            found[result.name] = 1 - compare(report, result, other)
+    return found
 
 
 def missing(report: SizeReport) -> list[str]:
@@ -220,7 +241,9 @@ def size_json(report: SizeReport) -> dict:
             asdict(result) | {"name": result.name, **figures(report, result)}
             for result in report.results
         ],
+        "communication": communication(report),
         "not_measured": report.missing,
+        "stopped_after": report.stopped_after,
         "ours_against_fastest_peer": closing(report),
     }
 

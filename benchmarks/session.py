@@ -18,6 +18,7 @@ BASELINES = ("ours-compiled", "ours-eager")  # preferred in this order, if none 
 # How an engine must call itself, for engines are known to be switched off without a word.
 ENGINE_NAMES = {
     "single": "single process",
+    "alone": "single process",
     "ddp": "DDP",
     "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2",
@@ -61,6 +62,7 @@ class Session:
         self._results: dict[Contender, Result] = {}
         self._missing: dict[str, str] = {}
         self._yardstick: Team | None = None
+        self._finished = False
 
     def close(self) -> None:
         """End every process."""
@@ -68,8 +70,12 @@ class Session:
             team.close()
         self._teams, self._yardstick = {}, None
 
-    def measure(self) -> SizeReport:
-        """Everything, in the order described above.
+    @property
+    def measured_something(self) -> bool:
+        return bool(self._peaks)
+
+    def measure(self) -> None:
+        """Everything, in the order described above; `report` tells the result.
 
         Raises:
             TeamError: not even matrix products run.
@@ -83,7 +89,7 @@ class Session:
                 self._play_rounds()
             self._dismiss(keep_baseline=bool(queue))
         self._measure_peak()
-        return self._report()
+        self._finished = True
 
     def _queue(self) -> list[Contender]:
         """Those that nothing known stands in the way of, the baseline first."""
@@ -197,22 +203,27 @@ class Session:
         if error.log:
             print("    " + error.log.replace("\n", "\n    "), file=sys.stderr, flush=True)
 
-    def _report(self) -> SizeReport:
+    def report(self) -> SizeReport:
+        """What was measured; after an interruption, the rounds up to it."""
         order = self.plan.contenders.index
-        results = [self._results[key] for key in sorted(self._results, key=order)]
-        met = [contender.name for contender in self._results]  # by start: the baseline is first
+        played = [contender for contender in self._results if self._results[contender].step_seconds]
+        results = [self._results[contender] for contender in sorted(played, key=order)]
+        met = [contender.name for contender in played]  # by start: the baseline is first
         names = [contender.name for contender in self.plan.contenders]
+        waiting = dict.fromkeys(set(names) - set(met), "stopped before its first turn")
+        missing = waiting | self._missing
         peak_known = self.device["device"] == "cuda" and self.work.dtype == "bfloat16"
         return SizeReport(
             size=self.size,
             work=self.work,
             baseline=met[0] if met else "",
             results=results,
-            missing={name: self._missing[name] for name in names if name in self._missing},
+            missing={name: missing[name] for name in names if name in missing},
             measured_peaks=[peak["flops"] for peak in self._peaks],
             peak_shape=self._peaks[0]["shape"],
             sheet_peak=peak_flops(self.device["device_name"]) if peak_known else None,
             devices_shared=self.device["device"] == "cpu",
+            stopped_after=None if self._finished else self._round,
         )
 
     def _folder(self, name: str) -> Path:

@@ -21,13 +21,13 @@ import torch
 
 from benchmarks import machine
 from benchmarks.contenders import ALLOCATORS, all_contenders, select
-from benchmarks.ours import command_line
+from benchmarks.flags import output_file
+from benchmarks.ours import check_extra
 from benchmarks.report import NOTE, size_json, size_table
 from benchmarks.session import Plan, Session
 from benchmarks.team import TeamError
 from benchmarks.work import DTYPES, SIZES
 from model import ConfigError
-from training.arguments import parse_arguments
 from training.errors import OneLineParser, UsageError, one_line_errors
 
 PROGRAM = "python -m benchmarks.throughput"
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         "use PyTorch's compile cache and not an empty one: first steps are no longer a first run's"
     )
     add("--keep_compile_cache", action="store_true", help=text)
-    add("--json", metavar="FILE", help="write every number there")
+    add("--json", type=output_file, metavar="FILE", help="write every number there")
     return parser
 
 
@@ -91,8 +91,9 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
             raise UsageError(f"--{name} must be at least 1, not {value}")
     if options.warmup_steps < 0:
         raise UsageError(f"--warmup_steps must be at least 0, not {options.warmup_steps}")
-    if options.json and not Path(options.json).resolve().parent.is_dir():
-        raise UsageError(f"--json: there is no folder {Path(options.json).resolve().parent}")
+    for name in ("sizes", "contenders"):
+        if not split(getattr(options, name)):
+            raise UsageError(f"--{name} names none")
     options.works = {}
     for size in split(options.sizes):
         if size not in SIZES:
@@ -102,7 +103,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
         given |= {"accumulation_steps": options.accumulation_steps, "dtype": options.dtype}
         options.works[size] = dataclasses.replace(SIZES[size], **given)
         try:
-            parse_arguments(command_line(options.works[size], False, options.ours_flags))
+            check_extra(options.works[size], options.ours_flags)
         except ValueError as error:
             raise UsageError(f"--ours_flags: {error}") from error
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -129,7 +130,10 @@ def split(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace, argv: list[str]) -> None:
-    """Measure every size, print its table, and write the file after each."""
+    """Measure every size, print its table, and write the file after each.
+
+    Who is stopped before the end, by Ctrl-C or SIGTERM, has the rounds that were played.
+    """
     about = {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": f"{PROGRAM} {shlex.join(argv)}".strip(),
@@ -141,16 +145,23 @@ def run(options: argparse.Namespace, argv: list[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             session = Session(size, work, options.plan, Path(folder))
             try:
-                report = session.measure()
+                session.measure()
             finally:
                 session.close()
-        if not about["sizes"]:
-            about |= session.device
-            print(header(about, options), flush=True)
-        about["sizes"].append(size_json(report))
-        print(size_table(report), flush=True)
-        if options.json:
-            Path(options.json).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+                if session.measured_something:
+                    publish(session, about, options)
+
+
+def publish(session: Session, about: dict, options: argparse.Namespace) -> None:
+    """Print one size, and write all that have been measured so far."""
+    report = session.report()
+    if not about["sizes"]:
+        about |= session.device
+        print(header(about, options), flush=True)
+    about["sizes"].append(size_json(report))
+    if options.json:
+        options.json.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    print(size_table(report), flush=True)
 
 
 def header(about: dict, options: argparse.Namespace) -> str:

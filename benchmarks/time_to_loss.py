@@ -5,13 +5,15 @@
 AdamW's learning rate is chosen first, as the best of several at the end of the full schedule. Then
 both train with every seed, in turns: AdamW for --steps, the challenger for --share of them, on its
 own schedule. All runs are real ones of train_pretrain_accelerate.py with the same model, data,
-batch and order; finished ones are kept and not run again.
+batch and order; finished ones are kept, and not run again with the same data and flags.
 """
 
+import argparse
 import hashlib
 import json
 import math
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -19,11 +21,16 @@ from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
+from benchmarks.flags import output_file, training_flags
 from benchmarks.machine import cpu_name, versions
+from data.errors import DataError
+from data.shards import DESCRIPTION_FILE, read_description
+from training.arguments import parse_arguments
 from training.errors import OneLineParser, UsageError, one_line_errors
 
 PROGRAM = "benchmarks.time_to_loss"
 OUT = Path("out/benchmarks/time_to_loss")
+PATIENCE_SECONDS = 30  # for a run that was told to stop
 # The model of run_accelerate.sh on a CPU, and 8,192 tokens per step.
 MODEL = (
     "--dim 192 --n_layers 4 --n_heads 4 --max_seq_len 256 --batch_size 32 --accumulation_steps 1"
@@ -86,16 +93,33 @@ class Race:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors(PROGRAM, UsageError):
-        options = parse_options(argv)
-        tables = [compare(Path(data), options) for data in options.data]
-        print(header(argv), *(table for table, _ in tables), sep="\n\n")
-        if options.json:
-            values = {data: value for data, (_, value) in zip(options.data, tables, strict=True)}
-            Path(options.json).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # What a shell starts in the background is born deaf to SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with one_line_errors(PROGRAM, UsageError, DataError):
+            run(parse_options(argv), argv)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on")
 
 
-def parse_options(argv: list[str] | None):
+def run(options: argparse.Namespace, argv: list[str] | None) -> None:
+    """Compare on every data set, print the tables, write the figures."""
+    for data in options.data:  # one that is missing is said before the first run
+        read_description(data)
+    tables = [compare(Path(data), options) for data in options.data]
+    print(header(argv), *(table for table, _ in tables), sep="\n\n")
+    if options.json:
+        values = {data: value for data, (_, value) in zip(options.data, tables, strict=True)}
+        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """The flags, checked before the first run.
+
+    Raises:
+        UsageError: a value that cannot work.
+    """
     parser = OneLineParser(prog=PROGRAM, description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--data", nargs="+", default=["out/data/builtin"], help="folders of packed data")
@@ -108,15 +132,25 @@ def parse_options(argv: list[str] | None):
     add("--model", default=MODEL, help="flags of model and batch, as one string")
     add("--eval_interval", type=int, default=5, help="the challenger's validations, in steps")
     add("--out", type=Path, default=OUT, help=f"where the runs are kept (default: {OUT})")
-    add("--json", help="write all figures to this file")
+    add("--json", type=output_file, metavar="FILE", help="write all figures to this file")
     options = parser.parse_args(argv)
     for name, holds in (
         ("steps", options.steps >= 1),
         ("eval_interval", options.eval_interval >= 1),
-        ("share", 0 < options.share <= 1 and int(options.share * options.steps) >= 1),
+        ("share", 0 < options.share <= 1),
     ):
         if not holds:
             raise UsageError(f"--{name} cannot be {getattr(options, name)}")
+    if int(options.share * options.steps) < 2:  # the first one compiles and is not counted
+        raise UsageError(
+            f"--share {options.share} of --steps {options.steps} leaves the challenger less than "
+            "the two steps that it needs"
+        )
+    for name in ("model", "challenger"):
+        try:
+            parse_arguments(training_flags(getattr(options, name)))
+        except ValueError as error:
+            raise UsageError(f"--{name}: {error}") from error
     return options
 
 
@@ -124,9 +158,7 @@ def compare(data: Path, options) -> tuple[str, dict]:
     """The table of one data set, and the figures in it."""
     full, short = options.steps, int(options.share * options.steps)
 
-    # Runs of other models are kept elsewhere: a run's name says nothing of the model.
-    model = hashlib.sha256(options.model.encode()).hexdigest()[:8]
-    folder = options.out / f"{data.name}-{model}"
+    folder = runs_folder(data, options)
 
     def adamw(rate: float, seed: int) -> Result:
         flags = f"--optimizer adamw --learning_rate {rate} --max_steps {full} --eval_interval 0"
@@ -139,8 +171,7 @@ def compare(data: Path, options) -> tuple[str, dict]:
         baseline = adamw(best, seed)
         flags = f"--learning_rate {best} {options.challenger} --max_steps {short}"
         flags += f" --eval_interval {options.eval_interval}"
-        mark = hashlib.sha256(flags.encode()).hexdigest()[:8]
-        name = f"challenger-{mark}-{short}-seed{seed}"
+        name = f"challenger-{mark(flags)}-{short}-seed{seed}"
         challenger = train(name, data, folder, flags, seed, options.model)
         races.append(Race(seed, baseline, challenger))
     values = {
@@ -148,6 +179,19 @@ def compare(data: Path, options) -> tuple[str, dict]:
         "races": [asdict(race) for race in races],
     }
     return table(data, tried, best, races, options), values
+
+
+def runs_folder(data: Path, options: argparse.Namespace) -> Path:
+    """Where runs are kept that have all in common but what their names say: the text, the model,
+    and what every run is told."""
+    description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
+    common = mark(str(data.resolve()), description, options.model, QUIET)
+    return options.out / f"{data.resolve().name}-{common}"
+
+
+def mark(*texts: str) -> str:
+    """Eight characters, the same for the same texts."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:8]
 
 
 def train(name: str, data: Path, folder: Path, flags: str, seed: int, model: str) -> Result:
@@ -162,13 +206,25 @@ def train(name: str, data: Path, folder: Path, flags: str, seed: int, model: str
         words = [sys.executable, "train_pretrain_accelerate.py", *shlex.split(model)]
         words += [*shlex.split(QUIET), *shlex.split(flags), "--seed", str(seed)]
         words += ["--data", str(data), "--out_dir", str(folder), "--run_name", name]
-        ended = subprocess.run(
-            [*words, "--resume", "auto"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        if ended.returncode:
-            last = ended.stdout.decode(errors="replace").strip().splitlines()[-1:]
-            raise UsageError(f"{name} failed: {''.join(last)}")
+        code, said = run_to_its_end([*words, "--resume", "auto"])
+        if code or not (folder / name / "weights").exists():
+            raise UsageError(f"{name} failed: {''.join(said.strip().splitlines()[-1:])}")
     return read(name, metrics)
+
+
+def run_to_its_end(command: list[str]) -> tuple[int, str]:
+    """Exit code and output of a process, which does not outlive an interruption of this one."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        output = process.communicate()[0]
+    finally:
+        process.terminate()  # training saves and ends; what has ended is left alone
+        try:
+            process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return process.returncode, output.decode(errors="replace")
 
 
 def read(name: str, metrics: Path) -> Result:
@@ -180,6 +236,8 @@ def read(name: str, metrics: Path) -> Result:
         elif values.get("step", 0) > 1 and "step_seconds" in values:  # the first one compiles
             seconds.append(values["step_seconds"])
             result.tokens_per_step = values["tokens"] // values["step"]
+    if not seconds:
+        raise UsageError(f"{metrics}: no step after the first was logged")
     result.step_seconds = statistics.median(seconds)
     return result
 

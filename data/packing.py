@@ -15,9 +15,10 @@ import signal
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +88,7 @@ def prepare(
     _remove_abandoned(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     partial.mkdir()
+    pool = _start_pool(options.workers)  # its processes start while the tokenizer is trained
     try:
         if options.tokenizer is None:
             train_tokenizer(
@@ -105,7 +107,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": hashlib.sha256((partial / TOKENIZER_FILE).read_bytes()).hexdigest(),
-            **_write_shards(files, partial, tokenizer, options, progress),
+            **_write_shards(files, partial, tokenizer, pool, options, progress),
             "prepared_from": fingerprint,
         }
         with open(partial / DESCRIPTION_FILE, "w", encoding="utf-8") as file:
@@ -113,7 +115,12 @@ def prepare(
             file.flush()
             os.fsync(file.fileno())
         _replace(partial, out)
+    except BrokenProcessPool as error:
+        raise DataError(
+            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
+        ) from error
     finally:
+        pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(partial, ignore_errors=True)
     return description
 
@@ -172,18 +179,21 @@ def _write_shards(
     files: list[str],
     folder: Path,
     tokenizer: Tokenizer,
+    pool: Executor,
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
     threshold = options.val_fraction
-    written, least, greatest = _write_splits(files, folder, tokenizer, options, threshold, progress)
+    written, least, greatest = _write_splits(
+        files, folder, tokenizer, pool, options, threshold, progress
+    )
     if threshold > 0 and not written["splits"]["val"]["documents"] and least < greatest:
         # The corpus is so small that the hash sends none to validation: again, with the nearest.
         for shard in written["splits"]["train"]["shards"]:
             (folder / shard["file"]).unlink()
         threshold = math.nextafter(least, 1)
         written, *_ = _write_splits(
-            files, folder, tokenizer, options, threshold, lambda n_bytes: None
+            files, folder, tokenizer, pool, options, threshold, lambda n_bytes: None
         )
     return written
 
@@ -192,6 +202,7 @@ def _write_splits(
     files: list[str],
     folder: Path,
     tokenizer: Tokenizer,
+    pool: Executor,
     options: PackingOptions,
     threshold: float,
     progress: Callable[[int], None],
@@ -202,7 +213,7 @@ def _write_splits(
     val = ShardWriter(folder, "val", dtype, SHARD_TOKENS)
     bad_documents, first_bad = 0, None
     least, greatest = 2.0, -1.0
-    for encoded in _encode(files, tokenizer.path, options.workers):
+    for encoded in _encode(files, tokenizer.path, pool, options.workers):
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
@@ -222,28 +233,30 @@ def _write_splits(
     return written, least, greatest
 
 
-def _encode(files: list[str], tokenizer: str, workers: int) -> Iterator[Encoded]:
-    """Batches of documents, encoded by several processes, in the order of the corpus."""
-    batches = _batches(read_records(files))
+def _start_pool(workers: int) -> Executor:
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer,),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
     )
-    try:
-        # A window of submitted batches bounds the memory: pool.map would read the whole corpus
-        # ahead.
-        window = deque(pool.submit(_encode_batch, batch) for batch in islice(batches, 3 * workers))
-        while window:
-            yield window.popleft().result()
-            window.extend(pool.submit(_encode_batch, batch) for batch in islice(batches, 1))
-    except BrokenProcessPool as error:
-        raise DataError(
-            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    for _ in range(workers):  # each starts a process
+        pool.submit(os.getpid)
+    return pool
+
+
+def _encode(files: list[str], tokenizer: str, pool: Executor, workers: int) -> Iterator[Encoded]:
+    """Batches of documents, encoded by several processes, in the order of the corpus."""
+    batches = _batches(read_records(files))
+
+    def submit(count: int) -> list[Future]:
+        return [pool.submit(_encode_batch, tokenizer, batch) for batch in islice(batches, count)]
+
+    # A window of submitted batches bounds the memory: pool.map would read the whole corpus ahead.
+    window = deque(submit(3 * workers))
+    while window:
+        yield window.popleft().result()
+        window.extend(submit(1))
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -258,15 +271,14 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield batch
 
 
-def _start_worker(tokenizer: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle, once
-    # One per process: loading it again for every batch would cost more than encoding.
-    global _tokenizer
-    _tokenizer = Tokenizer(tokenizer)
+@lru_cache(maxsize=1)
+def _tokenizer(path: str) -> Tokenizer:
+    """One per process: loading it again for every batch would cost more than encoding."""
+    return Tokenizer(path)
 
 
-def _encode_batch(batch: list[Record]) -> Encoded:
-    texts, bad = [], []
+def _encode_batch(path: str, batch: list[Record]) -> Encoded:
+    tokenizer, texts, bad = _tokenizer(path), [], []
     for record in batch:
         try:
             text = parse(record)
@@ -275,12 +287,12 @@ def _encode_batch(batch: list[Record]) -> Encoded:
             continue
         if text:
             texts.append(text)
-    dtype = token_dtype(_tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     documents = []
-    for text, ids in zip(texts, _tokenizer.encode_batch(texts), strict=True):
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         where = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") / 2**64
-        tokens = np.array([_tokenizer.bos_id, *ids, _tokenizer.eos_id], dtype)
+        tokens = np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype)
         documents.append(Document(tokens, len(raw), where))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))
 

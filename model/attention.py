@@ -48,12 +48,30 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     rows on a CPU."""
     if q.device.type == "cpu":
         return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
-    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+    return fused_attention(q, k, v, dropout)
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """The same by PyTorch's kernels for GPUs."""
+    if not takes_grouped_heads(q.dtype):
+        group = q.shape[2] // k.shape[2]
+        k, v = repeat_kv(k, group), repeat_kv(v, group)
+    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
     shared = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared
     )
     return out.transpose(1, 2)
+
+
+def takes_grouped_heads(dtype: torch.dtype) -> bool:
+    """Whether the kernels that run in this dtype on GPUs take fewer key/value than query heads.
+
+    Flash attention and cuDNN do. They have no fp32 and no GPU from before bfloat16 came, and the
+    memory-efficient kernel, which fp32 and fp16 there are left with, does not: PyTorch would
+    silently compute all T × T scores.
+    """
+    return dtype == torch.bfloat16
 
 
 class Attention(nn.Module):

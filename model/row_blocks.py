@@ -28,6 +28,8 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         (B, T, H, head_dim). Scores and weights have the dtype of q; exponentials and their sums
         are taken in fp32, gradients of k and v are summed over the blocks in fp32.
     """
+    if not q.numel():  # no tokens make no blocks
+        return torch.empty_like(q)
     batch, seq_len, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[2]
     group = n_heads // n_kv_heads

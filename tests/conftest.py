@@ -122,6 +122,18 @@ def run(
     return Finished(ended.returncode, ended.stdout)
 
 
+def processes_with(marker: str) -> list[str]:
+    """Command lines of the processes whose environment has it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (path / "environ").read_bytes():
+                found.append((path / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
 def copy_repository(folder: Path) -> Path:
     """The files that git knows, as they are now; returns the folder."""
     listed = subprocess.run(

@@ -1,26 +1,59 @@
+from types import SimpleNamespace
+
 import pytest
+import torch
 
-from training.advice import bytes_moved, faster_engine
+from training import summary
+from training.advice import bytes_sent, faster_engine
+from training.arguments import TrainingArguments
+from training.memory import GIB
+
+N = 1000
 
 
-def test_zero1_reduces_once_and_zero2_in_every_micro_batch():
-    # 2 bytes per parameter for each reduction, and 2 for handing round the weights
-    assert bytes_moved(1000, 1, accumulation_steps=8) == 2 * 1000 * 2
-    assert bytes_moved(1000, 2, accumulation_steps=8) == 2 * 1000 * 9
-    assert bytes_moved(1000, 2, 1) == bytes_moved(1000, 1, 1)
+@pytest.mark.parametrize(
+    ("zero_stage", "processes", "accumulation_steps", "dtype", "sent"),
+    [
+        # 2 bytes for each of 4 reductions, there and back, and the weights; half of it is sent
+        (2, 2, 4, "bfloat16", N * 2 * (2 * 4 + 1) // 2),
+        (1, 2, 4, "bfloat16", N * 2 * (2 + 1) // 2),
+        (None, 2, 4, "bfloat16", N * 4 * 2 // 2),  # fp32 gradients, and no weights
+        (1, 4, 4, "bfloat16", N * 2 * (2 + 1) * 3 // 4),
+        (2, 2, 1, "bfloat16", N * 2 * (2 + 1) // 2),  # as ZeRO-1
+        (2, 2, 4, "float32", N * 4 * (2 * 4 + 1) // 2),
+    ],
+)
+def test_bytes_of_a_ring_by_hand(zero_stage, processes, accumulation_steps, dtype, sent):
+    assert bytes_sent(N, zero_stage, processes, accumulation_steps, dtype) == sent
 
 
-def advice(**changes) -> str | None:
-    values = {"zero_stage": 2, "processes": 2, "accumulation_steps": 8}
-    values |= {"n_parameters": 10**9, "needed": 10, "free": 10}
+@pytest.mark.parametrize(("stage", "measured"), [(2, 25.7e6), (1, 8.6e6)])
+def test_bytes_are_those_that_a_network_device_counted(stage, measured):
+    # 2.85 million parameters, two processes, 4 micro-batches, by /proc/net/dev
+    assert bytes_sent(2_850_000, stage, 2, 4, "bfloat16") == pytest.approx(measured, rel=0.01)
+
+
+def advice(fitting=(None, 1), **changes) -> str | None:
+    values = {"zero_stage": 2, "processes": 2, "accumulation_steps": 8, "on_cpu": True}
+    values |= {"n_parameters": 10**9, "dtype": "bfloat16", "fits": lambda stage: stage in fitting}
     return faster_engine(**values | changes)
 
 
-def test_long_accumulation_under_zero2_is_advised_against_where_zero1_fits():
+def test_the_fastest_engine_that_fits_is_named():
     line = advice()
-    assert "ZeRO-1" in line
-    assert "3.73 GiB per step instead of 16.76" in line
+    assert line.startswith("DDP would be faster")
+    assert "not in each of 8 micro-batches (4,000 MB sent per process and step instead" in line
+    assert "of 17,000) and fits" in line
+    assert "--multi_gpu" in line
     assert "\n" not in line
+    assert advice(fitting=(1,)).startswith("ZeRO-1 would be faster")
+    assert '"stage": 1' in advice(fitting=(1,))
+
+
+def test_on_gpus_it_is_the_one_that_sends_the_fewest_bytes():
+    line = advice(on_cpu=False)
+    assert line.startswith("ZeRO-1 would be faster")
+    assert "(3,000 MB sent per process and step instead of 17,000)" in line
 
 
 @pytest.mark.parametrize(
@@ -30,10 +63,48 @@ def test_long_accumulation_under_zero2_is_advised_against_where_zero1_fits():
         {"zero_stage": None},
         {"processes": 1},
         {"accumulation_steps": 1},
-        {"free": 9},
-        {"free": None},
+        {"fitting": ()},
     ],
     ids=lambda changes: str(changes),
 )
-def test_nothing_is_advised_where_nothing_is_gained_or_known(changes):
+def test_nothing_is_advised_where_nothing_is_gained_or_fits(changes):
     assert advice(**changes) is None
+
+
+# What a ZeRO-2 run with two processes holds before its first step: 16-bit weights, and half of the
+# fp32 master weights and averages.
+HELD = 2 + 12 / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, "DDP"),
+        ({"free": 2 * (14 - HELD)}, "ZeRO-1"),  # 2 + 6 + 12 / 2, for both processes
+        ({"free": 2 * (14 - HELD) - 1}, None),
+        ({"device": "cuda", "free": 14 - HELD}, "ZeRO-1"),  # of the GPU that a process has alone
+        ({"offload": True}, None),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_zero2_holds_is_free_for_another_engine(changes, named, monkeypatch):
+    wanted = {"free": 2 * (16 - HELD), "device": "cpu", "offload": False} | changes
+    n = 10**9
+    zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if wanted["offload"] else {})
+    engine = SimpleNamespace(
+        zero_stage=2,
+        accelerator=SimpleNamespace(
+            num_processes=2,
+            device=torch.device(wanted["device"]),
+            state=SimpleNamespace(
+                deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero})
+            ),
+        ),
+    )
+    sharing = 2 if wanted["device"] == "cpu" else 1
+    free = int(n * wanted["free"]) + sharing * GIB
+    monkeypatch.setattr(summary, "free_memory", lambda device: free)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    args = TrainingArguments(accumulation_steps=8)
+    line = summary._advice(args, engine, n, n_by_muon=0, activations=0)
+    assert line is None if named is None else line.startswith(f"{named} would")

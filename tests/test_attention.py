@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from model import Attention, LMConfig, precompute_pos_cis, repeat_kv
+from model.attention import flash_attention, fused_attention, plain_attention
 
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
 
@@ -78,6 +79,45 @@ def test_plain_and_flash_give_the_same_output_and_gradients(n_kv_heads):
         results.append([out, x.grad, *(p.grad for p in layer.parameters())])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_what_runs_on_gpus_gives_the_output_and_gradients_of_plain_attention(
+    dtype, tolerance, n_kv_heads
+):
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(2, 11, n, 8, generator=generator) for n in (4, n_kv_heads, n_kv_heads)]
+    results = []
+    for attend, kind in ((plain_attention, torch.float32), (fused_attention, dtype)):
+        qkv = [x.to(kind).requires_grad_() for x in exact]
+        out = attend(*qkv, 0.0)
+        assert out.dtype == kind
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), qkv)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(theirs.float(), ours, atol=10 * tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads_given"), [(torch.float32, 4), (torch.float16, 4), (torch.bfloat16, 2)]
+)
+def test_heads_are_repeated_for_kernels_that_do_not_take_grouped_ones(
+    dtype, heads_given, monkeypatch
+):
+    given = {}
+
+    def record(q, k, v, **options):
+        given.update(options, heads=(k.shape[1], v.shape[1]))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    q, k, v = (torch.empty(2, 11, n, 8, dtype=dtype, device="meta") for n in (4, 2, 2))
+    flash_attention(q, k, v, 0.0)
+    assert given["heads"] == (heads_given, heads_given)
+    assert given["enable_gqa"] == (heads_given == 2)
+    assert given["is_causal"]
 
 
 @KERNELS

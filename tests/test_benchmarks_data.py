@@ -187,7 +187,7 @@ def refused(capsys, *flags: str) -> str:
         ("--shape 27m", "argument --shape: invalid choice: '27m'"),
         ("--model_tokens_per_second nan", "--model_tokens_per_second must be positive and finite"),
         ("--seconds 0", "--seconds must be positive and finite, not 0.0"),
-        ("--json no/such/folder/file", "--json no/such/folder/file: no file can be written there"),
+        ("--json no/such/folder/file", "--json: no file can be written at 'no/such/folder/file'"),
         ("--second 1", "unrecognized argument --second: did you mean --seconds?"),
         ("--data no-such-file.jsonl", "no-such-file.jsonl: no such file or folder"),
     ],
@@ -210,6 +210,15 @@ def test_text_too_short_for_a_sequence_ends_in_one_line(corpus, tmp_path, monkey
     flags = ["--data", str(corpus), "--workers", "1", "--repeat", "1", "--seq_len", "1000000"]
     line = refused(capsys, *flags, "--loader_seq_lens", "16")
     assert "does not make one sequence of 1000000 tokens: use a smaller --seq_len" in line
+
+
+def test_a_batch_of_more_sequences_than_there_are_ends_in_one_line(
+    corpus, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data", str(corpus), "--workers", "1", "--repeat", "1", "--seq_len", "16"]
+    flags += ["--loader_seq_lens", "32", "--batch_size", "9999999999999"]
+    assert "--batch_size 9999999999999 is more than the" in refused(capsys, *flags)
 
 
 def test_from_text_to_tables(corpus, tmp_path, monkeypatch, capsys):

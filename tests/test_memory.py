@@ -59,6 +59,11 @@ def test_activations_with_plain_attention_hold_the_scores_too():
     assert plain - fused == 8 * 2 * 4 * 32 * 32 * (4 + 4 + 2)  # batch, layers, heads, T × T
 
 
+def test_a_fast_path_that_has_no_kernel_keeps_the_scores_of_plain_attention():
+    left = activation_bytes(small(use_flash_attn=True), 8, "float32", keeps_scores=True)
+    assert left == activation_bytes(small(use_flash_attn=False), 8, "float32")
+
+
 def test_activations_in_fp32_by_hand():
     layer = 64 * (6 * 4 + 4 * 4) + 128 * 4 * 4
     by_hand = 8 * 32 * (2 * layer + 100 * (4 + 8))

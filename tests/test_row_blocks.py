@@ -102,6 +102,12 @@ def test_scores_large_enough_to_overflow_exp_give_finite_results():
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 4, 2, 8), (0, 5, 4, 2, 8)], ids=["tokens", "batch"])
+def test_nothing_in_gives_nothing_out(shape):
+    q, k, v, _ = heads(shape)
+    assert row_block_attention(q, k, v).shape == q.shape
+
+
 def test_layouts_in_memory_do_not_matter():
     q, k, v, _ = heads((2, 70, 4, 2, 8))
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]

@@ -49,7 +49,7 @@ def decide(
             return False, f"not tried on {kind}; --compile on forces it"
         if recorded is None and run_flops < WORTH_FLOPS[kind]:
             return False, "the run is too short to gain back its time; --compile on forces it"
-    answer = [_obstacle(accelerator.device) if accelerator.is_main_process else None]
+    answer = [obstacle(accelerator.device) if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
         broadcast_object_list(answer)
     if answer[0] is None:
@@ -82,7 +82,7 @@ def _keep_compiled_code() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
 
 
-def _obstacle(device: torch.device) -> str | None:
+def obstacle(device: torch.device) -> str | None:
     """Why torch.compile does not work here, found by compiling a line."""
     _keep_compiled_code()
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:

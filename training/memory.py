@@ -26,33 +26,47 @@ def model_state_bytes(
     averages among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
     et al., https://arxiv.org/abs/1910.02054).
     """
-    optimizer = 12 * n_parameters - 4 * n_by_muon
+    optimizer = 8 * n_parameters - 4 * n_by_muon
+    gradients = gradient_bytes(n_parameters, dtype, zero_stage, world_size)
     if zero_stage is None:
-        return 4 * n_parameters + optimizer
-    half = 2 if dtype != "float32" else 4
-    weights, gradients = half, half + 4
+        return 4 * n_parameters + gradients + optimizer
+    optimizer += 4 * n_parameters  # master weights
+    weights = n_parameters * (2 if dtype != "float32" else 4)
     if zero_stage >= 1:
         optimizer /= world_size
-    if zero_stage >= 2:
-        gradients /= world_size
     if zero_stage >= 3:
         weights /= world_size
-    return int(n_parameters * (weights + gradients) + (0 if offload else optimizer))
+    return int(weights + gradients + (0 if offload else optimizer))
 
 
-def activation_bytes(config: LMConfig, batch_size: int, dtype: str, on_cpu: bool = False) -> int:
+def gradient_bytes(n_parameters: int, dtype: str, zero_stage: int | None, world_size: int) -> int:
+    """The share of `model_state_bytes` that is not there before the first backward pass."""
+    if zero_stage is None:
+        return 4 * n_parameters
+    gradients = n_parameters * ((2 if dtype != "float32" else 4) + 4)
+    return gradients // world_size if zero_stage >= 2 else gradients
+
+
+def activation_bytes(
+    config: LMConfig,
+    batch_size: int,
+    dtype: str,
+    on_cpu: bool = False,
+    keeps_scores: bool = False,
+) -> int:
     """What forward keeps for backward in one micro-batch, in bytes: an estimate, good to about a
     third.
 
     Counted per token and layer: inputs of the two norms and their fp32 copies, inputs of the seven
-    matrix products, both halves of SwiGLU; with plain attention also two T × T fp32 and one 16-bit
-    matrix per head, with the CPU's blocks of rows somewhat more than half of the 16-bit one; and
-    the logits three times, once in half and twice in full precision.
+    matrix products, both halves of SwiGLU; with plain attention, or keeps_scores
+    (`attention_kernel` tells), also two T × T fp32 and one 16-bit matrix per head, with the CPU's
+    blocks of rows somewhat more than half of the 16-bit one; and the logits three times, once in
+    half and twice in full precision.
     """
     half = 2 if dtype != "float32" else 4
     tokens = batch_size * config.max_seq_len
     per_layer = config.dim * (6 * half + 4 * 4) + config.hidden_dim * 4 * half
-    if not config.use_flash_attn:
+    if keeps_scores or not config.use_flash_attn:
         per_layer += config.n_heads * config.max_seq_len * (8 + half)
     elif on_cpu:
         per_layer += config.n_heads * (config.max_seq_len // 2 + 32) * half

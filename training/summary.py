@@ -3,42 +3,25 @@
 import os
 
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
 from model import LMConfig, Transformer
 from training.advice import faster_engine
 from training.arguments import TrainingArguments
+from training.attention_kernel import attention_kernel
 from training.engine import Engine
 from training.hardware import device_name
-from training.memory import GIB, activation_bytes, free_memory, model_state_bytes
+from training.memory import (
+    GIB,
+    activation_bytes,
+    free_memory,
+    gradient_bytes,
+    model_state_bytes,
+)
 from training.optimizer import muon_matrices
 from training.resume import Choice
 from training.schedule import LearningRate
-
-
-def attention_kernel(config: LMConfig, accelerator: Accelerator) -> str:
-    """Which attention will run."""
-    if not config.use_flash_attn:
-        return "plain: all T × T scores (--use_flash_attn for the fast paths)"
-    if accelerator.device.type == "cpu":
-        if config.dropout:
-            return "plain: all T × T scores (blocks of rows have no dropout)"
-        return "blocks of rows"
-    if accelerator.device.type != "cuda":
-        return "PyTorch's fused kernels"
-    if accelerator.mixed_precision == "no":
-        return "memory-efficient kernel (flash attention needs 16 bits)"
-    kernels = [
-        name
-        for name, enabled in (
-            ("cuDNN", torch.backends.cuda.cudnn_sdp_enabled()),
-            ("flash attention", torch.backends.cuda.flash_sdp_enabled()),
-        )
-        if enabled
-    ]
-    return f"PyTorch's fused kernels ({' or '.join(kernels)})"
 
 
 def start_block(
@@ -60,7 +43,9 @@ def start_block(
     where = (engine.zero_stage, accelerator.num_processes)
     states = model_state_bytes(n_parameters, args.dtype, *where, n_by_muon=n_by_muon)
     on_cpu = accelerator.device.type == "cpu"
-    activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu)
+    dtype = getattr(torch, args.dtype)
+    attention, keeps_scores = attention_kernel(config, dtype, accelerator.device)
+    activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores)
     fields = {
         "run folder": str(choice.folder.path),
         "starts from": _origin(args, choice),
@@ -69,7 +54,7 @@ def start_block(
         f"({accelerator.state.backend or 'no process group'})",
         "device": device_name(accelerator.device),
         "precision": {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}[accelerator.mixed_precision],
-        "attention": attention_kernel(config, accelerator),
+        "attention": attention,
         "compiled": compiled,
         "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
         f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, "
@@ -89,7 +74,7 @@ def start_block(
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
     }
-    if advice := _advice(args, engine, n_parameters, activations):
+    if advice := _advice(args, engine, n_parameters, n_by_muon, activations):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
@@ -114,14 +99,26 @@ def _optimizer(args: TrainingArguments, model: Transformer) -> tuple[str, int]:
 
 
 def _advice(
-    args: TrainingArguments, engine: Engine, n_parameters: int, activations: int
+    args: TrainingArguments, engine: Engine, n_parameters: int, n_by_muon: int, activations: int
 ) -> str | None:
-    accelerator = engine.accelerator
+    accelerator, plugin = engine.accelerator, engine.accelerator.state.deepspeed_plugin
+    if plugin is not None and "offload_optimizer" in plugin.deepspeed_config["zero_optimization"]:
+        return None  # memory is short, and not to be told from here
     processes, device = accelerator.num_processes, accelerator.device
-    needed = model_state_bytes(n_parameters, args.dtype, 1, processes) + activations + GIB
-    if device.type == "cpu":  # these share one memory
-        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    free = free_memory(device)
-    return faster_engine(
-        engine.zero_stage, processes, args.accumulation_steps, n_parameters, needed, free
-    )
+    on_cpu = device.type == "cpu"
+    # On a CPU the processes of a machine share one memory.
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes)) if on_cpu else 1
+
+    def states(stage: int | None) -> int:
+        return model_state_bytes(n_parameters, args.dtype, stage, processes, n_by_muon=n_by_muon)
+
+    def fits(stage: int | None) -> bool:
+        """Whether it would in the place of this engine, whose weights and optimizer are in memory
+        already."""
+        free, size = free_memory(device), (n_parameters, args.dtype, engine.zero_stage, processes)
+        held = states(engine.zero_stage) - gradient_bytes(*size)
+        more = states(stage) - held + activations + GIB
+        return free is not None and sharing * more <= free
+
+    run = (engine.zero_stage, processes, args.accumulation_steps, n_parameters, args.dtype)
+    return faster_engine(*run, on_cpu, fits)

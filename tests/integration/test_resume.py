@@ -96,7 +96,7 @@ def test_muon_resumes_bit_for_bit_under_zero_1_in_bf16(packed, tmp_path):
 
 
 @pytest.mark.skipif(
-    compilation._obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
+    compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
 )
 def test_a_compiled_run_resumes_compiled_and_bit_for_bit(packed, tmp_path):
     flags = FLAGS.replace("--dropout 0.1", "--dropout 0") + batch_flag(1)
