@@ -1,6 +1,9 @@
 """The shape of the model: every number that decides how many parameters there are."""
 
+import sys
 from dataclasses import asdict, dataclass, field, fields
+
+LARGEST = 1 << 24  # of any size: far above what is in use, and a table of so many fits into memory
 
 
 class ConfigError(ValueError):
@@ -59,9 +62,11 @@ class LMConfig:
             value = getattr(self, name)
             if type(value) is not int or value <= 0:
                 raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+            if value > LARGEST:
+                raise ConfigError(f"{name} must be at most {LARGEST:,}, not {value}")
         for name in ("norm_eps", "rope_theta", "dropout"):
             value = getattr(self, name)
-            if type(value) not in (int, float):
+            if type(value) not in (int, float) or abs(value) > sys.float_info.max:
                 raise ConfigError(f"{name} must be a number, not {value!r}")
         for name in ("tie_embeddings", "use_flash_attn"):
             if type(getattr(self, name)) is not bool:

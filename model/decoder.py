@@ -63,7 +63,7 @@ class Decoder:
     the padding. A row so gives what it would give alone, but for rounding.
 
     Args:
-        model: its weights are copied; later changes do not show.
+        model: what it says now; if its weights change, make another decoder.
         dtype: of weights and cache; logits are always fp32.
     """
 

@@ -114,7 +114,7 @@ def read_tensors(path: Path) -> dict:
     except SafetensorError as error:
         raise ConfigError(f"{path}: damaged ({error})") from error
     except Exception as error:  # a damaged pickle can raise anything
-        if foreign_class := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+        if foreign_class := re.search(r"GLOBAL (\S+)", str(error)):
             reason = f"holds {foreign_class[1]} besides tensors, and loading that could run code"
         else:
             reason = "not a file of torch.save, or damaged"
@@ -132,8 +132,9 @@ def unwrap(content: object, path: Path) -> tuple[dict[str, Tensor], dict]:
     weights = {PREFIX.sub("", str(name)): tensor for name, tensor in content.items()}
     weights = {n: t for n, t in weights.items() if n.rpartition(".")[2] not in TABLES}
     for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
+        plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        if not plain or not tensor.is_floating_point():
+            kind = str(tensor.dtype) if plain else type(tensor).__name__
             raise ConfigError(f"{path}: {name} is {kind}, not a tensor of floating point numbers")
     return weights, found
 

@@ -56,9 +56,7 @@ class Generation:
         self.ended: set[int] = set()
         self.cut: set[int] = set()
         device = self.decoder.device
-        self.sampler = Sampler(
-            sampling or Sampling(), self.texts, max_new_tokens, config.vocab_size, device
-        )
+        self.sampler = Sampler(sampling or Sampling(), self.texts, config.vocab_size, device)
 
     def end(self, index: int) -> None:
         """Let this prompt grow no further."""

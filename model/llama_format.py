@@ -124,10 +124,13 @@ def config_from_llama(values: dict) -> LMConfig:
     Raises:
         ConfigError: something that this model cannot compute; names the setting and its value.
     """
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ConfigError(f"rope_parameters must be an object, not {rope!r}")
-    refuse_other_arithmetic(values, rope)
+    rope = {}
+    for name in ("rope_parameters", "rope_scaling"):  # of which the second wins in transformers
+        given = values.get(name) or {}
+        if not isinstance(given, dict):
+            raise ConfigError(f"{name} must be an object, not {given!r}")
+        refuse_other_arithmetic(values, given)
+        rope |= given
     missing = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"} - set(
         values
     )

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -49,7 +50,10 @@ def load_config(folder: Path) -> LMConfig:
         ConfigError: missing, damaged, or no shape that can be built.
     """
     try:
-        return LMConfig.from_dict(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ConfigError("settings of a model are an object with names")
+        return LMConfig.from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -69,6 +73,8 @@ def load_portable(folder: str | Path) -> Transformer:
         weights = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: no readable weights ({error})") from error
+    with torch.device("meta"):  # shapes without memory: a damaged config may ask for any size
+        require_fit(Transformer(config), weights, str(folder))
     model = Transformer(config)
     load_weights(model, weights, str(folder))
     return model.eval()
@@ -78,8 +84,18 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) ->
     """Copy weights into the model's parameters.
 
     Raises:
-        ConfigError: a name or shape on one side has no equal on the other.
+        ConfigError: a name or shape on one side has no equal on the other, or what is there are no
+            numbers.
     """
+    require_fit(model, weights, source)
+    for name, parameter in model.named_parameters():
+        if not weights[name].is_floating_point() or not weights[name].isfinite().all():
+            raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")
+        parameter.data.copy_(weights[name])
+
+
+def require_fit(model: Transformer, weights: dict[str, Tensor], source: str) -> None:
+    """Raises ConfigError: a name or shape on one side has no equal on the other."""
     parameters = dict(model.named_parameters())
     weights = dict(weights)
     if model.config.tie_embeddings:
@@ -94,4 +110,3 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) ->
                 f"{source}: {name} is {tuple(weights[name].shape)}, "
                 f"the model has {tuple(parameter.shape)}"
             )
-        parameter.data.copy_(weights[name])

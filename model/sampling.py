@@ -43,7 +43,6 @@ class Sampler:
     whatever else is in the batch.
 
     Args:
-        draws: how many tokens each may get.
         texts: token ids of each sequence so far, which `repetition_penalty` looks at.
     """
 
@@ -51,15 +50,13 @@ class Sampler:
         self,
         sampling: Sampling,
         texts: list[list[int]],
-        draws: int,
         vocab_size: int,
         device: torch.device,
     ):
-        self.sampling, self.draw = sampling, 0
-        numbers = torch.empty(len(texts), draws, dtype=torch.float64)
-        for i, row in enumerate(numbers):
-            row.uniform_(generator=torch.Generator().manual_seed(sampling.seed + i))
-        self.numbers = numbers.to(device)
+        self.sampling, self.device = sampling, device
+        self.generators = [
+            torch.Generator().manual_seed((sampling.seed + i) % 2**63) for i in range(len(texts))
+        ]
         self.present = None
         if sampling.repetition_penalty != 1:
             self.present = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device=device)
@@ -68,7 +65,7 @@ class Sampler:
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these sequences only."""
-        self.numbers = self.numbers[rows]
+        self.generators = [self.generators[row] for row in rows]
         if self.present is not None:
             self.present = self.present[rows]
 
@@ -76,8 +73,10 @@ class Sampler:
         """The next token of each row: (B, vocab_size) fp32 → (B,) int64."""
         if self.present is not None:
             logits = penalise(logits, self.present, self.sampling.repetition_penalty)
-        tokens = choose(logits, self.sampling, self.numbers[:, self.draw])
-        self.draw += 1
+        numbers = torch.stack(
+            [torch.rand((), generator=g, dtype=torch.float64) for g in self.generators]
+        )
+        tokens = choose(logits, self.sampling, numbers.to(self.device))
         if self.present is not None:
             self.present[torch.arange(len(tokens), device=tokens.device), tokens] = True
         return tokens

@@ -66,7 +66,7 @@ def leave_report(run: RunFolder) -> str:
     be drawn must not hide how the run has ended."""
     try:
         write_report([run.path], run.report)
-    except (UsageError, OSError) as error:
+    except (UsageError, OSError, ValueError, ArithmeticError) as error:
         return f"NOT WRITTEN: {error}"
     return str(run.report)
 
@@ -210,7 +210,7 @@ def _samples(name: str, run: History, single: bool) -> str:
         (f"step {row['step']:,}", str(row.get("prompt", "")), str(row["text"]))
         for row in run.samples
     ]
-    heading, shown = "", thin(samples, SAMPLES)
+    heading, shown = "", [*thin(samples, SAMPLES)]
     if run.folder.weights.exists() and run.folder.sample.exists():
         text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
         shown.append(("finished model", "", text))

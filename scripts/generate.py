@@ -53,7 +53,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="at the end of the context: stop, or read the later half anew and go on (stop)",
     )
     add("--jsonl", action="store_true", help="print one JSON object per continuation, when it ends")
-    add("--batch_size", type=int, default=16, help="continuations computed together (16)")
+    add(
+        "--batch_size",
+        type=int,
+        default=16,
+        help="continuations computed together; number i draws with seed + i in any batch (16)",
+    )
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add("--dtype", choices=DTYPES, help="of the weights (float32 on a CPU, bfloat16 on a GPU)")
     args = parser.parse_args(argv)
@@ -76,7 +81,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         try:
             file = sys.stdin.buffer if args.prompts == "-" else open(args.prompts, "rb")  # noqa: SIM115
             with file:
-                lines = file.read().decode("utf-8").splitlines()
+                # Not splitlines, which cuts at form feeds and Unicode's own line separators too.
+                lines = file.read().decode("utf-8-sig").replace("\r\n", "\n").split("\n")
             if args.prompts.endswith(".jsonl"):
                 prompts += [_prompt_of(line, n) for n, line in enumerate(lines, 1) if line.strip()]
             else:
@@ -154,10 +160,10 @@ class Writer:
 
     def write(self, prompts: list[str]) -> None:
         """Continue every prompt, num_samples times each, and say how fast that was."""
-        if any(prompt.endswith(" ") for prompt in prompts):
-            say("a prompt ends with a space: without it goes better, for words begin with theirs")
         asked = [prompt for prompt in prompts for _ in range(self.args.num_samples)]
         ids = [self.encode(prompt) for prompt in asked]
+        if any(prompt.endswith(" ") for prompt in prompts):
+            say("a prompt ends with a space: without it goes better, for words begin with theirs")
         tokens, started = 0, time.perf_counter()
         for first in range(0, len(asked), self.args.batch_size):
             batch = slice(first, first + self.args.batch_size)
@@ -174,7 +180,7 @@ class Writer:
             self.decoder,
             ids,
             self.args.max_new_tokens,
-            replace(self.sampling, seed=self.sampling.seed + first),
+            replace(self.sampling, seed=(self.sampling.seed + first) % 2**63),
             stop_ids=(self.tokenizer.eos_id,),
             slide=self.args.beyond_context == "slide",
         )
@@ -251,6 +257,8 @@ def choose_device(name: str | None):
 
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name} cannot be used here: cpu, cuda or cuda:N can")
     try:
         return torch.zeros(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -271,6 +279,8 @@ def converse(writer: Writer) -> None:
         except (EOFError, KeyboardInterrupt):
             say("")
             return
+        except UnicodeDecodeError as error:
+            raise UsageError(f"the prompts are not valid UTF-8: {error}") from error
         try:
             writer.write([require_text(prompt)])
         except UsageError as error:

@@ -36,6 +36,9 @@ def test_hidden_dim_must_be_a_positive_whole_number(value):
         ({"norm_eps": math.nan}, ["norm_eps", "nan"]),
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"rope_theta": math.inf}, ["rope_theta", "inf"]),
+        ({"norm_eps": 10**400}, ["norm_eps"]),
+        ({"max_seq_len": 10**11}, ["max_seq_len", "at most"]),
+        ({"vocab_size": 10**10}, ["vocab_size", "at most"]),
     ],
 )
 def test_shapes_that_cannot_be_built_are_refused_by_name(settings, named):

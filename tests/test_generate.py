@@ -111,6 +111,22 @@ def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path)
     assert call("--prompts", "-", *common, stdin="sum 1\n\n第\n")[0] == out
 
 
+def test_a_prompt_may_hold_what_only_some_take_for_a_line_end(call, tmp_path):
+    (tmp_path / "p.txt").write_bytes("\ufeffsum\x0c1\r\nsum\u20282\n".encode())
+    rows = json.dumps({"prompt": "sum\u20281"}, ensure_ascii=False)
+    (tmp_path / "p.jsonl").write_text(rows + "\n", encoding="utf-8")
+    for name, expected in (("p.txt", ["sum\x0c1", "sum\u20282"]), ("p.jsonl", ["sum\u20281"])):
+        out, _, _ = call("--prompts", str(tmp_path / name), "--jsonl", "--max_new_tokens", "2")
+        assert [json.loads(line)["prompt"] for line in out.rstrip("\n").split("\n")] == expected
+
+
+def test_the_largest_seed_and_length_are_no_obstacle(call):
+    flags = ("--seed", str(2**63 - 1), "--num_samples", "2", "--batch_size", "1")
+    _, err, code = call("--prompt", "sum", "--max_new_tokens", str(10**15), *flags)
+    assert "2 of 2 ended" in err or "1 of 1 ended" in err
+    assert code == 0
+
+
 def test_a_stop_string_ends_the_continuation(call, weights):
     text = expected(weights, "sum 3:", 20)
     stop = text[8:10]
@@ -144,10 +160,11 @@ def test_a_conversation_goes_on_until_the_input_ends(call, weights):
         ((), "nothing to continue"),
         (("--prompt", ""), "an empty prompt"),
         (("--prompt", "\udcff"), "not valid UTF-8"),
-        (("--prompt", "sum " * 40), r"the context of this model is 40: shorten"),
+        (("--prompt", "sum 1 " * 40), r"the context of this model is 40: shorten"),
         (("--prompts", "nowhere.txt"), "--prompts nowhere.txt: .*No such file"),
         (("--interactive", "--prompt", "x"), "leave --prompt and --prompts out"),
         (("--prompt", "x", "--device", "quark"), "--device quark cannot be used here"),
+        (("--prompt", "x", "--device", "meta"), "--device meta cannot be used here"),
         (("--prompt", "x", "--promts", "y"), "did you mean --prompts?"),
         *(
             (("--prompt", "x", f"--{name}", "-1"), f"--{name} must be")

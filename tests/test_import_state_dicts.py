@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -150,8 +151,16 @@ class Malicious:
         return Path.touch, (self.path,)
 
 
-def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, capsys):
-    torch.save({"model": state, "x": Malicious(tmp_path / "ran")}, tmp_path / "m.pth")
+class Shell(Malicious):
+    """The same through a module that PyTorch forbids by name, which it says in other words."""
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("kind", [Malicious, Shell])
+def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, capsys, kind):
+    torch.save({"model": state, "x": kind(tmp_path / "ran")}, tmp_path / "m.pth")
     line = error_line(capsys, tmp_path / "m.pth", tmp_path / "out", "--n_heads", "6")
     assert "besides tensors, and loading that could run code" in line
     assert not (tmp_path / "ran").exists()
@@ -194,3 +203,17 @@ def test_the_command_imports_what_load_trained_opens(weights, state, tmp_path):
     assert ended.code == 0, ended.out
     assert "0.09 million parameters" in ended.out
     assert load_trained(str(tmp_path / "out")).model.config.n_layers == SHAPE["n_layers"]
+
+
+@pytest.mark.parametrize("odd", [torch.zeros(3, 3).to_sparse(), torch.zeros(3, 3).int()])
+def test_what_is_no_plain_tensor_of_numbers_is_named(state, tmp_path, capsys, odd):
+    torch.save(state | {"norm.weight": odd}, tmp_path / "m.pth")
+    line = error_line(capsys, tmp_path / "m.pth", tmp_path / "out", "--n_heads", "6")
+    assert "norm.weight is" in line
+
+
+def test_weights_that_are_no_numbers_are_refused(state, tmp_path, capsys):
+    broken = state | {"norm.weight": torch.full_like(state["norm.weight"], float("nan"))}
+    torch.save(broken, tmp_path / "m.pth")
+    line = error_line(capsys, tmp_path / "m.pth", tmp_path / "out", "--n_heads", "6")
+    assert "norm.weight holds NaN" in line

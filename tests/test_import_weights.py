@@ -149,9 +149,12 @@ def test_the_rotary_base_is_read_from_either_place(llama, tmp_path, values):
             "rope_scaling is 'llama3'",
         ),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling is 'linear'"),
+        # transformers lets rope_scaling win where both are there
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is 'linear'"),
         ({"rope_parameters": 3}, "rope_parameters must be an object"),
         ({"head_dim": 16}, "head_dim is 16, but this model computes with dim / n_heads = 8"),
         ({"hidden_size": "48"}, "dim must be a positive whole number, not '48'"),
+        ({"max_position_embeddings": 10**12}, "max_seq_len must be at most 16,777,216"),
         ({"num_attention_heads": 7}, "dim 48 is not divisible by n_heads 7"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
         ({"num_hidden_layers": 1}, "is not in this model"),

@@ -228,6 +228,14 @@ def test_samples_are_shown_evenly_and_the_finished_model_s_comes_last(tmp_path):
     assert "state finished" in page.words
 
 
+def test_where_all_samples_are_shown_nothing_is_said_to_be_left_out(tmp_path):
+    samples = [{"step": s, "prompt": "", "text": f"sample {s}"} for s in range(SAMPLES)]
+    run = write_run(tmp_path / "run", [train_row(1)], samples)
+    (run / "sample.txt").write_text("the end")
+    (run / "weights").mkdir()
+    assert "all are in" not in report(run).words
+
+
 def test_settings_are_all_there(tmp_path):
     settings = {
         "command": ["train.py", "--sample_prompt", "def x"],

@@ -128,6 +128,29 @@ def test_weights_of_another_config_are_refused(saved):
         load_portable(saved)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(saved, value):
+    weights = weights_of(transformer())
+    weights["norm.weight"] = torch.full_like(weights["norm.weight"], value)
+    save_file(weights, saved / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=r"norm.weight holds NaN, infinity"):
+        load_portable(saved)
+
+
+def test_whole_numbers_are_no_weights(saved):
+    weights = {name: weight.to(torch.int8) for name, weight in weights_of(transformer()).items()}
+    save_file(weights, saved / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match="no floating point numbers"):
+        load_portable(saved)
+
+
+def test_sizes_that_no_memory_holds_are_compared_before_they_are_built(saved):
+    config = json.loads((saved / CONFIG_FILE).read_text())
+    (saved / CONFIG_FILE).write_text(json.dumps(config | {"dim": 1 << 24, "n_heads": 1 << 20}))
+    with pytest.raises(ConfigError, match=r"is \(.*\), the model has \("):
+        load_portable(saved)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
 def test_a_truncated_weights_file_is_refused(saved, share):
     data = (saved / WEIGHTS_FILE).read_bytes()

@@ -72,7 +72,7 @@ def test_a_penalty_makes_what_is_present_less_likely_whatever_the_sign():
 
 def test_the_penalty_counts_the_prompt_and_what_was_drawn():
     sampler = Sampler(
-        Sampling(temperature=0, repetition_penalty=10.0), [[4]], 3, 6, torch.device("cpu")
+        Sampling(temperature=0, repetition_penalty=10.0), [[4]], 6, torch.device("cpu")
     )
     assert [sampler(LOGITS).item() for _ in range(3)] == [0, 1, 4]
 
@@ -80,7 +80,7 @@ def test_the_penalty_counts_the_prompt_and_what_was_drawn():
 def test_each_row_has_numbers_of_its_own_seed():
     def draws(seed: int, rows: int) -> list[list[int]]:
         sampler = Sampler(
-            Sampling(temperature=5.0, seed=seed), [[0]] * rows, 30, 6, torch.device("cpu")
+            Sampling(temperature=5.0, seed=seed), [[0]] * rows, 6, torch.device("cpu")
         )
         return torch.stack([sampler(LOGITS.expand(rows, -1)) for _ in range(30)], 1).tolist()
 
@@ -94,7 +94,6 @@ def test_rows_that_are_kept_keep_their_numbers():
         return Sampler(
             Sampling(temperature=5.0, repetition_penalty=1.3),
             [[0], [1], [2]],
-            30,
             6,
             torch.device("cpu"),
         )
@@ -108,7 +107,7 @@ def test_rows_that_are_kept_keep_their_numbers():
 def test_drawing_leaves_the_global_random_numbers_alone():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    Sampler(Sampling(), [[0]], 5, 6, torch.device("cpu"))(LOGITS)
+    Sampler(Sampling(), [[0]], 6, torch.device("cpu"))(LOGITS)
     assert torch.equal(torch.get_rng_state(), before)
 
 

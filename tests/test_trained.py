@@ -121,6 +121,13 @@ def test_a_path_that_is_not_there_or_a_file_or_something_else_is_refused(tmp_pat
         load_trained(str(packed))
 
 
+def test_damaged_weights_are_not_passed_over_for_a_checkpoint(run, weights):
+    (weights / "config.json").unlink()
+    for name in (run, weights):
+        with pytest.raises(ConfigError, match=r"no readable config.json"):
+            load_trained(str(name))
+
+
 def test_a_missing_tokenizer_is_named(weights):
     (weights / "tokenizer.model").unlink()
     with pytest.raises(DataError, match=r"tokenizer.model: no such tokenizer file"):

@@ -59,9 +59,9 @@ class Source:
             UsageError: nothing there, or nothing sound.
         """
         path = find_run(name)
-        if (path / "weights" / CONFIG_FILE).exists():
+        if (path / "weights").is_dir():
             path = path / "weights"
-        if (path / CONFIG_FILE).exists():
+        if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
             refuse_foreign(path)
             return cls(path, path / TOKENIZER_FILE)
         path = find_checkpoint(path)
