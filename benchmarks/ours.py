@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.flags import training_flags
 from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
+from model import LMConfig
 from training.arguments import TrainingArguments, parse_arguments
 from training.errors import UsageError
 
@@ -62,7 +63,8 @@ def check_extra(work: Work, extra: str) -> None:
     plain, shape = parse_arguments(command_line(work, False))
     args, settings = parse_arguments(command_line(work, False, extra))
     free = ("use_flash_attn", "optimizer", "muon_learning_rate", "muon_momentum")
-    wanted, given = vars(plain) | shape, vars(args) | settings
+    wanted = vars(plain) | asdict(LMConfig(**shape))
+    given = vars(args) | asdict(LMConfig(**settings))
     for name in wanted:
         if name not in free and given[name] != wanted[name]:
             raise UsageError(
@@ -91,7 +93,6 @@ class OurStep:
 
     def __init__(self, work: Work, options: dict):
         # The imports take seconds, and only this contender needs them.
-        from model import LMConfig
         from train_pretrain_accelerate import build_model, optimizer_step
         from training.engine import build_engine
         from training.profiler import StepProfiler
