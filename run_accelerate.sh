@@ -57,7 +57,7 @@ else
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
 [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own
-[ "$data" != builtin ] || flags+=(--sample_prompt "def ")
+[ "$data" != builtin ] || flags+=(--sample_prompt "def")
 flags+=(--data "$packed" "$@")
 
 config=${CONFIG:-accelerate_config.yaml}

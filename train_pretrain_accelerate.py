@@ -30,6 +30,7 @@ from training.engine import Engine, build_engine
 from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
+from training.guest import guest
 from training.initial_weights import InitialWeights
 from training.interruption import StopRequest, leave, report_interruption
 from training.metrics import TrainingLog
@@ -53,11 +54,16 @@ from training.summary import start_block
 from training.trackers import require_trackers, start_trackers
 
 FEW_STEPS = 50
-STARTED = time.monotonic()  # --time_limit counts from here
+PROGRAM = "train_pretrain_accelerate.py"
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("train_pretrain_accelerate.py", UsageError, ConfigError, DataError):
+    """Train as the flags say: those in argv, and then the process lives on, or the command line's.
+
+    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
+    """
+    expected = (UsageError, ConfigError, DataError)
+    with one_line_errors(PROGRAM, *expected), guest(PROGRAM, argv):
         args, model_settings = parse_arguments(argv)
         train(args, model_settings)
 
@@ -176,6 +182,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     Raises:
         UsageError, ConfigError, DataError: this cannot be trained.
     """
+    started = time.monotonic()  # --time_limit counts from here
     require_trackers(args.trackers)
     engine = build_engine(args)
     accelerator = engine.accelerator
@@ -237,7 +244,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         profiler=StepProfiler(accelerator, model, choice.folder.profile, args),
         samples=SampleWriter(args, choice.folder.samples, model, val_set or train_set, log),
         checkpointer=Checkpointer(choice.folder, state, args.keep_last, identity, log, compiled),
-        stop=StopRequest(accelerator, args.time_limit, since=STARTED),
+        stop=StopRequest(accelerator, args.time_limit, since=started),
     )
     announce(run, engine, choice, f"{'yes' if compiled else 'no'} ({why})")
     return run

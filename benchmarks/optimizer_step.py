@@ -54,9 +54,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         UsageError, ConfigError: a value that cannot work.
     """
     parser = OneLineParser(prog=PROGRAM, description=__doc__.split("\n")[0], allow_abbrev=False)
-    defaults = parse_arguments([])[0]
+    defaults, _ = parse_arguments([])
     for name in MODEL:
-        value = getattr(defaults if name == "batch_size" else LMConfig(), name)
+        value = (vars(defaults) | LMConfig().to_dict())[name]
         parser.add_argument(f"--{name}", type=int, default=value, help=f"(default: {value})")
     add = parser.add_argument
     add("--dtype", choices=DTYPES, default=defaults.dtype, help=f"(default: {defaults.dtype})")

@@ -3,7 +3,7 @@
 import itertools
 import math
 import os
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,8 +63,8 @@ def check_extra(work: Work, extra: str) -> None:
     plain, shape = parse_arguments(command_line(work, False))
     args, settings = parse_arguments(command_line(work, False, extra))
     free = ("use_flash_attn", "optimizer", "muon_learning_rate", "muon_momentum")
-    wanted = vars(plain) | asdict(LMConfig(**shape))
-    given = vars(args) | asdict(LMConfig(**settings))
+    wanted = vars(plain) | LMConfig(**shape).to_dict()
+    given = vars(args) | LMConfig(**settings).to_dict()
     for name in wanted:
         if name not in free and given[name] != wanted[name]:
             raise UsageError(

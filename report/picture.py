@@ -13,12 +13,12 @@ def draw_losses(runs: list[Path], picture: Path) -> None:
         UsageError: one is no run folder, or has logged nothing yet.
         OSError: the picture cannot be written.
     """
-    import matplotlib  # takes half a second to load, and only the end of a run needs it
+    # Takes half a second to load, and only the end of a run needs it. Without pyplot, which would
+    # have to be told where to draw, a notebook's own pictures are left alone.
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
     single = len(runs) == 1
     for i, history in enumerate(map(read_history, runs)):
         name = "" if single else f"{history.folder.path.resolve().name}, "
@@ -39,4 +39,3 @@ def draw_losses(runs: list[Path], picture: Path) -> None:
         axes.legend()
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture)
-    plt.close(figure)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -131,6 +132,17 @@ def processes_with(marker: str) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def copy_repository(folder: Path) -> Path:
+    """The files that git knows, as they are now; returns the folder."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
 
 
 def free_port() -> str:

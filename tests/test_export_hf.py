@@ -163,7 +163,7 @@ def test_greedy_generation_is_equal(weights, exported):
 def test_the_check_says_what_it_compared(weights, tmp_path, capsys):
     export_hf.main([str(weights), str(tmp_path / "hf")])
     out = capsys.readouterr().out
-    assert "logits of 2 × 40 tokens equal to " in out
+    assert "logits of 2 × 40 tokens, up to 4, differ by " in out
     assert f"equal on {len(export_hf.NASTY_TEXTS) + export_hf.RANDOM_TEXTS:,} texts" in out
     export_hf.main([str(weights), str(tmp_path / "unchecked"), "--no-check"])
     assert "not checked" in capsys.readouterr().out

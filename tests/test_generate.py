@@ -68,6 +68,11 @@ def test_it_prints_the_prompt_and_what_follows(call, weights):
     assert code == 0
 
 
+def test_a_space_at_the_end_of_a_prompt_is_pointed_out(call):
+    assert "ends with a space" in call("--prompt", "sum ", "--max_new_tokens", "2")[1]
+    assert "ends with a space" not in call("--prompt", "sum", "--max_new_tokens", "2")[1]
+
+
 def test_greedy_and_the_other_settings_reach_the_sampler(call, weights):
     settings = {
         "temperature": 1.5,

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from report.page import leave_report
+from training.guest import is_guest
 from training.run_folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -22,7 +23,8 @@ TIME_LIMIT = 1000  # beyond every signal's number
 class StopRequest:
     """Asks all ranks, once per step, whether one of them has been told to stop.
 
-    A first signal is noted; a second one, a moment later, ends the process at once.
+    A first signal is noted; a second one, a moment later, ends the process at once, or the run if
+    the process is to live on.
 
     Args:
         time_limit: minutes after which to stop; None for never.
@@ -53,6 +55,8 @@ class StopRequest:
 
     def _note(self, number: int, frame) -> None:
         if self._signal and time.monotonic() - self._since > SAME_REQUEST_SECONDS:
+            if is_guest():
+                raise KeyboardInterrupt
             os._exit(128 + number)
         if not self._signal:
             self._signal, self._since = number, time.monotonic()

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from training.errors import UsageError
 
+_held: list["RunLock"] = []
+
 
 class RunLock:
-    """Holds a run folder until the process ends, whatever becomes of this object.
+    """Holds a run folder until `release_locks` or the process's end, whatever becomes of it itself.
 
     The system drops such a lock with its process, however that ends, so a killed run's file is no
     obstacle.
@@ -27,20 +29,28 @@ class RunLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(self._descriptor)
                 raise UsageError(
                     f"{path.parent} is in use by {_holder(path)}: wait for it, or take another "
                     "--run_name"
                 ) from error
             print(f"no locks on this file system ({error.strerror}): let no second run write here")
-        os.register_at_fork(after_in_child=self._forget)
+        _held.append(self)
+        os.register_at_fork(after_in_child=self.release)
         os.ftruncate(self._descriptor, 0)
         holder = {"pid": os.getpid(), "host": socket.gethostname()}
         os.pwrite(self._descriptor, json.dumps(holder).encode(), 0)
 
-    def _forget(self) -> None:
+    def release(self) -> None:
         if self._descriptor is not None:  # once: a child of a child may use the number again
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def release_locks() -> None:
+    """Let go of every run folder, in a process that lives on after its runs."""
+    while _held:
+        _held.pop().release()
 
 
 def _holder(path: Path) -> str:

@@ -4,12 +4,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Finished, run
+from conftest import Finished, copy_repository, run
 
 pytestmark = pytest.mark.slow
 
@@ -20,15 +19,8 @@ TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --max_steps 2 --sampl
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """The files that git knows, as they are now, in a folder of their own."""
-    folder = tmp_path_factory.mktemp("clone")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(REPOSITORY / name, folder / name)
-    return folder
+    """The repository in a folder of its own."""
+    return copy_repository(tmp_path_factory.mktemp("clone"))
 
 
 @pytest.fixture(scope="module")

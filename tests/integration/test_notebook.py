@@ -1,0 +1,136 @@
+"""notebooks/pretrain.ipynb from its first cell to its last, and runs in a kernel of its kind."""
+
+import json
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import REPOSITORY, TINY, clean_environment, copy_repository, run, write_corpus
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
+
+NOTEBOOK = Path("notebooks/pretrain.ipynb")
+STEPS = 30
+RESULTS = "print(json.dumps({'run': str(run), 'exported': str(exported), 'texts': [ours, theirs]}))"
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path, **options) -> nbformat.NotebookNode:
+    """Run all cells with the folder as working directory, on a CPU; an error ends the test."""
+    resources = {"metadata": {"path": str(folder)}}
+    client = NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources=resources, **options
+    )
+    return client.execute(env=clean_environment())
+
+
+def notebook_of(*cells: str) -> nbformat.NotebookNode:
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in cells])
+
+
+def stream(cell, name: str) -> str:
+    return "".join(output.text for output in cell.outputs if output.get("name") == name)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return copy_repository(tmp_path_factory.mktemp("home") / "clone")
+
+
+@pytest.fixture(scope="module")
+def executed(root) -> nbformat.NotebookNode:
+    """The whole notebook on a small text with a few steps, its parameters set as papermill does:
+    by a cell after theirs. The last cell tells results."""
+    data = write_corpus(root / "sums.jsonl", documents=2000)
+    notebook = nbformat.read(root / NOTEBOOK, as_version=4)
+    (parameters,) = [
+        i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", [])
+    ]
+    others = f"DATA, PROMPT, STEPS = {data.name!r}, 'sum 7: ', {STEPS}"
+    notebook.cells.insert(parameters + 1, nbformat.v4.new_code_cell(others))
+    notebook.cells.append(nbformat.v4.new_code_cell(RESULTS))
+    return execute(notebook, root / NOTEBOOK.parent)
+
+
+@pytest.fixture(scope="module")
+def results(executed) -> dict:
+    return json.loads(stream(executed.cells[-1], "stdout"))
+
+
+def test_the_loss_falls(root, results):
+    lines = (root / results["run"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for line in lines if "loss" in (row := json.loads(line))]
+    assert rows[-1]["step"] == STEPS
+    assert rows[-1]["loss"] < rows[0]["loss"] - 2
+
+
+def test_the_exported_folder_loads_and_writes_what_the_notebook_said(root, results):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = root / results["exported"]
+    model, tokenizer = (c.from_pretrained(folder) for c in (AutoModelForCausalLM, AutoTokenizer))
+    inputs = tokenizer("sum 7: ", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=80, do_sample=False)[0]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert results["texts"] == [text, text]
+    assert len(text) > len("sum 7: ")
+
+
+def test_both_pictures_are_drawn(executed):
+    drawn = [cell.id for cell in executed.cells if "image/png" in str(cell.get("outputs"))]
+    assert drawn == ["rotary", "curve"]
+
+
+@pytest.mark.parametrize("place", [".", "notebooks", ".."])
+def test_the_first_cells_find_the_repository(root, place):
+    assert set_up_from(root / place).out.startswith(f"repository: {root}\n")
+
+
+def test_where_there_is_no_repository_the_first_cells_say_so(tmp_path):
+    ended = set_up_from(tmp_path)
+    assert ended.code == 1
+    assert ended.out.splitlines()[-1].startswith("FileNotFoundError: the repository is neither")
+
+
+def set_up_from(folder: Path):
+    cells = nbformat.read(REPOSITORY / NOTEBOOK, as_version=4).cells
+    (code,) = [cell.source for cell in cells if cell.id == "setup"]
+    return run([sys.executable, "-c", code], cwd=folder)
+
+
+LAUNCH = """
+from accelerate import notebook_launcher
+from train_pretrain_accelerate import main
+notebook_launcher(main, args=({flags!r},), num_processes=1)
+"""
+# The kernel's interrupt, from a thread, once the run is in its first steps.
+INTERRUPT = """
+import os, signal, threading, time
+from pathlib import Path
+def interrupt(metrics):
+    while not metrics.exists() or not metrics.stat().st_size:
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, args=(Path({metrics!r}),)).start()
+"""
+
+
+def test_one_kernel_bears_an_interrupt_a_mistake_and_another_run(root, packed, tmp_path):
+    flags = [*TINY, "--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "a"]
+    interrupted = INTERRUPT.format(metrics=str(tmp_path / "a" / "metrics.jsonl")) + LAUNCH.format(
+        flags=[*flags, "--max_steps", "100000"]
+    )
+    mistaken = LAUNCH.format(flags=[*flags, "--dimm", "32"])
+    # Another precision, and a picture, which the runs before must not have made impossible.
+    other = LAUNCH.format(flags=[*flags[:-1], "b", "--max_steps", "2", "--dtype", "float32"])
+    picture = "from matplotlib import pyplot as plt; plt.plot([1, 2]); plt.show()"
+    notebook = notebook_of(interrupted, mistaken, other, picture)
+    cells = execute(notebook, root, allow_errors=True).cells
+    assert "stopped by SIGINT" in stream(cells[0], "stdout")
+    (line,) = [line for line in stream(cells[1], "stderr").splitlines() if "error:" in line]
+    assert line.endswith("unrecognized argument --dimm: did you mean --dim? (see --help)")
+    errors = [[o.ename for o in cell.outputs if o.output_type == "error"] for cell in cells]
+    assert errors == [[], ["SystemExit"], [], []]
+    assert (tmp_path / "b" / "weights").exists()
+    assert "image/png" in str(cells[3].outputs)

@@ -1,0 +1,140 @@
+"""main(argv) as a function of a program that lives on."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import TINY
+
+import train_pretrain_accelerate
+from train_pretrain_accelerate import main
+from training.checkpoint import read_state
+from training.guest import guest
+from training.interruption import SAME_REQUEST_SECONDS
+from training.lock import RunLock
+
+
+@pytest.fixture
+def flags(packed, tmp_path):
+    """Flags of a tiny run into a folder of this name."""
+
+    def of(name: str, *more: str) -> list[str]:
+        where = ("--data", str(packed), "--out_dir", str(tmp_path), "--run_name", name)
+        return [*TINY, *where, "--eval_samples", "8", "--max_steps", "2", *more]
+
+    return of
+
+
+@pytest.fixture
+def handlers():
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def saved_steps(run: Path) -> int:
+    return read_state(max((run / "checkpoints").glob("step-*[0-9]")))["step"]
+
+
+def test_a_second_run_may_have_another_precision(flags, tmp_path):
+    main(flags("a", "--dtype", "bfloat16"))
+    main(flags("b", "--dtype", "float32"))
+    assert (tmp_path / "b" / "weights").exists()
+    assert not AcceleratorState._shared_state
+
+
+def test_what_others_in_the_process_have_made_of_accelerate_is_no_obstacle(flags, tmp_path):
+    Accelerator(mixed_precision="no", cpu=True)
+    main(flags("a", "--dtype", "bfloat16"))
+    assert (tmp_path / "a" / "weights").exists()
+
+
+def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def double(x):
+        return x * 2
+
+    for _ in range(2):
+        with guest("program", []):
+            torch.compile(double, backend=backend)(torch.ones(3))
+    assert len(compiled) == 2
+
+
+def test_a_run_may_be_gone_on_with_in_the_same_process(flags, tmp_path):
+    main(flags("a"))
+    main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
+    assert saved_steps(tmp_path / "a") == 3
+    RunLock(tmp_path / "a" / "lock")  # and by others, once it is over
+
+
+def test_signals_and_the_command_line_are_what_they_were(flags, handlers):
+    command = list(sys.argv)
+    main(flags("a"))
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert sys.argv == command
+
+
+def test_a_mistake_is_one_line_and_the_next_run_starts(flags, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(flags("a", "--dim", "33"))
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "dim 33 is not divisible by n_heads 4" in line
+    main(flags("a"))
+    assert (tmp_path / "a" / "weights").exists()
+
+
+def test_the_settings_tell_the_flags_and_not_the_hosts_command_line(flags, tmp_path):
+    main(flags("a"))
+    settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
+    assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
+    assert sys.argv[0] not in settings
+
+
+def interrupt(run: Path, times: int, apart: float) -> None:
+    """Ctrl-C, once the run is in its first steps."""
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+        time.sleep(0.02)
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(apart)
+
+
+def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(flags, tmp_path, capsys):
+    run = tmp_path / "a"
+    threading.Thread(target=interrupt, args=(run, 1, 0)).start()
+    main(flags("a", "--max_steps", "100000"))
+    step = saved_steps(run)
+    stopped = f"stopped by SIGINT after step {step}, saved; to go on:\n"
+    _, found, command = capsys.readouterr().out.partition(stopped)
+    assert found
+    assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
+    main(flags("a", "--max_steps", str(step + 1), "--resume", str(run)))
+    assert saved_steps(run) == step + 1
+
+
+def test_a_second_interrupt_ends_the_run_and_not_the_process(flags, tmp_path, monkeypatch):
+    take_step, steps = train_pretrain_accelerate.optimizer_step, []
+
+    def stuck(run):
+        steps.append(run)
+        if len(steps) == 2:
+            time.sleep(60)
+        return take_step(run)
+
+    monkeypatch.setattr(train_pretrain_accelerate, "optimizer_step", stuck)
+    apart = SAME_REQUEST_SECONDS + 0.3
+    threading.Thread(target=interrupt, args=(tmp_path / "a", 2, apart)).start()
+    with pytest.raises(KeyboardInterrupt):
+        main(flags("a", "--max_steps", "100000"))
+    assert len(steps) == 2

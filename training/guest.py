@@ -1,0 +1,58 @@
+"""A run as the guest of a program that lives on after it, such as a notebook's kernel."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from training.lock import release_locks
+
+_active = False
+
+
+def is_guest() -> bool:
+    """Whether this process is to outlive the run."""
+    return _active
+
+
+@contextmanager
+def guest(program: str, argv: list[str] | None) -> Iterator[None]:
+    """Leave the process as it was found, so that it can do other things, another run among them.
+
+    Accelerate keeps its state once per process and refuses another precision, torch.compile stops
+    compiling after eight models, a run folder stays locked as long as its process lives, and
+    signals would still go to the run that has ended.
+
+    Args:
+        program: what a person would start to get the same run.
+        argv: its flags, which stand in sys.argv meanwhile. None if they came from there: then the
+            process ends with the run, and nothing is changed.
+    """
+    global _active
+    if argv is None:
+        yield
+        return
+    command, sys.argv = sys.argv, [program, *argv]
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    _forget_models()
+    _active = True
+    try:
+        yield
+    finally:
+        _active = False
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        _forget_models()
+        release_locks()
+        sys.argv = command
+
+
+def _forget_models() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if "torch._dynamo" in sys.modules:  # loading it takes seconds, and nothing has been compiled
+        torch.compiler.reset()
