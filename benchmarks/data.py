@@ -309,19 +309,26 @@ def table(titles: list[str], rows: list[list[str]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("benchmarks.data", UsageError, ConfigError, DataError, OSError):
-        argv = sys.argv[1:] if argv is None else argv
-        args = parse_arguments(argv)
-        find_files(args.data)  # wrong names are refused before the work
-        head = {"machine": machine(), "command": "python -m benchmarks.data " + shlex.join(argv)}
-        # On the disk where prepared data lives: /tmp may be in memory.
-        out = Path("out").absolute()
-        out.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix="benchmark-data-") as folder:
-            results = measure(args, Path(folder))
-        print(report(head, args, results), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(head | results, indent=2) + "\n", encoding="utf-8")
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        with one_line_errors("benchmarks.data", UsageError, ConfigError, DataError, OSError):
+            run(parse_arguments(argv), argv)
+    except KeyboardInterrupt:
+        sys.exit("stopped; nothing is left behind")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> None:
+    """Measure, print the tables, write the numbers."""
+    find_files(args.data)  # wrong names are refused before the work
+    head = {"machine": machine(), "command": "python -m benchmarks.data " + shlex.join(argv)}
+    # On the disk where prepared data lives: /tmp may be in memory.
+    out = Path("out").absolute()
+    out.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix="benchmark-data-") as folder:
+        results = measure(args, Path(folder))
+    print(report(head, args, results), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(head | results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -88,18 +89,10 @@ def prepare(
     _remove_abandoned(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     partial.mkdir()
-    pool = _start_pool(options.workers)  # its processes start while the tokenizer is trained
     try:
-        if options.tokenizer is None:
-            train_tokenizer(
-                _sample(files, options),
-                DEFAULT_VOCAB_SIZE if options.vocab_size is None else options.vocab_size,
-                partial / TOKENIZER_FILE,
-                may_shrink=options.vocab_size is None,
-            )
-        else:
-            shutil.copyfile(options.tokenizer, partial / TOKENIZER_FILE)
-        tokenizer = Tokenizer(partial / TOKENIZER_FILE)
+        with _encoders(options.workers) as pool:  # they start while the tokenizer is trained
+            tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
+            written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
             "format": FORMAT,
             "dtype": token_dtype(tokenizer.vocab_size).str,
@@ -107,7 +100,7 @@ def prepare(
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
             "tokenizer_sha256": hashlib.sha256((partial / TOKENIZER_FILE).read_bytes()).hexdigest(),
-            **_write_shards(files, partial, tokenizer, pool, options, progress),
+            **written,
             "prepared_from": fingerprint,
         }
         with open(partial / DESCRIPTION_FILE, "w", encoding="utf-8") as file:
@@ -115,14 +108,22 @@ def prepare(
             file.flush()
             os.fsync(file.fileno())
         _replace(partial, out)
-    except BrokenProcessPool as error:
-        raise DataError(
-            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
-        ) from error
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
         shutil.rmtree(partial, ignore_errors=True)
     return description
+
+
+def _make_tokenizer(files: list[str], options: PackingOptions, path: Path) -> Tokenizer:
+    if options.tokenizer is None:
+        train_tokenizer(
+            _sample(files, options),
+            DEFAULT_VOCAB_SIZE if options.vocab_size is None else options.vocab_size,
+            path,
+            may_shrink=options.vocab_size is None,
+        )
+    else:
+        shutil.copyfile(options.tokenizer, path)
+    return Tokenizer(path)
 
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
@@ -233,16 +234,25 @@ def _write_splits(
     return written, least, greatest
 
 
-def _start_pool(workers: int) -> Executor:
+@contextmanager
+def _encoders(workers: int) -> Iterator[Executor]:
+    """Processes that encode."""
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
     )
-    for _ in range(workers):  # each starts a process
-        pool.submit(os.getpid)
-    return pool
+    try:
+        for _ in range(workers):  # each starts a process
+            pool.submit(os.getpid)
+        yield pool
+    except BrokenProcessPool as error:
+        raise DataError(
+            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _encode(files: list[str], tokenizer: str, pool: Executor, workers: int) -> Iterator[Encoded]:

@@ -3,12 +3,16 @@ import sys
 import pytest
 import torch
 from conftest import run
+from test_transformer import some_tokens, transformer
 
 from model import LMConfig, Transformer
 from training import compilation
 from training.compilation import WORTH_FLOPS, compile_blocks, decide
 from training.errors import UsageError
 
+needs_compiler = pytest.mark.skipif(
+    compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
+)
 LONG, SHORT = WORTH_FLOPS["cpu"], WORTH_FLOPS["cpu"] / 2
 
 
@@ -78,9 +82,7 @@ def test_a_compiler_that_fails_is_a_reason_of_one_line(tmp_path):
     assert ended.out.splitlines()[-1].startswith("torch.compile fails here: ")
 
 
-@pytest.mark.skipif(
-    compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
-)
+@needs_compiler
 @pytest.mark.parametrize(
     "shape",
     [
@@ -104,3 +106,26 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(shape):
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     for reference, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, reference, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=needs_compiler)], ids=["eager", "compiled"]
+)
+def test_a_16_bit_residual_stream_gives_nearly_the_loss_and_gradients_of_plain_fp32(compiled):
+    tokens = some_tokens(38)
+    results, streams = [], []
+    for fast in (False, True):
+        model = transformer(use_flash_attn=fast)
+        model.layers[1].register_forward_pre_hook(lambda _, args: streams.append(args[0].dtype))
+        if fast and compiled:
+            compile_blocks(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert streams == [torch.float32, torch.bfloat16]
+    (exact, *gradients), (close, *nearly) = results
+    assert close.item() == pytest.approx(exact.item(), abs=0.003)
+    for reference, ours in zip(gradients, nearly, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - reference).norm() < 0.03 * reference.norm()
