@@ -20,9 +20,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh requirements.txt
 
 data=${DATA:-builtin}
-packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(sys.argv[1]))' "$data")
+packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
 prepare=(--data "$data" --out "$packed")
-# Data prepared by hand is used as it is; settings given here are what it has to have.
+# Data prepared by hand is used as it is; data with settings given here has a folder of its own.
 if [ -n "${PREPARE_FLAGS:-}" ]; then
   read -ra settings <<<"$PREPARE_FLAGS"
   prepare+=(--overwrite "${settings[@]}")
@@ -69,6 +69,7 @@ processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
 STOP_NOTE=$PWD/out/.stopped-$$
 printf -v RESUME_WITH '%q ' bash run_accelerate.sh "$@"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
+[ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }
 session=()
 ! command -v setsid >/dev/null || session=(setsid)

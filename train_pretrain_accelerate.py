@@ -81,7 +81,7 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
         set_learning_rate(run.optimizer, rate)  # now, for DeepSpeed steps inside backward
         run.profiler.begin_step(step)
         grad_norm = optimizer_step(run)
-        with log.pause():
+        with log.pause():  # not training: throughput leaves it out
             profile = run.profiler.end_step(step)
         log.step(step, rate, grad_norm, epoch=step * run.samples_per_step / len(run.train_set))
         if profile:
@@ -184,11 +184,13 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     """
     started = time.monotonic()  # --time_limit counts from here
     require_trackers(args.trackers)
+    # What trains, and on what.
     engine = build_engine(args)
     accelerator = engine.accelerator
     initial = on_main_process(accelerator, InitialWeights.find, args.init_from, model_settings)
     train_set, val_set = open_splits(args, initial.max_seq_len, accelerator)
     config = initial.config(train_set)
+    # A new run or an old one, and how many steps.
     choice = choose_run(args, accelerator)
     identity = run_identity(config, train_set, args, accelerator.num_processes)
     if choice.checkpoint:
@@ -200,6 +202,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         accelerator.end_training()
         return None
 
+    # The model, with the weights of a checkpoint, of another run, or drawn at random.
     tokens_per_step = samples_per_step * config.max_seq_len
     run_tokens, recorded = tokens_per_step * total_steps, choice.state.get("compiled")
     flops_per_token, compiled, why = plan(config, args.compile, recorded, run_tokens, accelerator)
@@ -209,15 +212,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         state.load_weights(initial.load(), str(initial.source.folder))
         choice.new_weights = initial.describe()
     first_step = choice.step + 1
-    log = TrainingLog(
-        accelerator,
-        choice.folder.metrics,
-        args.log_interval,
-        tokens_per_step=tokens_per_step,
-        flops_per_token=flops_per_token,
-        total_steps=total_steps,
-        first_step=first_step,
-    )
+    work = (tokens_per_step, flops_per_token, total_steps, first_step)
+    log = TrainingLog(accelerator, choice.folder.metrics, args.log_interval, *work)
     if choice.checkpoint:
         load_checkpoint(choice.checkpoint, state, log)
     sampler = build_sampler(train_set, args, accelerator, choice.step * samples_per_step)

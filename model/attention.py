@@ -52,7 +52,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """The same by PyTorch's kernels for GPUs."""
+    """The same by PyTorch's own kernels, meant for GPUs."""
     if not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)

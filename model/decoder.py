@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.attention import flash_attention
+from model.attention import fused_attention
 from model.transformer import Transformer, TransformerBlock
 
 
@@ -155,7 +155,7 @@ class Decoder:
         if longest == 0:  # the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
             values[:, :, : k.shape[1]] = v.transpose(1, 2)
-            return flash_attention(q, k, v, 0.0)
+            return fused_attention(q, k, v, 0.0)
         if mask is None:
             keys[:, :, longest], values[:, :, longest] = k[:, 0], v[:, 0]
         else:

@@ -36,7 +36,10 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """safetensors' `save_file`, with the system's errors as OSError as from any other writer."""
     try:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        path.touch()
+        mode = path.stat().st_mode  # what others may do; save_file lets the owner alone read it
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)
     except SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO

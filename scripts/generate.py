@@ -142,6 +142,8 @@ class Writer:
             raise UsageError(f"--{error}") from error
         device = choose_device(args.device)
         trained = load_trained(args.run)
+        if args.run == "auto":
+            say(f"weights: {trained.source}")
         name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         self.args, self.tokenizer = args, trained.tokenizer
         self.decoder = Decoder(trained.model.to(device), getattr(torch, name))

@@ -18,11 +18,18 @@ from training.errors import OneLineParser, UsageError, one_line_errors
 from training.progress import progress_bar
 
 
-def default_out(data: str) -> Path:
-    """out/data/NAME, NAME being the file's or folder's own without its suffix."""
+def default_out(data: str, flags: str = "") -> Path:
+    """out/data/NAME, NAME being the file's or folder's own without its suffix.
+
+    Args:
+        flags: how it is prepared. Runs that were trained on the same text prepared in another way
+            keep their data: NAME has a hash of the flags at its end.
+    """
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
+    if words := flags.split():
+        name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
     return Path("out/data") / name
 
 

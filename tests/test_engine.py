@@ -1,3 +1,4 @@
+import logging
 import os
 from types import SimpleNamespace
 
@@ -215,3 +216,12 @@ def test_what_accelerate_rejects_is_said_in_one_line(environ, tmp_path):
     with pytest.raises(UsageError, match=r"ds_config\.json.*zero_stage") as error:
         deepspeed_plugin(BF16)
     assert "\n" not in str(error.value)
+
+
+def test_deepspeed_s_warning_about_an_optimizer_that_is_tested_is_left_out(caplog):
+    logger = logging.getLogger("DeepSpeed")
+    logger.addHandler(caplog.handler)
+    logger.warning("**** You are using ZeRO with an untested optimizer, proceed with caution *****")
+    logger.warning("something else")
+    logger.removeHandler(caplog.handler)
+    assert caplog.messages == ["something else"]

@@ -128,6 +128,10 @@ def test_weights_of_another_config_are_refused(saved):
         load_portable(saved)
 
 
+def test_others_may_read_the_weights_as_they_may_any_new_file(saved):
+    assert (saved / WEIGHTS_FILE).stat().st_mode == (saved / CONFIG_FILE).stat().st_mode
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(saved, value):
     weights = weights_of(transformer())

@@ -281,3 +281,12 @@ def test_the_description_says_what_it_was_prepared_from(workplace):
     assert source["files"] == 1
     assert source["bytes_on_disk"] == os.path.getsize("sums.jsonl")
     assert (source["vocab_size"], source["val_fraction"]) == (300, 0.3)
+
+
+def test_data_prepared_in_another_way_has_a_folder_of_its_own():
+    plain, small = default_out("my.jsonl"), default_out("my.jsonl", "--vocab_size 2000")
+    assert plain == Path("out/data/my")
+    assert small.parent == plain.parent
+    assert small.name.startswith("my-")
+    assert small == default_out("my.jsonl", "  --vocab_size   2000 ")
+    assert small != default_out("my.jsonl", "--vocab_size 3000")

@@ -6,6 +6,7 @@ this module says or refuses: a precision that would be ignored, a number of proc
 come about, DeepSpeed switched off.
 """
 
+import logging
 import os
 import warnings
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ class Engine:
 
 # Of libraries calling each other; nothing that a user could do anything about.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+# DeepSpeed knows no optimizers but its own; ours are tested under it.
+logging.getLogger("DeepSpeed").addFilter(
+    lambda record: "untested optimizer" not in record.getMessage()
+)
 
 
 def build_engine(args: TrainingArguments) -> Engine:

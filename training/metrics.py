@@ -120,8 +120,8 @@ class TrainingLog:
         self.say(
             f"step {step}/{self.total_steps}  loss {_show(loss, '.4f')}  lr {learning_rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {tokens_per_second:,.0f} tokens/s  "
-            f"MFU {_show(utilisation, '.1%')}  "
-            f"left {left // 60}:{left % 60:02d}"
+            + (f"MFU {utilisation:.1%}  " if utilisation is not None else "")
+            + f"left {left // 60}:{left % 60:02d}"
         )
         self.bar.set_postfix_str(
             f"loss {_show(loss, '.3f')}, {tokens_per_second:,.0f} tokens/s", refresh=False

@@ -11,7 +11,7 @@ def progress_bar(
     """A tqdm bar. A file or a pipe keeps every drawing: there it comes seldom, on its own line."""
     if not sys.stderr.isatty():
         options |= {
-            "mininterval": 15,
+            "mininterval": 60,
             "bar_format": "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left\n",
         }
     options["delay"] = 0.01  # not before there is something to show
