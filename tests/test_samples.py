@@ -76,6 +76,14 @@ def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, mod
     assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
 
 
+def test_that_prompt_does_not_end_within_a_character(text, model):
+    tokenizer = Tokenizer(text.tokenizer_path)
+    ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
+    assert len(ids) == 33  # four bytes each, of which PROMPT_TOKENS takes 11
+    prompt, _ = prompt_and_continuation(model, TrainingArguments(), tokenizer, [(ids, None)])
+    assert prompt == "🤗🤗"
+
+
 def test_training_goes_on_as_if_nothing_had_been_written(writer_of, model, text):
     writer = writer_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -29,6 +29,8 @@ def prompt_and_continuation(
     """The prompt of --sample_prompt, or how `prompt_from` begins, and how the model goes on."""
     if args.sample_prompt is None:
         prompt = prompt_from[0][0][:PROMPT_TOKENS].tolist()
+        while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
+            prompt.pop()  # the first bytes of a character
     else:
         prompt = [tokenizer.bos_id, *tokenizer.encode(args.sample_prompt)]
     (ids,) = generate(
