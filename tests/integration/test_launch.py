@@ -51,7 +51,7 @@ def test_the_configuration_file_starts_zero_2_in_bf16_on_every_process(zero2):
     assert said(zero2, "engine") == "DeepSpeed ZeRO-2"
     assert said(zero2, "processes").startswith("2 ")
     assert said(zero2, "precision") == "bf16"
-    assert "DDP" not in zero2.out
+    assert "engine: DDP" not in zero2.out
 
 
 def test_the_start_block_says_what_is_in_use(zero2, packed):
