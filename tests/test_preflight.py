@@ -6,13 +6,18 @@ import shutil
 import pytest
 import yaml
 from conftest import REPOSITORY
+from test_resume_choice import make_run
 
+from data.dataset import PackedDataset
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from model import ConfigError, LMConfig, Transformer
 from model.portable import WEIGHTS_FILE, save_portable
+from training.arguments import parse_arguments
 from training.errors import UsageError
 from training.preflight import check_launch
+from training.resume import run_identity
+from training.run_folder import RunFolder
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 ZERO_2 = "accelerate_config.yaml"
@@ -192,6 +197,78 @@ def test_damaged_weights_are_refused(flags, weights):
     file.write_bytes(file.read_bytes()[:-1])
     message = refused(ZERO_2, [*flags, "--init_from", str(weights)], error=ConfigError)
     assert message.startswith(f"{weights}: no readable weights")
+
+
+@pytest.fixture
+def run(flags, packed, tmp_path):
+    """A run that one process saved with these flags."""
+    args, shape = parse_arguments(flags)
+    config = LMConfig(**shape, vocab_size=400)
+    train_set = PackedDataset(packed, "train", config.max_seq_len)
+    identity = run_identity(config, train_set, args, processes=1)
+    return make_run(tmp_path / "runs" / "saved", 10, identity=identity)
+
+
+def files(folder) -> list:
+    return sorted(folder.rglob("*"))
+
+
+@pytest.mark.parametrize("resume", ["{run}", "auto"])
+def test_a_run_that_can_be_resumed_passes_and_is_not_touched(flags, run, capsys, resume):
+    before = files(run.parent)
+    resumed = [*flags, "--out_dir", str(run.parent), "--resume", resume.format(run=run)]
+    check_launch(ZERO_2, "1", resumed)
+    assert files(run.parent) == before
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_to_resume_that_is_missing_is_refused(flags, tmp_path):
+    missing = tmp_path / "none"
+    message = refused(ZERO_2, [*flags, "--resume", str(missing)])
+    assert message == f"--resume {missing}: neither a run with checkpoints nor a checkpoint"
+    assert not missing.exists()
+
+
+def test_a_damaged_checkpoint_is_refused(flags, run):
+    state = RunFolder(run).checkpoint(10) / "state.json"
+    state.write_text("{}", encoding="utf-8")
+    assert "is damaged" in refused(ZERO_2, [*flags, "--resume", str(run)])
+
+
+def test_a_name_that_another_run_has_is_refused(flags, run):
+    taken = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
+    assert "--resume auto" in refused(ZERO_2, taken)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (["--dim", "64"], "dim: 32 in the checkpoint, 64 now"),
+        (["--seed", "7"], "seed: 42 in the checkpoint, 7 now"),
+        (["--optimizer", "muon"], "optimizer: adamw in the checkpoint, muon now"),
+        (["--accumulation_steps", "3"], "global_batch: "),
+    ],
+)
+def test_a_run_that_differs_from_the_flags_is_refused(flags, run, changed, says):
+    assert says in refused(ZERO_2, [*flags, "--resume", str(run), *changed])
+
+
+def test_a_run_with_other_data_is_refused_with_both_names(flags, run, packed, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(packed, other)
+    description = json.loads((other / "dataset.json").read_text(encoding="utf-8"))
+    shard = description["splits"]["train"]["shards"][0]
+    shard["sha256"] = shard["sha256"][::-1]
+    (other / "dataset.json").write_text(json.dumps(description), encoding="utf-8")
+    RunFolder(run).settings.write_text(json.dumps({"arguments": {"data": str(packed)}}))
+    message = refused(ZERO_2, [*TINY, "--data", str(other), "--resume", str(run)])
+    assert f"data: {packed} in the run, {other} now; --data {packed} goes on with it" in message
+
+
+def test_another_number_of_processes_resumes_where_it_can_make_the_global_batch(flags, run):
+    resumed = [*flags, "--resume", str(run), "--batch_size"]
+    check_launch(ZERO_2, "2", [*resumed, "2"])
+    assert "cannot be made of --batch_size 5" in refused(ZERO_2, [*resumed, "5"], "2")
 
 
 def test_500_damaged_launcher_files_are_refused_in_words_or_pass(flags, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from training.arguments import TrainingArguments
 from training.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest
 from training.errors import UsageError
-from training.resume import Choice, choose_run, reconcile
+from training.resume import Choice, choose_run, compare, find_run, reconcile
 from training.run_folder import RunFolder
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
@@ -26,7 +26,7 @@ def refused(out_dir: Path, **flags) -> str:
     return str(error.value)
 
 
-def make_run(path: Path, *steps: int, age: float = 0) -> Path:
+def make_run(path: Path, *steps: int, age: float = 0, identity: dict | None = None) -> Path:
     """A run with metrics and checkpoints, the newest of them written `age` seconds ago."""
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("", encoding="utf-8")
@@ -35,7 +35,7 @@ def make_run(path: Path, *steps: int, age: float = 0) -> Path:
         checkpoint.mkdir(parents=True)
         for name in (WEIGHTS, OPTIMIZER, RANDOM):
             (checkpoint / name).touch()
-        state = {"step": step, "optimizer_step": step, "processes": 1, "identity": {}}
+        state = {"step": step, "optimizer_step": step, "processes": 1, "identity": identity or {}}
         (checkpoint / STATE).write_text(json.dumps(state), encoding="utf-8")
         _write_manifest(checkpoint)
         now = os.stat(path).st_mtime
@@ -115,10 +115,40 @@ def test_the_path_of_a_checkpoint_means_that_one(tmp_path):
     assert choose(tmp_path / "elsewhere", resume=str(checkpoint)) == (run, checkpoint)
 
 
-def test_a_relative_path_is_accepted(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "first", 10)
-    monkeypatch.chdir(tmp_path)
-    assert choose(tmp_path, resume="first")[0].resolve() == run.resolve()
+@pytest.mark.parametrize(
+    ("here", "resume"),
+    [
+        (".", "runs/first"),
+        (".", "{run}"),
+        (".", "runs/first/checkpoints/step-00000010"),
+        ("runs", "first"),
+        ("runs/first/checkpoints", "step-00000010"),
+        ("runs/first", "."),
+        ("elsewhere", "../runs/first"),
+    ],
+)
+def test_a_run_has_a_relative_path_inside_the_working_folder_and_an_absolute_one_elsewhere(
+    tmp_path, monkeypatch, here, resume
+):
+    run = make_run(tmp_path / "runs" / "first", 10)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / here)
+    path, checkpoint = choose(tmp_path, resume=resume.format(run=run))
+    expected = {".": Path("runs/first"), "runs": Path("first")}.get(here, run)
+    assert (path, checkpoint) == (expected, RunFolder(expected).checkpoint(10))
+    assert path.resolve() == run
+    # What follows uses its name.
+    assert path.name == "first"
+
+
+def test_finding_a_run_makes_no_folder_takes_no_lock_and_can_be_quiet(tmp_path, capsys):
+    args = TrainingArguments(out_dir=str(tmp_path / "runs"), resume="auto", run_name="first")
+    assert find_run(args, quiet=True).checkpoint is None
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "runs").exists()
+    run = make_run(tmp_path / "runs" / "first", 10)
+    assert find_run(args).checkpoint == RunFolder(run).checkpoint(10)
+    assert not RunFolder(run).lock.exists()
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
@@ -135,3 +165,52 @@ def test_a_checkpoint_that_names_no_optimizer_is_adamws(tmp_path):
     reconcile(choice, engine, args, {"global_batch": 8, "optimizer": "adamw"})
     with pytest.raises(UsageError, match="optimizer: adamw in the checkpoint, muon now"):
         reconcile(choice, engine, args, {"global_batch": 8, "optimizer": "muon"})
+
+
+SAVED = {"data": "1" * 16, "tokenizer": "2" * 16, "vocab_size": 400, "global_batch": 8}
+OTHER = {"data": "3" * 16, "tokenizer": "4" * 16, "vocab_size": 500}
+
+
+def difference(tmp_path: Path, settings: str, now: dict, **flags) -> str:
+    """What `compare` says of a run that has these settings.json, without the checkpoint's name."""
+    folder = RunFolder(tmp_path)
+    folder.settings.write_text(settings, encoding="utf-8")
+    choice = Choice(folder, tmp_path / "step-1", {"processes": 1, "identity": SAVED})
+    identity = SAVED | {"optimizer": "adamw"} | now
+    with pytest.raises(UsageError) as error:
+        compare(choice, TrainingArguments(**flags), identity, processes=1)
+    return str(error.value).removeprefix(f"cannot resume {choice.checkpoint}: ")
+
+
+MY_SETTINGS = json.dumps({"arguments": {"data": "out/data/my"}})
+
+
+def test_other_data_is_called_by_its_name_with_the_flag_that_goes_on(tmp_path):
+    assert difference(tmp_path, MY_SETTINGS, OTHER, data="out/data/builtin") == (
+        "data: out/data/my in the run, out/data/builtin now; --data out/data/my goes on with it"
+    )
+
+
+def test_with_auto_the_other_run_is_advised_as_well(tmp_path):
+    message = difference(tmp_path, MY_SETTINGS, OTHER, data="out/data/builtin", resume="auto")
+    assert "--data out/data/my goes on with it; --resume out/runs/NAME" in message
+
+
+def test_where_more_than_the_data_differs_the_data_alone_is_not_advised(tmp_path):
+    now = OTHER | {"global_batch": 16}
+    message = difference(tmp_path, MY_SETTINGS, now, data="out/data/builtin")
+    assert "data: out/data/my in the run" in message
+    assert message.endswith("global_batch: 8 in the checkpoint, 16 now")
+
+
+@pytest.mark.parametrize("settings", ["", "[]", '{"arguments": 1}', '{"arguments": {"data": 0}}'])
+def test_data_without_a_name_is_told_by_its_checksum(tmp_path, settings):
+    message = difference(tmp_path, settings, OTHER, data="out/data/builtin")
+    assert f"data: {'1' * 16} in the checkpoint, {'3' * 16} now" in message
+    assert f"tokenizer: {'2' * 16} in the checkpoint, {'4' * 16} now" in message
+
+
+def test_data_that_was_prepared_anew_in_the_same_folder_is_told_by_its_checksum(tmp_path):
+    message = difference(tmp_path, MY_SETTINGS, OTHER, data="out/data/../data/my/")
+    assert f"data: {'1' * 16} in the checkpoint, {'3' * 16} now" in message
+    assert "--data" not in message

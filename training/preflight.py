@@ -19,6 +19,7 @@ from training.arguments import parse_arguments
 from training.engine import deepspeed_plugin
 from training.errors import UsageError, one_line_errors
 from training.initial_weights import InitialWeights
+from training.resume import compare, find_run, run_identity
 from training.trackers import require_trackers
 
 
@@ -45,8 +46,11 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
     initial = InitialWeights.find(args.init_from, model_settings)
     train_set = PackedDataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
-    initial.config(train_set)
-    if initial.source:
+    model = initial.config(train_set)
+    choice = find_run(args, quiet=True)
+    if choice.checkpoint:
+        compare(choice, args, run_identity(model, train_set, args, int(processes)), int(processes))
+    elif initial.source:
         initial.load()
 
 

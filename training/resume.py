@@ -44,8 +44,13 @@ def choose_run(args: TrainingArguments, accelerator: Accelerator) -> Choice:
     """
 
     def choose() -> Choice:
+        choice = find_run(args)
+        path = choice.folder.path
         try:
-            choice = _choose(args)
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the run folder {path}: {error.strerror}") from error
+        try:
             RunLock(choice.folder.lock)
         except OSError as error:
             raise UsageError(f"the run folder cannot be used: {error}") from error
@@ -54,31 +59,43 @@ def choose_run(args: TrainingArguments, accelerator: Accelerator) -> Choice:
     return on_main_process(accelerator, choose)
 
 
-def _choose(args: TrainingArguments) -> Choice:
-    if args.resume == "auto":
-        return _newest(args) or _new_run(args, may_exist=True)
-    if args.resume is not None:
-        return _named(Path(args.resume))
-    return _new_run(args, may_exist=False)
+def find_run(args: TrainingArguments, quiet: bool = False) -> Choice:
+    """What `choose_run` chooses; only reads, so that it can be asked before anything is launched.
+
+    Args:
+        quiet: say nothing of checkpoints that are missing or passed over.
+
+    Raises:
+        UsageError: as `choose_run`, but for the lock.
+    """
+    try:
+        if args.resume == "auto":
+            return _newest(args, quiet) or _new_run(args, may_exist=True)
+        if args.resume is not None:
+            return _named(Path(args.resume))
+        return _new_run(args, may_exist=False)
+    except OSError as error:
+        raise UsageError(f"the run folder cannot be used: {error}") from error
 
 
-def _newest(args: TrainingArguments) -> Choice | None:
+def _newest(args: TrainingArguments, quiet: bool) -> Choice | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)
     runs = [out / args.run_name] if args.run_name else list(out.glob("*"))
     saved = [run for run in map(RunFolder, runs) if run.all_checkpoints()]
     if not saved:
         where = runs[0] if args.run_name else out
-        print(f"--resume auto: no checkpoint in {where}, a new run starts", flush=True)
+        if not quiet:
+            print(f"--resume auto: no checkpoint in {where}, a new run starts", flush=True)
         return None
     run = max(saved, key=lambda run: run.all_checkpoints()[-1].stat().st_mtime)
-    sound = _newest_sound(run)
+    sound = _newest_sound(run, quiet)
     if sound is None:
         raise UsageError(f"every checkpoint of {run.path} is damaged; a new --run_name starts anew")
     return Choice(run, sound, read_state(sound))
 
 
-def _newest_sound(run: RunFolder, quiet: bool = False) -> Path | None:
+def _newest_sound(run: RunFolder, quiet: bool) -> Path | None:
     for checkpoint in reversed(run.all_checkpoints()):
         problem = damage(checkpoint)
         if problem is None:
@@ -94,12 +111,19 @@ def _named(path: Path) -> Choice:
     checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
     if not (checkpoint / "state.json").is_file() and not checkpoints:
         raise UsageError(f"--resume {path}: neither a run with checkpoints nor a checkpoint")
-    run = RunFolder(checkpoint.parent.parent)
+    run = RunFolder(_from_here(checkpoint.parent.parent))
+    checkpoint = run.path / checkpoint.parent.name / checkpoint.name
     if problem := damage(checkpoint):
         sound = _newest_sound(run, quiet=True)
         advice = f"the newest sound one is {sound}" if sound else "no other is sound"
         raise UsageError(f"checkpoint {checkpoint} is damaged: {problem}; {advice}")
     return Choice(run, checkpoint, read_state(checkpoint))
+
+
+def _from_here(path: Path) -> Path:
+    """An absolute path, relative where it is inside the working folder, as --out_dir gives it."""
+    here = Path.cwd()
+    return path.relative_to(here) if here in path.parents else path
 
 
 def _new_run(args: TrainingArguments, may_exist: bool) -> Choice:
@@ -109,10 +133,6 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> Choice:
             f"{run.path} holds a run already: pass --resume auto to go on with it, "
             "or another --run_name"
         )
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the run folder {run.path}: {error.strerror}") from error
     return Choice(run)
 
 
@@ -139,8 +159,31 @@ def reconcile(choice: Choice, engine: Engine, args: TrainingArguments, identity:
         UsageError: another model, tokenizer, data set, global batch or optimizer; lists the
             differences.
     """
-    saved = {"optimizer": "adamw"} | choice.state["identity"]  # once there was no other
     processes = engine.accelerator.num_processes
+    steps = compare(choice, args, identity, processes)
+    if steps != args.accumulation_steps:
+        args.accumulation_steps = steps
+        engine.set_accumulation(steps)
+        identity["global_batch"] = args.batch_size * steps * processes
+        if engine.accelerator.is_main_process:
+            print(
+                f"{processes} processes instead of {choice.state['processes']}: "
+                f"--accumulation_steps is {steps} now, the global batch stays",
+                flush=True,
+            )
+    if engine.accelerator.is_main_process:
+        for line in changed_arguments(choice.folder, args):
+            print(f"changed since the run was stopped: {line}", flush=True)
+
+
+def compare(choice: Choice, args: TrainingArguments, identity: dict, processes: int) -> int:
+    """--accumulation_steps with which this run, on so many processes, equals the one that saved.
+
+    Raises:
+        UsageError: see `reconcile`.
+    """
+    saved = {"optimizer": "adamw"} | choice.state["identity"]  # once there was no other
+    steps = args.accumulation_steps
     if processes != choice.state["processes"] and saved["global_batch"] != identity["global_batch"]:
         steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
         if rest or not steps:
@@ -149,36 +192,50 @@ def reconcile(choice: Choice, engine: Engine, args: TrainingArguments, identity:
                 f"--batch_size {args.batch_size} on {processes} processes: choose a --batch_size "
                 "that divides it"
             )
-        args.accumulation_steps = steps
-        engine.set_accumulation(steps)
-        identity["global_batch"] = saved["global_batch"]
-        if engine.accelerator.is_main_process:
-            print(
-                f"{processes} processes instead of {choice.state['processes']}: "
-                f"--accumulation_steps is {steps} now, the global batch stays",
-                flush=True,
-            )
-    if different := differences(saved, identity):
-        advice = "; --resume out/runs/NAME names another run" if args.resume == "auto" else ""
-        raise UsageError(f"cannot resume {choice.checkpoint}: {'; '.join(different)}{advice}")
-    if engine.accelerator.is_main_process:
-        for line in changed_arguments(choice.folder, args):
-            print(f"changed since the run was stopped: {line}", flush=True)
+        identity = identity | {"global_batch": saved["global_batch"]}
+    if different := _explain(choice, args, saved, identity):
+        raise UsageError(f"cannot resume {choice.checkpoint}: {different}")
+    return steps
+
+
+def _explain(choice: Choice, args: TrainingArguments, saved: dict, identity: dict) -> str:
+    """Where the run that saved and this one differ, and what to type instead; empty if nowhere."""
+    lines = differences(saved, identity)
+    if not lines:
+        return ""
+    advice = []
+    before, now = _saved_arguments(choice.folder).get("data"), args.data
+    named = isinstance(before, str) and Path(before).resolve() != Path(now).resolve()
+    if named and saved.get("data") != identity.get("data"):
+        # Two folders say more than two checksums; tokenizer and vocabulary come with the data.
+        of_data = dict.fromkeys(("data", "tokenizer", "vocab_size"))
+        others = differences(saved | of_data, identity | of_data)
+        lines = [f"data: {before} in the run, {now} now", *others]
+        if not others:
+            advice.append(f"--data {before} goes on with it")
+    if args.resume == "auto":
+        advice.append("--resume out/runs/NAME names another run")
+    return "; ".join(lines + advice)
 
 
 def changed_arguments(folder: RunFolder, args: TrainingArguments) -> list[str]:
     """Flags of training that differ from those in the run's settings.json."""
+    before, now = _saved_arguments(folder), vars(args)
+    names = [item.name for item in fields(args) if item.name not in ("resume", "run_name")]
+    return [
+        f"--{name} {before[name]} → {now[name]}"
+        for name in names
+        if name in before and before[name] != now[name]
+    ]
+
+
+def _saved_arguments(folder: RunFolder) -> dict:
+    """The flags in the run's settings.json; none where it is missing or unreadable."""
     try:
-        before = json.loads(folder.settings.read_text(encoding="utf-8"))["arguments"]
-        now = vars(args)
-        names = [item.name for item in fields(args) if item.name not in ("resume", "run_name")]
-        return [
-            f"--{name} {before[name]} → {now[name]}"
-            for name in names
-            if name in before and before[name] != now[name]
-        ]
+        arguments = json.loads(folder.settings.read_text(encoding="utf-8"))["arguments"]
     except (OSError, ValueError, LookupError, TypeError):
-        return []
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def describe_finished(choice: Choice, total_steps: int) -> str:

@@ -59,7 +59,7 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     ("flags", "environ", "says"),
     [
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
-        ("--nonsense 1", {}, "--nonsense"),
+        ("--resume out/runs/none", {}, "--resume out/runs/none: neither a run"),
         ("", {"NUM_PROCESSES": "zero"}, "number of processes"),
         ("", {"CONFIG": "missing.yaml"}, "missing.yaml"),
     ],
