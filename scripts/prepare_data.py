@@ -115,10 +115,10 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
             f"  skipped {counted(description['bad_documents'], 'bad documents')}, the first: "
             f"{description['first_bad_document']}"
         )
-    if not splits["val"]["documents"]:
+    if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
         lines.append(
-            "  no validation document: training will not validate; a text needs two different "
-            f"documents for that, and a .txt under {SECTION_BYTES // 1024} KiB is one document"
+            "  WARNING: no validation document: that takes two different documents at least; "
+            f"a .txt under {SECTION_BYTES // 1024} KiB is one document"
         )
     return "\n".join(lines)
 

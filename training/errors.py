@@ -85,8 +85,10 @@ class OneLineParser(argparse.ArgumentParser):
         for ours, theirs in ELSEWHERE.items():
             if name in theirs.split() and f"--{ours}" in flags:
                 return f": did you mean --{ours}?"
-        close = difflib.get_close_matches(word, flags.keys() - {"-h", "--help"}, n=1)
-        return f": did you mean {close[0]}?" if close else ""
+        # Without the dashes, which would make any two short flags look alike.
+        names = [flag[2:] for flag in flags if flag.startswith("--") and flag != "--help"]
+        close = difflib.get_close_matches(name, names, n=1)
+        return f": did you mean --{close[0]}?" if close else ""
 
     @staticmethod
     def _guess_of_value(word: str, before: str, flags: dict[str, argparse.Action]) -> str:
