@@ -108,7 +108,7 @@ def test_only_ctrl_c_loses_its_traceback(capsys):
     ],
 )
 def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path, command, program):
-    """Here numpy, which they all import, takes the place of a person at the keyboard."""
+    """A numpy and a torch that interrupt as the keys would: each program imports one of them."""
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
