@@ -7,6 +7,8 @@ launcher chose (DeepSpeed ZeRO, DDP, or a single process) and leaves everything 
 step always means an optimizer step; a micro-batch is what one process feeds forward at once.
 """
 
+from training.errors import UsageError, one_line_errors  # isort: skip  first, for Ctrl-C
+
 import math
 import time
 from collections.abc import Iterator
@@ -27,7 +29,6 @@ from training.arguments import TrainingArguments, parse_arguments
 from training.checkpoint import Checkpointer, load_checkpoint, space_warning
 from training.compilation import compile_blocks, plan
 from training.engine import Engine, build_engine
-from training.errors import UsageError, one_line_errors
 from training.evaluation import evaluate, validation_loader
 from training.finish import finish
 from training.guest import guest

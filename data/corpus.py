@@ -23,6 +23,7 @@ from data.errors import DataError
 BUILTIN = "builtin"
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
 SECTION_BYTES = 16 * 1024
+SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
 # Not text that somebody wrote: tests hold deliberate nonsense, the rest is installed packages and
 # caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -146,9 +147,13 @@ def decode(record: Record) -> str:
             "utf-8-sig" if record.position == is_jsonl(record.path) else "utf-8"
         )
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{record.place}: not valid UTF-8 ({error.reason} at its byte {error.start})"
-        ) from error
+        start = error.start + len(record.raw) - len(error.object)  # which has no byte order mark
+        if is_jsonl(record.path):
+            what = f"{record.place}: not valid UTF-8 ({error.reason} at its byte {start})"
+        else:
+            place = f"{record.path}, byte {record.position + start}"
+            what = f"{place}: not valid UTF-8 ({error.reason}): {SAVE_HINT}"
+        raise DataError(what) from error
 
 
 def load_json(record: Record) -> Any:

@@ -235,6 +235,16 @@ def _write_splits(
 
 
 @contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started in it inherit that Ctrl-C is nothing to them."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
 def _encoders(workers: int) -> Iterator[Executor]:
     """Processes that encode."""
     pool = ProcessPoolExecutor(
@@ -244,8 +254,9 @@ def _encoders(workers: int) -> Iterator[Executor]:
         initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
     )
     try:
-        for _ in range(workers):  # each starts a process
-            pool.submit(os.getpid)
+        with _deaf_to_interrupts():  # as the processes are while they start, before initializer
+            for _ in range(workers):  # each starts a process
+                pool.submit(os.getpid)
         yield pool
     except BrokenProcessPool as error:
         raise DataError(

@@ -9,6 +9,7 @@ from evaluation.intervals import LEAST_UNITS, Estimate
 from evaluation.scoring import Scorer
 from training.hardware import device_name
 from training.trained import Trained
+from training.wording import counted
 
 NAMES = {  # of metrics: for people, with the format of their numbers
     "loss": ("loss", ".4f", "nats per token"),
@@ -51,8 +52,8 @@ def report(result: dict) -> str:
         ("interval", _interval(result)),
     ]
     if result.get("truncated"):
-        lost = f"{result['truncated']:,} questions are longer than {result['max_seq_len']} tokens"
-        rows.append(("truncated", f"{lost}: their beginning was left out"))
+        lost = f"{counted(result['truncated'], 'questions')} over {result['max_seq_len']} tokens"
+        rows.append(("truncated", f"{lost}, whose beginning was left out"))
     time = f"{result['seconds']:.1f} s"
     if "tokens" in result:
         time += f", {result['tokens_per_second']:,.0f} tokens/s"
@@ -62,19 +63,19 @@ def report(result: dict) -> str:
 def _data(result: dict) -> str:
     data, seq_len = result["data"], result["max_seq_len"]
     if result["task"] == "choice":
-        return f"{data}: {result['units']:,} questions, delimiter {result['delimiter']!r}"
+        return f"{data}: {counted(result['units'], 'questions')}, delimiter {result['delimiter']!r}"
     counts = f"{result['tokens']:,} tokens, {result['bytes']:,} bytes"
     if result["task"] == "packed":
         split, n = result["split"], result["sequences"]
         return f"{data}, {split} split: {counts} in {n:,} sequences of {seq_len}"
     window = f"windows of {seq_len}, stride {result['stride']}"
-    return f"{data}: {counts} in {result['units']:,} documents, {window}"
+    return f"{data}: {counts} in {counted(result['units'], 'documents')}, {window}"
 
 
 def _interval(result: dict) -> str:
     if result["units"] < LEAST_UNITS and result["task"] != "choice":
         return f"none, for there are fewer than {LEAST_UNITS} {result['unit']}"
-    return f"95%, from {result['units']:,} {result['unit']} as independent units"
+    return f"95%, by the spread among {counted(result['units'], result['unit'])}"
 
 
 def _show(name: str, value: Estimate) -> str:

@@ -4,7 +4,7 @@ The rows of a block of queries see the keys up to the block's end and no further
 half of the T × T scores are never computed, and what is computed are matrix products of the
 library, which reach several times the speed of PyTorch's own CPU attention (docs/performance.md).
 The query heads that share a key/value head stand as rows under each other: nothing is repeated for
-them.
+them. In the shapes below Z is batch · n_kv_heads, the number of such products, D is head_dim.
 
 The two operations are opaque to torch.compile, which would unroll their loops into a minute of
 C++.

@@ -28,9 +28,7 @@ FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(prog="python -m scripts.evaluate", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, checkpoint, folder of weights, or 'auto'")
     add(
@@ -55,13 +53,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="N sequences spread over the split, as --eval_samples in training, or the first N "
         "documents or questions (default: all)",
     )
-    add("--batch_size", type=int, default=16, help="rows per process at a time (default: 16)")
+    add("--batch_size", type=int, default=16, help="rows per process at a time")
     add(
         "--dtype",
         choices=("bfloat16", "float32"),
         help="bfloat16 runs under autocast (default: bfloat16 on a GPU, float32 on a CPU)",
     )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto is a GPU if there is one",
+    )
     add("--json", type=Path, metavar="FILE", help="write all numbers and settings there")
     args = parser.parse_args(argv)
     for name, least in (("stride", 1), ("limit", 0), ("batch_size", 1)):
@@ -170,7 +173,7 @@ def score_packed(args: argparse.Namespace, trained, scorer) -> dict:
     with progress(scorer, total, "sequence") as bar:
         bos_id = trained.tokenizer.bos_id
         sums = packed_sums(scorer, dataset, args.limit, bos_id, bar.update)
-    return {"sequences": total} | language_result(sums, "documents that sequences begin in")
+    return {"sequences": total} | language_result(sums, "documents")
 
 
 def check_tokenizer(folder: str, trained) -> None:

@@ -63,11 +63,7 @@ class Vocabulary(NamedTuple):
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="export_gguf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog="python -m scripts.export_gguf", description=__doc__)
     parser.add_argument(
         "run",
         metavar="RUN",
@@ -78,7 +74,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--type",
         choices=TYPES,
         default="f32",
-        help="of the matrices: 4, 2 or about 1 byte per number (default: f32, which is exact)",
+        help="of the matrices: 4, 2 or about 1 byte per number; f32 is exact",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT")
     args = parser.parse_args(argv)

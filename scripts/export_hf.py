@@ -65,13 +65,11 @@ reads `tokenizer.json` with the `tokenizers` package sets `encode_special_tokens
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="export_hf",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = OneLineParser(prog="python -m scripts.export_hf", description=__doc__)
+    parser.add_argument(
+        "run", metavar="RUN", help="run folder, checkpoint, folder of weights, or 'auto'"
     )
-    parser.add_argument("run", help="run folder, checkpoint, folder of weights, or 'auto'")
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights")
     parser.add_argument(
         "--tokenizer",
@@ -112,7 +110,7 @@ def write_model(trained, dtype: str, name: str, folder: Path) -> None:
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    write_json(folder / "generation_config.json", generation | {"max_length": config.max_seq_len})
+    write_json(folder / "generation_config.json", generation)
     millions = model.num_parameters() / 1e6
     card = CARD.format(name=name, millions=millions, dtype=dtype, **config.to_dict())
     (folder / "README.md").write_text(card, encoding="utf-8")

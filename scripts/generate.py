@@ -23,11 +23,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog="python -m scripts.generate", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, checkpoint or weights; 'auto' is the newest run")
     add("--prompt", action="append", default=[], help="text to continue; may be given repeatedly")
@@ -36,31 +32,35 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="file of prompts, one in a line, or .jsonl with 'prompt' or 'text'; '-' is stdin",
     )
     add("--interactive", action="store_true", help="ask for prompts, one after another")
-    add("--num_samples", type=int, default=1, help="continuations of each prompt (1)")
-    add("--max_new_tokens", type=int, default=100, help="length of a continuation, at most (100)")
+    add("--num_samples", type=int, default=1, help="continuations of each prompt")
+    add("--max_new_tokens", type=int, default=100, help="length of a continuation, at most")
     add("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
-    add("--temperature", type=float, default=0.8, help="below 1 surer, above 1 wilder (0.8)")
-    add("--top_k", type=int, default=50, help="only so many of the likeliest; 0 takes all (50)")
+    add("--temperature", type=float, default=0.8, help="below 1 surer, above 1 wilder")
+    add("--top_k", type=int, default=50, help="only so many of the likeliest; 0 takes all")
     add("--top_p", type=float, default=1.0, help="only the likeliest with this probability in sum")
     add("--min_p", type=float, default=0.0, help="only those with this share of the likeliest's")
     add("--repetition_penalty", type=float, default=1.0, help="above 1 avoids what was there")
     add("--stop", action="append", default=[], help="text that ends a continuation; repeatable")
-    add("--seed", type=int, default=42, help="of the samples (42)")
+    add("--seed", type=int, default=42, help="of the samples")
     add(
         "--beyond_context",
         choices=("stop", "slide"),
         default="stop",
-        help="at the end of the context: stop, or read the later half anew and go on (stop)",
+        help="at the end of the context: stop, or read the later half anew and go on",
     )
     add("--jsonl", action="store_true", help="print one JSON object per continuation, when it ends")
     add(
         "--batch_size",
         type=int,
         default=16,
-        help="continuations computed together; number i draws with seed + i in any batch (16)",
+        help="continuations computed together; number i draws with seed + i in any batch",
     )
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add("--dtype", choices=DTYPES, help="of the weights (float32 on a CPU, bfloat16 on a GPU)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="of the weights (default: float32 on a CPU, bfloat16 on a GPU)",
+    )
     args = parser.parse_args(argv)
     for name in ("num_samples", "max_new_tokens", "batch_size"):
         if getattr(args, name) < 1:
@@ -305,8 +305,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # whoever read the text has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -11,25 +11,26 @@ import shutil
 from pathlib import Path
 
 from training.errors import OneLineParser, UsageError, one_line_errors
+from training.wording import counted
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="import_weights",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", type=Path, help="folder or file to read")
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser = OneLineParser(prog="python -m scripts.import_weights", description=__doc__)
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder or file to read")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
         "--tokenizer", type=Path, help="SentencePiece model (default: tokenizer.model beside them)"
     )
     unsaid = "where the files do not say it"
     parser.add_argument("--n_heads", type=int, help=f"query heads, {unsaid}")
-    parser.add_argument("--norm_eps", type=float, help=f"added in RMSNorm, {unsaid} (1e-5)")
-    parser.add_argument("--rope_theta", type=float, help=f"of the positions, {unsaid} (10000)")
     parser.add_argument(
-        "--max_seq_len", type=int, help="context length (as the files say, or 2048)"
+        "--norm_eps", type=float, help=f"added in RMSNorm, {unsaid} (default: 1e-5)"
+    )
+    parser.add_argument(
+        "--rope_theta", type=float, help=f"of the positions, {unsaid} (default: 10000)"
+    )
+    parser.add_argument(
+        "--max_seq_len", type=int, help="context length (default: as the files say, or 2048)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an older import")
     return parser.parse_args(argv)
@@ -120,7 +121,8 @@ def import_weights(args: argparse.Namespace) -> None:
         save_portable(folder, config, weights)
         tokenizer = copy_tokenizer(args, config.vocab_size, folder)
     millions = sum(weight.numel() for weight in weights.values()) / 1e6
-    shape = f"dim {config.dim}, {config.n_layers} layers, {config.n_kv_heads} kv heads, vocabulary"
+    layers, kv_heads = counted(config.n_layers, "layers"), counted(config.n_kv_heads, "kv heads")
+    shape = f"dim {config.dim}, {layers}, {kv_heads}, vocabulary"
     tied = "tied" if config.tie_embeddings else "not tied"
     print(f"{args.out}: {millions:.2f} million parameters from {args.source}")
     print(f"  shape:     {shape} {config.vocab_size:,}, embeddings {tied}")

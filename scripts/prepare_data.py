@@ -9,13 +9,14 @@ import os
 import time
 from pathlib import Path
 
-from data.corpus import BUILTIN, SUFFIXES, find_files
+from data.corpus import BUILTIN, SECTION_BYTES, SUFFIXES, find_files
 from data.errors import DataError
 from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, describe_sources, prepare
 from data.shards import DESCRIPTION_FILE, read_description
 from data.tokenizer import TOKENIZER_FILE
 from training.errors import OneLineParser, UsageError, one_line_errors
 from training.progress import progress_bar
+from training.wording import counted, size
 
 
 def default_out(data: str, flags: str = "") -> Path:
@@ -38,11 +39,7 @@ def cpu_count() -> int:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="prepare_data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = OneLineParser(prog="python -m scripts.prepare_data", description=__doc__)
     parser.add_argument(
         "--data",
         default=BUILTIN,
@@ -54,13 +51,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--vocab_size",
         type=int,
-        help=f"pieces of the tokenizer to train ({DEFAULT_VOCAB_SIZE}, fewer for a short text)",
+        help=f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE}, fewer for a short text)",
     )
     parser.add_argument("--tokenizer", help="a SentencePiece model to use instead of training one")
     parser.add_argument(
         "--val_fraction", type=float, default=0.02, help="share of documents for validation"
     )
-    parser.add_argument("--workers", type=int, default=cpu_count(), help="encoding processes")
+    parser.add_argument(
+        "--workers", type=int, default=cpu_count(), help="encoding processes, one per core"
+    )
     parser.add_argument(
         "--skip_bad_lines", action="store_true", help="count documents that cannot be read, go on"
     )
@@ -109,20 +108,33 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
     n_bytes = sum(split["bytes"] for split in splits.values())
     tokens = sum(split["tokens"] for split in splits.values())
     lines = [
-        f"{out}: {n_bytes / 1e6:.1f} MB of text in {seconds:.1f} s "
-        f"({n_bytes / 1e6 / seconds:.1f} MB/s with {workers} processes)"
+        f"{out}: {size(n_bytes)} of text in {seconds:.1f} s "
+        f"({size(n_bytes / seconds)}/s with {workers} processes)"
     ]
     for name, split in splits.items():
-        lines.append(f"  {name:5} {split['documents']:>9,} documents {split['tokens']:>13,} tokens")
+        documents, word = counted(split["documents"], "documents").split()
+        lines.append(f"  {name:5} {documents:>9} {word:9} {split['tokens']:>13,} tokens")
     lines.append(
         f"  vocabulary {description['vocab_size']:,}, {n_bytes / tokens:.2f} bytes per token"
     )
     if description["bad_documents"]:
         lines.append(
-            f"  skipped {description['bad_documents']:,} bad documents, the first: "
+            f"  skipped {counted(description['bad_documents'], 'bad documents')}, the first: "
             f"{description['first_bad_document']}"
         )
+    if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
+        lines.append(
+            "  WARNING: no validation document: that takes two different documents at least; "
+            f"a .txt under {SECTION_BYTES // 1024} KiB is one document"
+        )
     return "\n".join(lines)
+
+
+def describe_folder(folder: Path, files: list[str]) -> str:
+    """How many files below it were read, and how many were not."""
+    left_out = sum(path.is_file() for path in folder.rglob("*")) - len(files)
+    read = f"{counted(len(files), 'files')} read ({', '.join(SUFFIXES)})"
+    return f"{folder}: {read}, {left_out:,} left out"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -157,6 +169,8 @@ def main(argv: list[str] | None = None) -> None:
         start = time.perf_counter()
         with progress_bar(None if packed else total, desc="encoding", unit="B", scale=True) as bar:
             description = prepare(files, args.out, options, bar.update)
+        if args.data != BUILTIN and os.path.isdir(args.data):
+            print(describe_folder(Path(args.data), files))
         print(report(description, args.out, time.perf_counter() - start, args.workers))
 
 

@@ -10,9 +10,7 @@ from training.errors import OneLineParser, UsageError, one_line_errors
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(prog="python -m scripts.report", description=__doc__)
     parser.add_argument(
         "runs",
         nargs="+",

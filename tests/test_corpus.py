@@ -130,7 +130,17 @@ def test_a_bad_line_is_an_error_with_file_line_and_reason(tmp_path, suffix, line
 
 def test_invalid_utf8_in_a_text_file_is_an_error_with_file_and_byte(tmp_path):
     path = write(tmp_path / "a.txt", b"abc\xffdef")
-    with pytest.raises(DataError, match=rf"^{path}, byte 0: not valid UTF-8 .*at its byte 3\)"):
+    with pytest.raises(DataError, match=rf"^{path}, byte 3: not valid UTF-8 .*iconv -f gb18030"):
+        texts(path)
+
+
+def test_the_byte_that_is_no_utf8_is_counted_from_the_start_of_the_file(tmp_path):
+    sections = b"\xef\xbb\xbf" + b"0123456\n" * (2 * SECTION_BYTES // 8)
+    path = write(tmp_path / "a.txt", sections + "春眠".encode("gb18030"))
+    with pytest.raises(DataError, match=rf"byte {len(sections)}: "):
+        texts(path)
+    path = write(tmp_path / "b.txt", b"\xef\xbb\xbfabc\xff")
+    with pytest.raises(DataError, match="byte 6: "):
         texts(path)
 
 

@@ -1,10 +1,14 @@
+import argparse
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
+from conftest import REPOSITORY
 
 from training import errors
-from training.errors import EXIT_CODE, UsageError, one_line_errors
+from training.errors import EXIT_CODE, OneLineParser, UsageError, one_line_errors
 
 
 class OtherError(Exception):
@@ -71,3 +75,116 @@ def test_rank_zero_speaks_first_and_others_say_who_they_are(capsys, monkeypatch)
     monkeypatch.setenv("RANK", "3")
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
     assert waited
+
+
+def stopped(capsys, monkeypatch, terminal: bool) -> str:
+    """What a program says on stderr when Ctrl-C ends it."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/scripts/prog.py", "--flag"])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with pytest.raises(SystemExit) as ended:
+        errors.end_in_one_line(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert ended.value.code == 130
+    return capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_program_with_one_line_below_what_the_terminal_echoed(capsys, monkeypatch):
+    assert stopped(capsys, monkeypatch, terminal=False) == "prog: stopped\n"
+    assert stopped(capsys, monkeypatch, terminal=True) == "\nprog: stopped\n"
+
+
+def test_only_ctrl_c_loses_its_traceback(capsys):
+    errors.end_in_one_line(OtherError, OtherError("boom"), None)
+    assert capsys.readouterr().err.endswith("OtherError: boom\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        (("-m", "scripts.prepare_data"), "prepare_data"),
+        (("-m", "scripts.export_hf", "auto", "out"), "export_hf"),
+        (("-m", "training.preflight"), "preflight"),
+        (("train_pretrain_accelerate.py",), "train_pretrain_accelerate"),
+    ],
+)
+def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path, command, program):
+    """A numpy and a torch that interrupt as the keys would: each program imports one of them."""
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (130, f"{program}: stopped\n")
+
+
+def guess(*typed: str) -> str:
+    """What a parser with a few flags says to unknown words."""
+    parser = OneLineParser(prog="prog")
+    parser.add_argument("--data")
+    parser.add_argument("--dim", type=int)
+    parser.add_argument("--learning_rate", type=float)
+    parser.add_argument("--help_me")
+    parser.add_argument("--fast", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--greedy", action="store_true")
+    with pytest.raises(UsageError) as error:
+        parser.parse_args(typed)
+    return str(error.value).removesuffix(" (see --help)")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--lr 3", "--lr: did you mean --learning_rate?"),
+        ("--learning-rate 3", "--learning-rate: did you mean --learning_rate?"),
+        ("--hidden_size=64", "--hidden_size=64: did you mean --dim?"),
+        ("--bs 3", "--bs"),  # --batch_size is no flag of this program
+        ("dim 512", "dim: did you mean --dim?"),
+        ("--fast dim 512", "dim: did you mean --dim?"),
+        ("--fast false", "false: --fast takes no value, --no-fast switches it off"),
+        ("--greedy true", "true: --greedy takes no value"),
+        ("my.txt", "my.txt: text is given as DATA=my.txt or --data my.txt"),
+        ("--data my.txt more.txt", "more.txt: text is given as DATA=more.txt or --data more.txt"),
+        ("--data_ x", "--data_: did you mean --data?"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_what_was_meant(typed, said):
+    assert guess(*typed.split()) == f"unrecognized argument {said}"
+
+
+def test_help_is_never_what_was_meant():
+    parser = OneLineParser(prog="prog")
+    for typed in ("--lr", "--hel_", "-H"):
+        with pytest.raises(UsageError) as error:
+            parser.parse_args([typed])
+        assert str(error.value) == f"unrecognized argument {typed} (see --help)"
+
+
+def test_every_name_from_elsewhere_leads_to_a_flag_of_some_program():
+    from training.arguments import build_parser
+
+    of_generate = {"--max_new_tokens", "--num_samples"}
+    known = of_generate | set(build_parser()._option_string_actions)
+    for ours, theirs in errors.ELSEWHERE.items():
+        assert f"--{ours}" in known
+        assert not {f"--{name}" for name in theirs.split()} & known - {"--out"}
+
+
+def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
+    parser = OneLineParser(prog="prog", description="First line.\n\n    an example")
+    parser.add_argument("--a", type=int, default=0, help="how many")
+    parser.add_argument("--b", help="what (default: as it looks)")
+    parser.add_argument("--c", type=float, default=1.5, help="how much (default: 1.5)")
+    parser.add_argument("--d", action="store_true", help="whether")
+    parser.print_help()
+    lines = capsys.readouterr().out.splitlines()
+    assert "    an example" in lines
+    assert [line[11:].strip() for line in lines[-4:]] == [
+        "how many (default: 0)",
+        "what (default: as it looks)",
+        "how much (default: 1.5)",
+        "whether",
+    ]

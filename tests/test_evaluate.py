@@ -102,7 +102,7 @@ def test_the_block_shows_the_numbers_of_the_json_file(evaluate):
     assert f" loss: {loss['value']:.4f}  ({loss['low']:.4f} to {loss['high']:.4f})" in out
     accuracy = result["metrics"]["accuracy"]["value"]
     assert f" accuracy: {accuracy:.2%}  (" in out
-    assert f"95%, from {result['units']:,} documents" in out
+    assert f"95%, by the spread among {result['units']:,} documents\n" in out
     assert value(result, "perplexity") == pytest.approx(math.exp(loss["value"]))
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
 
@@ -146,6 +146,7 @@ def test_raw_text_is_recognised_whatever_file_it_is_in(evaluate, tmp_path, name)
     out, result = evaluate("--data", path)
     assert (result["task"], result["units"]) == ("text", 1)
     assert result["bytes"] == len(text.encode())
+    assert " bytes in 1 document, windows of " in out
     assert "interval: none, for there are fewer than 3 documents" in out
     assert result["metrics"]["loss"]["low"] is None
 
@@ -163,7 +164,7 @@ def test_questions_are_recognised_by_their_first_line(evaluate, tmp_path):
     assert (result["task"], result["units"], result["truncated"]) == ("choice", 3, 1)
     assert value(result, "chance") == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
     assert 3 * value(result, "acc") in range(4)
-    assert f"1 questions are longer than {SEQ_LEN} tokens" in out
+    assert f"1 question over {SEQ_LEN} tokens, whose beginning was left out" in out
     assert "chance: 44.44%  what guessing gives" in out
 
 

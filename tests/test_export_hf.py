@@ -153,11 +153,15 @@ def test_greedy_generation_is_equal(weights, exported):
         with torch.no_grad():
             while len(ids) < SHAPE["max_seq_len"] and ids[-1] != 2:
                 ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-        # max_length comes from generation_config.json
-        inputs = tokenizer(prompt, return_tensors="pt")
+        inputs = tokenizer(prompt, return_tensors="pt") | {"max_length": SHAPE["max_seq_len"]}
         theirs = AutoModelForCausalLM.from_pretrained(exported).generate(**inputs)[0].tolist()
         assert theirs == ids
         assert len(set(ids[start:])) > 1
+
+
+def test_the_length_is_left_to_whoever_generates(exported):
+    settings = json.loads((exported / "generation_config.json").read_text(encoding="utf-8"))
+    assert settings == {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def test_the_check_says_what_it_compared(weights, tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -391,3 +392,13 @@ def test_tokens_of_four_bytes_hold_the_same_documents(packed, tmp_path, monkeypa
         assert documents(out, split) == documents(packed, split)
         tokens = description(out)["splits"][split]["tokens"]
         assert (out / f"{split}-00000.bin").stat().st_size == 4 * tokens
+
+
+@pytest.mark.slow
+def test_an_encoding_process_is_deaf_to_ctrl_c_from_its_first_moment_on():
+    command = [sys.executable, "-c", "import signal; print(signal.getsignal(2).name)"]
+    before = signal.getsignal(signal.SIGINT)
+    with packing._deaf_to_interrupts():
+        ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.stdout == "SIG_IGN\n"
+    assert signal.getsignal(signal.SIGINT) is before

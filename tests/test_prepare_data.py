@@ -54,6 +54,29 @@ def test_data_goes_to_a_folder_of_its_name_by_default(workplace, capsys):
         )
 
 
+def test_a_text_without_a_validation_document_is_told_so(workplace, capsys):
+    line = "".join(f"{a} + {a} = {2 * a}\n" for a in range(300))
+    Path("short.txt").write_text(line)
+    main(["--workers", "1", "--data", "short.txt"])
+    printed = capsys.readouterr().out
+    assert "    1 document " in printed
+    assert "WARNING: no validation document: that takes two different documents" in printed
+    assert "a .txt under 16 KiB is one document" in printed
+    assert f"short: {len(line) / 1000:.1f} kB of text in " in printed
+    for enough in (["--data", "sums.jsonl"], ["--data", "short.txt", "--val_fraction", "0"]):
+        main([*SMALL, *enough, "--overwrite"])
+        assert "no validation document" not in capsys.readouterr().out
+
+
+def test_of_a_folder_it_is_said_how_many_files_were_read(workplace, capsys):
+    (workplace / "texts" / "deeper").mkdir(parents=True)
+    shutil.move("sums.jsonl", "texts/deeper/sums.jsonl")
+    for name in ("a.pdf", "b.md"):
+        Path("texts", name).write_text("of another kind")
+    main([*SMALL, "--data", "texts"])
+    assert "texts: 1 file read (.txt, .jsonl, .jsonl.gz), 2 left out\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("data", "name"),
     [
@@ -203,7 +226,10 @@ BAD_INPUTS = {
     "an empty file": (lambda: write_bad("a.jsonl", b""), ["text"]),
     "no JSON": (lambda: write_bad("a.jsonl", GOOD_LINE * 3 + b"{\n"), ["a.jsonl, line 4"]),
     "no text": (lambda: write_bad("a.jsonl", GOOD_LINE + b"{}\n"), ["a.jsonl, line 2", '"text"']),
-    "invalid UTF-8": (lambda: write_bad("a.txt", b"abc\xff"), ["a.txt", "UTF-8"]),
+    "invalid UTF-8": (
+        lambda: write_bad("a.txt", b"abc\xff"),
+        ["a.txt, byte 3: ", "UTF-8", "iconv"],
+    ),
     "cut gzip": (
         lambda: write_bad("a.jsonl.gz", gzip.compress(many_lines())[:3000]),
         ["a.jsonl.gz", "cannot be read"],
@@ -258,7 +284,7 @@ def test_bad_lines_are_skipped_when_told_to_and_reported(workplace, capsys):
         file.write(b"{broken\n" + GOOD_LINE)
     main([*SMALL, "--data", "sums.jsonl", "--skip_bad_lines"])
     printed = capsys.readouterr().out
-    assert "skipped 1 bad documents" in printed
+    assert "skipped 1 bad document, the first: " in printed
     assert "sums.jsonl, line 61: not JSON" in printed
     description = read_description("out/data/sums")
     assert sum(split["documents"] for split in description["splits"].values()) == 61

@@ -112,6 +112,18 @@ def test_auto_without_any_run_says_how_to_get_one(tmp_path):
         find_run("auto", tmp_path / "runs")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("atuo", "auto"), ("mime", "runs/mine"), ("out/mines", "runs/mine")]
+)
+def test_a_name_that_is_nearly_one_is_answered_with_it(run, tmp_path, monkeypatch, typed, meant):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as error:
+        find_run(typed, Path("runs"))
+    assert str(error.value) == f"{typed}: no such folder: did you mean '{meant}'?"
+    with pytest.raises(UsageError, match=r"zebra: no such folder$"):
+        find_run("zebra", Path("runs"))
+
+
 def test_a_path_that_is_not_there_or_a_file_or_something_else_is_refused(tmp_path, packed):
     with pytest.raises(UsageError, match="no such folder"):
         load_trained(str(tmp_path / "none"))

@@ -171,7 +171,7 @@ def _flags(dataclass_type):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="train_pretrain_accelerate.py",
+        prog="python train_pretrain_accelerate.py",
         description="Pretrain a small Llama-like model on packed tokens.",
         allow_abbrev=False,
     )

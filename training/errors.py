@@ -8,8 +8,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 
 EXIT_CODE = 2
+STOPPED = 130  # what shells report of a program that Ctrl-C has ended
 
 
 class UsageError(ValueError):
@@ -20,29 +23,97 @@ LAUNCHER_FLAGS = (
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--machine_rank", "--cpu"),
 )
+ELSEWHERE = {  # flags, and what other programs call them
+    "accumulation_steps": "gradient_accumulation_steps grad_accum grad_accum_steps",
+    "batch_size": "bs per_device_train_batch_size micro_batch_size",
+    "dim": "hidden_size d_model n_embd",
+    "dtype": "precision amp bf16 fp16 mixed_precision",
+    "epochs": "num_epochs num_train_epochs",
+    "grad_clip": "max_grad_norm clip gradient_clipping",
+    "hidden_dim": "intermediate_size ffn_dim",
+    "learning_rate": "lr max_lr",
+    "log_with": "report_to",
+    "max_new_tokens": "max_tokens max_length length n_predict",
+    "max_seq_len": "seq_len seq_length block_size context_length ctx max_length",
+    "max_steps": "steps iters max_iters num_steps train_steps",
+    "n_heads": "n_head num_heads num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "n_layers": "n_layer depth num_layers num_hidden_layers",
+    "num_samples": "num_return_sequences",
+    "out_dir": "out output output_dir save_dir",
+    "resume": "resume_from_checkpoint",
+    "warmup_steps": "warmup warmup_iters",
+    "weight_decay": "wd",
+}
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves descriptions as they are and names every default that the help text does not."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        named = "default" in action.help or action.default in (None, argparse.SUPPRESS, [])
+        named = named or action.default is False  # of a switch, which is off unless given
+        return action.help if named else f"{action.help} (default: %(default)s)"
 
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are a UsageError, with a guess at what was meant."""
 
+    def __init__(self, **settings):
+        super().__init__(**{"formatter_class": HelpFormatter} | settings)
+
     def error(self, message: str):
         raise UsageError(f"{message} (see --help)")
 
     def parse_args(self, args=None, namespace=None):
-        values, unknown = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        values, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            self.error(f"unrecognized argument {unknown[0]}{self._guess(unknown[0])}")
+            before = next((first for first, word in pairwise(words) if word == unknown[0]), "")
+            self.error(f"unrecognized argument {unknown[0]}{self._guess(unknown[0], before)}")
         return values
 
-    def _guess(self, unknown: str) -> str:
-        flag = unknown.partition("=")[0]
-        if flag in LAUNCHER_FLAGS:
+    def _guess(self, unknown: str, before: str) -> str:
+        """What may have been meant by this word, `before` being the one in front of it."""
+        word = unknown.partition("=")[0]
+        flags = {name: action for action in self._actions for name in action.option_strings}
+        if word in LAUNCHER_FLAGS:
             return ": it belongs to accelerate launch, before the name of the script"
-        if not flag.startswith("-"):
-            return f": text is given as DATA={flag} or --data {flag}"
-        known = [name for action in self._actions for name in action.option_strings]
-        close = difflib.get_close_matches(flag, known, n=1)
-        return f": did you mean {close[0]}?" if close else ""
+        if not word.startswith("-"):
+            return self._guess_of_value(word, before, flags)
+        name = word.lstrip("-").replace("-", "_")
+        for ours, theirs in ELSEWHERE.items():
+            if name in theirs.split() and f"--{ours}" in flags:
+                return f": did you mean --{ours}?"
+        # Without the dashes, which would make any two short flags look alike.
+        names = [flag[2:] for flag in flags if flag.startswith("--") and flag != "--help"]
+        close = difflib.get_close_matches(name, names, n=1)
+        return f": did you mean --{close[0]}?" if close else ""
+
+    @staticmethod
+    def _guess_of_value(word: str, before: str, flags: dict[str, argparse.Action]) -> str:
+        off = f"--no-{before.removeprefix('--')}"
+        if f"--{word}" in flags:
+            return f": did you mean --{word}?"
+        if off in flags:
+            return f": {before} takes no value, {off} switches it off"
+        if before in flags and flags[before].nargs == 0:
+            return f": {before} takes no value"
+        return f": text is given as DATA={word} or --data {word}" if "--data" in flags else ""
+
+
+def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
+    """A sys.excepthook: Ctrl-C ends a program with one line and exit code 130.
+
+    Only where nobody catches it, so that a notebook's kernel lives on, and `finally` has its turn.
+    """
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # the terminal has echoed ^C
+    print(f"{Path(sys.argv[0]).stem}: stopped", file=sys.stderr, flush=True)
+    sys.exit(STOPPED)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from training.memory import (
 from training.optimizer import muon_matrices
 from training.resume import Choice
 from training.schedule import LearningRate
+from training.wording import counted
 
 
 def start_block(
@@ -57,7 +58,8 @@ def start_block(
         "attention": attention,
         "compiled": compiled,
         "parameters": f"{n_parameters / 1e6:.2f} million (dim {config.dim}, "
-        f"{config.n_layers} layers, {config.n_heads} heads, {config.n_kv_heads} kv heads, "
+        f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
+        f"{counted(config.n_kv_heads, 'kv heads')}, "
         f"vocabulary {config.vocab_size:,})",
         "optimizer": optimizer,
         "data": f"{args.data}: {train_set.n_tokens:,} tokens, "

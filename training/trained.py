@@ -1,5 +1,6 @@
 """A trained model and its tokenizer, from whatever a run has left."""
 
+import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
     """The path that was named; for 'auto' the run that was written to last.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: there is no such folder; with a guess at which one was meant.
     """
     if name == "auto":
         found = [path.parent for path in runs.glob("*/metrics.jsonl")]
@@ -38,7 +39,10 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
         return max(found, key=lambda path: (path / "metrics.jsonl").stat().st_mtime)
     path = Path(name)
     if not path.exists():
-        raise UsageError(f"{name}: no such folder")
+        names = {"auto": "auto"} | {run.name: str(run) for run in runs.glob("*") if run.is_dir()}
+        close = difflib.get_close_matches(path.name, names, n=1)
+        guess = f": did you mean '{names[close[0]]}'?" if close else ""
+        raise UsageError(f"{name}: no such folder{guess}")
     if not path.is_dir():
         raise UsageError(f"{name} is a file: give {WHAT}")
     return path

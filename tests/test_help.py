@@ -1,0 +1,30 @@
+"""What --help of every script says."""
+
+import importlib
+import re
+
+import pytest
+
+SCRIPTS = ("generate", "prepare_data", "evaluate", "export_hf", "export_gguf", "import_weights")
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+def test_the_usage_line_can_be_typed_and_shows_places_in_capitals(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"scripts.{name}").main(["--help"])
+    assert ended.value.code == 0
+    usage = capsys.readouterr().out.partition("\n\n")[0]
+    assert usage.startswith(f"usage: python -m scripts.{name} ")
+    # What stands in no brackets is what has to be given, if anything has to.
+    places = re.sub(r"\[[^]]*\]", "", usage.partition(f"scripts.{name}")[2]).split()
+    assert set(places) <= {"RUN", "OUT", "SOURCE"}
+    assert places or name == "prepare_data"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_error_lines_keep_the_short_name(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"scripts.{name}").main(["--nonsense"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"{name}: error: ")

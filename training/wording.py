@@ -1,0 +1,11 @@
+"""Numbers as people write them."""
+
+
+def counted(n: int, plural: str) -> str:
+    """1 layer, 2 layers, 1,024 layers."""
+    return f"{n:,} {plural.removesuffix('s') if n == 1 else plural}"
+
+
+def size(n_bytes: float) -> str:
+    """12.1 MB, or 3.4 kB where a tenth of an MB would say little."""
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.1f} kB"
