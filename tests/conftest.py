@@ -35,6 +35,15 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="the slow proofs in full")
 
 
+def pytest_collection_modifyitems(config, items):
+    """Without --all: leave out what is marked as another variant of a proof that runs anyway."""
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("variant")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def thorough(request) -> bool:
     """Whether slow proofs run in full."""

@@ -10,7 +10,12 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
-LAUNCHES = [("plain", 1), ("ddp", 2), ("zero2", 1), ("zero2", 2)]
+LAUNCHES = [
+    ("plain", 1),
+    ("zero2", 2),
+    pytest.param("ddp", 2, marks=pytest.mark.variant),
+    pytest.param("zero2", 1, marks=pytest.mark.variant),
+]
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,13 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+VARIANTS = {"1 to 2", "2 to 1", "ZeRO-2 to DDP"}  # test_equivalence has the like of them
+CHAIN_NAMES = [
+    pytest.param(name, marks=[pytest.mark.variant] if name in VARIANTS else []) for name in CHAINS
+]
+
+
+@pytest.mark.parametrize("name", CHAIN_NAMES)
 def test_another_engine_or_process_count_goes_on_with_the_same_losses(packed, tmp_path, name):
     total = 3 * len(CHAINS[name])
     flags = "--dtype float32 --batch_size 2 --save_interval 0"

@@ -13,7 +13,12 @@ from report.history import read_rows
 
 pytestmark = pytest.mark.slow
 
-ENGINES = [("plain", 1), ("zero2", 2), ("ddp", 2), ("zero1", 2)]
+ENGINES = [
+    ("plain", 1),
+    ("zero2", 2),
+    pytest.param("ddp", 2, marks=pytest.mark.variant),
+    pytest.param("zero1", 2, marks=pytest.mark.variant),
+]
 FLAGS = (
     "--max_steps 6 --dropout 0.1 --batch_size 4 --accumulation_steps 2 --dtype bfloat16 "
     "--eval_interval 3 --eval_samples 16"
