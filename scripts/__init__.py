@@ -1,3 +1,8 @@
-"""Programs to be started as python -m scripts.NAME."""
+"""Commands: python -m scripts.NAME."""
 
-import training  # noqa: F401  first of all: it makes Ctrl-C end a program in one line
+import os
+
+# Before PyTorch is loaded: between operations its threads wait by spinning (GNU OpenMP, on Linux).
+# Where something else uses the cores too, writing text then takes ten times as long. A thirtieth of
+# the spinning is as fast on free cores (docs/lab-log.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
