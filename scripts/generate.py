@@ -192,7 +192,7 @@ class Writer:
                 paper.add(i, streams[i].add(token))
                 if streams[i].stopped:
                     generation.end(i)
-            for i in generation.ended:
+            for i in generation.ended - paper.ended:
                 paper.end(i, streams[i].end())
         for i, stream in enumerate(streams):
             paper.end(i, stream.end())

@@ -76,8 +76,8 @@ class InitialWeights:
         if there is not None and there != train_set.description["tokenizer_sha256"]:
             raise DataError(
                 f"{train_set.folder} has another tokenizer than the model in {self.source.folder}: "
-                "prepare the text with the model's, `python -m scripts.prepare_data --tokenizer "
-                f"{tokenizer} --data TEXT --out {train_set.folder} --overwrite`"
+                "prepare the text with the model's, in a folder of its own: `python -m "
+                f"scripts.prepare_data --tokenizer {tokenizer} --data TEXT --out FOLDER`"
             )
         if train_set.vocab_size > room:
             raise DataError(
