@@ -11,9 +11,9 @@ from benchmarks.machine import compiler_obstacle
 from benchmarks.ours import can_compile
 from benchmarks.peers import PEERS
 from benchmarks.work import Work
-from scripts.prepare_data import cpu_count
-from training.errors import UsageError
-from training.memory import GIB, activation_bytes, model_state_bytes
+from common.cpu import available_cores
+from common.errors import UsageError
+from training.engine.memory import GIB, activation_bytes, model_state_bytes
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 ALLOCATORS = ("both", "default", "ours")
@@ -182,5 +182,5 @@ def own_share(rank: int, processes: int) -> dict[str, str]:
     """Environment of a process that has a GPU, or its part of the cores, to itself."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
     gpu = gpus[rank] if rank < len(gpus) else ""
-    cores = cpu_count() // processes
+    cores = available_cores() // processes
     return {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(max(1, cores))}

@@ -25,12 +25,13 @@ from benchmarks.data_loader import loader_speed, training_steps
 from benchmarks.data_preparation import copies, prepare
 from benchmarks.flags import output_file
 from benchmarks.machine import cpu_name
+from common.cpu import available_cores
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset
 from data.errors import DataError
 from model import ConfigError
-from scripts.prepare_data import cpu_count
-from training.errors import OneLineParser, UsageError, one_line_errors
 
 SHAPES = {
     "26m": "--dim 512 --n_layers 8 --n_heads 8",
@@ -52,7 +53,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", default=default, help=help_text, **options)
 
     flag("data", BUILTIN, "text, as for scripts.prepare_data")
-    flag("workers", cpu_count(), "processes that prepare it", type=at_least(1))
+    flag("workers", available_cores(), "processes that prepare it", type=at_least(1))
     flag("repeat", [1, 4], "prepare it so many times over, a run for each", type=numbers(1))
     lens = [256, 512, 1024]
     flag("loader_seq_lens", lens, "sequence lengths to measure the loader at", type=numbers(2))

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.data_padding import padded_batches
+from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.order import MicroBatchSampler
 from train_pretrain_accelerate import Run, micro_batches, optimizer_step, set_up
 from training.arguments import parse_arguments
-from training.errors import UsageError
 from training.interruption import SIGNALS
 
 WARM_UP_STEPS = 2

@@ -5,7 +5,7 @@ import os
 import shlex
 from pathlib import Path
 
-from training.errors import UsageError
+from common.errors import UsageError
 
 
 def output_file(text: str) -> Path:

@@ -18,15 +18,16 @@ import torch
 
 from benchmarks.machine import cpu_name, versions
 from benchmarks.work import VOCAB_SIZE
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from data.errors import DataError
+from formats.llama import DTYPES, llama_config, to_llama
+from inference.decoder import Decoder
+from inference.generation import generate
+from inference.sampling import Sampling
 from model import ConfigError, LMConfig, Transformer
-from model.decoder import Decoder
-from model.generation import generate
-from model.llama_format import DTYPES, llama_config, to_llama
-from model.sampling import Sampling
-from training.errors import OneLineParser, UsageError, one_line_errors
-from training.hardware import device_name
-from training.trained import load_trained
+from runs.weights import load_trained
+from training.engine.device import device_name
 
 SIZES = {  # dim, layers, heads; 3m is what run_accelerate.sh trains on a CPU
     "3m": (192, 4, 4),

@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from common.cpu import available_cores
+
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt")
 
 
@@ -18,8 +20,7 @@ def cpu_name() -> str:
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
         names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
         name = names[0] if names else name
-    affinity = getattr(os, "sched_getaffinity", None)
-    return f"{name}, {len(affinity(0)) if affinity else os.cpu_count()} cores"
+    return f"{name}, {available_cores()} cores"
 
 
 def versions() -> dict[str, str]:

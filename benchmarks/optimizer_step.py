@@ -17,11 +17,12 @@ import torch
 
 from benchmarks.machine import cpu_name
 from benchmarks.work import DTYPES, VOCAB_SIZE
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from model import ConfigError, LMConfig, Transformer
-from training.allocator import keep_freed_memory
 from training.arguments import OPTIMIZERS, parse_arguments
-from training.compilation import compile_blocks, obstacle
-from training.errors import OneLineParser, UsageError, one_line_errors
+from training.engine.compilation import compile_blocks, obstacle
+from training.engine.cpu_settings import keep_freed_memory
 from training.optimizer import build_optimizer
 
 PROGRAM = "benchmarks.optimizer_step"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.flags import training_flags
 from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
+from common.errors import UsageError
 from model import LMConfig
 from training.arguments import TrainingArguments, parse_arguments
-from training.errors import UsageError
 
 
 def can_compile() -> bool:
@@ -94,7 +94,7 @@ class OurStep:
     def __init__(self, work: Work, options: dict):
         # The imports take seconds, and only this contender needs them.
         from train_pretrain_accelerate import build_model, optimizer_step
-        from training.engine import build_engine
+        from training.engine.launch import build_engine
         from training.profiler import StepProfiler
 
         words = command_line(work, options["compiled"], options.get("flags", ""))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
-from training.allocator import keep_freed_memory
-from training.deepspeed_config import ADAM_EPS
+from training.engine.cpu_settings import keep_freed_memory
+from training.engine.deepspeed_config import ADAM_EPS
 from training.optimizer import parameter_groups
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from benchmarks.contenders import Contender
 from benchmarks.work import Work
-from training.memory import GIB
+from training.engine.memory import GIB
 
 NOTE = (
     "Every contender has its own process and takes its turn in every round. Figures are medians "

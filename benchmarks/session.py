@@ -11,8 +11,8 @@ from benchmarks.contenders import Contender, environments, obstacle, vars_of
 from benchmarks.report import Result, SizeReport
 from benchmarks.team import Team, TeamError
 from benchmarks.work import Work
-from training.hardware import peak_flops
-from training.memory import GIB
+from training.engine.device import peak_flops
+from training.engine.memory import GIB
 
 BASELINES = ("ours-compiled", "ours-eager")  # preferred in this order, if none is named
 # How an engine must call itself, for engines are known to be switched off without a word.

@@ -27,8 +27,9 @@ from benchmarks.report import NOTE, size_json, size_table
 from benchmarks.session import Plan, Session
 from benchmarks.team import TeamError
 from benchmarks.work import DTYPES, SIZES
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from model import ConfigError
-from training.errors import OneLineParser, UsageError, one_line_errors
 
 PROGRAM = "python -m benchmarks.throughput"
 

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from benchmarks.flags import output_file, training_flags
 from benchmarks.machine import cpu_name, versions
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
 from training.arguments import parse_arguments
-from training.errors import OneLineParser, UsageError, one_line_errors
 
 PROGRAM = "benchmarks.time_to_loss"
 OUT = Path("out/benchmarks/time_to_loss")

@@ -31,9 +31,9 @@ import torch
 
 from benchmarks.matmul import MatrixProducts, synchronize
 from benchmarks.work import VOCAB_SIZE, Work
-from training.hardware import device_name
-from training.memory import free_memory
-from training.metrics import peak_memory_bytes
+from training.engine.device import device_name
+from training.engine.memory import free_memory
+from training.log import peak_memory_bytes
 
 LOSS_TOLERANCE = 0.5  # nats around ln(VOCAB_SIZE), where an untrained model starts
 

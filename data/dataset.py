@@ -27,6 +27,8 @@ class PackedDataset(Dataset):
             one sequence.
     """
 
+    all_targets_count = True  # none is IGNORE_INDEX
+
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder, self.split, self.seq_len = Path(folder), split, seq_len
         self.description = read_description(folder)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.atomic import whole_folder
 from data.corpus import Record, parse, read_records
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
@@ -65,8 +66,7 @@ def prepare(
 ) -> dict:
     """Write tokenizer, shards and description of a corpus into the folder out.
 
-    Everything is written into a folder beside it, which takes its name only when complete and on
-    disk; a folder that was there before is replaced at that moment.
+    It is there when all of it is on the disk, and only then replaces what was there before.
 
     Args:
         files: from `corpus.find_files`.
@@ -85,11 +85,7 @@ def prepare(
     fingerprint = describe_sources(
         files, options
     )  # before reading: a file that changes meanwhile counts as changed
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(out)
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    with whole_folder(out) as partial:
         with _encoders(options.workers) as pool:  # they start while the tokenizer is trained
             tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
@@ -103,13 +99,9 @@ def prepare(
             **written,
             "prepared_from": fingerprint,
         }
-        with open(partial / DESCRIPTION_FILE, "w", encoding="utf-8") as file:
-            json.dump(description, file, indent=2, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        _replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        (partial / DESCRIPTION_FILE).write_text(
+            json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8"
+        )
     return description
 
 
@@ -316,24 +308,3 @@ def _encode_batch(path: str, batch: list[Record]) -> Encoded:
         tokens = np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype)
         documents.append(Document(tokens, len(raw), where))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Partial folders of preparations that no longer run."""
-    for partial in out.parent.glob(f"{out.name}.partial-*"):
-        pid = partial.name.rpartition("-")[2]
-        if pid.isdigit() and Path("/proc").exists():
-            # Our own number: in a container every run may have the same one.
-            if int(pid) != os.getpid() and Path(f"/proc/{pid}").exists():
-                continue
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _replace(partial: Path, out: Path) -> None:
-    old = out.with_name(f"{out.name}.old-{os.getpid()}")
-    if out.exists():
-        out.rename(old)
-    partial.rename(out)
-    if old.is_file():
-        old.unlink()
-    shutil.rmtree(old, ignore_errors=True)

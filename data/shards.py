@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class ShardWriter:
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        """Force everything to disk and return the description of this split."""
+        """End the last file; returns the description of this split."""
         self._finish_shard()
         return {
             "documents": self.documents,
@@ -60,8 +59,6 @@ class ShardWriter:
 
     def _finish_shard(self) -> None:
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
             self.shards[-1]["sha256"] = self._sha256.hexdigest()
             self._file = None

@@ -5,11 +5,11 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+from common.numbers import counted
 from evaluation.intervals import LEAST_UNITS, Estimate
 from evaluation.scoring import Scorer
-from training.hardware import device_name
-from training.trained import Trained
-from training.wording import counted
+from runs.weights import Trained
+from training.engine.device import device_name
 
 NAMES = {  # of metrics: for people, with the format of their numbers
     "loss": ("loss", ".4f", "nats per token"),
@@ -25,7 +25,7 @@ NAMES = {  # of metrics: for people, with the format of their numbers
 def describe(args: argparse.Namespace, trained: Trained, scorer: Scorer) -> dict:
     """What was scored with what, for the reader of the numbers a month later."""
     return {
-        "model": str(trained.source),
+        "model": str(trained.folder),
         "parameters": trained.model.num_parameters(),
         "max_seq_len": trained.model.config.max_seq_len,
         "data": str(args.data),

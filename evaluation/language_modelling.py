@@ -13,7 +13,7 @@ from data.tokenizer import Tokenizer
 from evaluation.intervals import Estimate, UnitSums
 from evaluation.scoring import Row, Scorer
 from model import IGNORE_INDEX
-from training.evaluation import spread, validation_loader
+from training.validation import spread, validation_loader
 
 NLL, HITS, TOKENS, BYTES = range(4)
 

@@ -7,9 +7,9 @@ import torch
 
 from data.corpus import Record
 from data.errors import DataError
-from data.questions import Question, parse_question
 from data.tokenizer import Tokenizer
 from evaluation.intervals import Estimate, wilson
+from evaluation.questions import Question, parse_question
 from evaluation.scoring import Row, Scorer
 from model import IGNORE_INDEX
 

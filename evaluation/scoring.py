@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
-from training.allocator import keep_freed_memory
-from training.engine import use_all_cores
-from training.errors import UsageError
+from training.engine.cpu_settings import keep_freed_memory
+from training.engine.launch import use_all_cores
 
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
 

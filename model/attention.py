@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.config import LMConfig
+from model.cpu_attention import row_block_attention
 from model.rotary import apply_rotary_emb
-from model.row_blocks import row_block_attention
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import asdict, dataclass, field, fields
 
+HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields of LMConfig that weights do not depend on
 LARGEST = 1 << 24  # of any size: far above what is in use, and a table of so many fits into memory
 
 
@@ -102,6 +103,10 @@ class LMConfig:
 
     def to_dict(self) -> dict:
         return asdict(self)
+
+    def shape(self) -> dict:
+        """The fields that belong to trained weights; HOW_IT_COMPUTES may be others each time."""
+        return {name: value for name, value in asdict(self).items() if name not in HOW_IT_COMPUTES}
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":

@@ -51,6 +51,12 @@ class TokenLoss(nn.Module):
         return loss if reduction == "mean" else loss.view_as(targets)
 
 
+def flops_per_token(config: LMConfig) -> int:
+    """`Transformer.flops_per_token` at max_seq_len, of a model that need not be there."""
+    with torch.device("meta"):  # shapes without memory
+        return Transformer(config).flops_per_token(config.max_seq_len)
+
+
 class Transformer(nn.Module):
     """Tokens in, logits or loss out. Parameter names are those of Llama's own release."""
 

@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.errors import UsageError
-from training.run_folder import RunFolder
+from common.errors import UsageError
+from runs.folder import RunFolder
 
 
 @dataclass

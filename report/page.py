@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
+from common.errors import UsageError
 from report.axes import show, thin
 from report.charts import Chart, Curve, draw
 from report.history import History, number, read_history, series
-from training.errors import UsageError
+from runs.folder import RunFolder
 from training.profiler import PHASES
-from training.run_folder import RunFolder
 
 TEMPLATE = Path(__file__).with_name("template.html")
 POINTS = 3000  # of all curves in a chart, at most 1000 of one: the page stays below a megabyte

@@ -2,7 +2,7 @@
 
 import os
 
-import training  # noqa: F401  first of all: it makes Ctrl-C end a program in one line
+import common  # noqa: F401  first of all: it makes Ctrl-C end a program in one line
 
 # Before PyTorch is loaded: between operations its threads wait by spinning (GNU OpenMP, on Linux).
 # Where something else uses the cores too, writing text then takes ten times as long. A thirtieth of

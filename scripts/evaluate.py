@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
+from common.progress import progress_bar
 from data.corpus import BUILTIN, Record, find_files, is_jsonl, load_json, read_records
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
-from training.errors import OneLineParser, UsageError, one_line_errors
-from training.progress import progress_bar
 
 TASKS = ("packed", "text", "choice")
 FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
@@ -91,10 +92,10 @@ def evaluate(args: argparse.Namespace) -> None:
     """Raises UsageError, ConfigError or DataError: there is nothing to score, or no model."""
     from evaluation.answer import describe, report, write_json
     from evaluation.scoring import build_scorer
-    from training.trained import load_trained
+    from runs.weights import load_trained
 
     trained = load_trained(args.run)
-    args.data = args.data or data_of_run(trained.source)
+    args.data = args.data or data_of_run(trained.folder)
     args.task = args.task or detect_task(args.data)
     refuse_idle_flags(args)
     scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
@@ -183,7 +184,7 @@ def check_tokenizer(folder: str, trained) -> None:
     ours = hashlib.sha256(Path(trained.tokenizer.path).read_bytes()).hexdigest()
     if read_description(folder).get("tokenizer_sha256") != ours:
         raise DataError(
-            f"{folder} was prepared with another tokenizer than that of {trained.source}: prepare "
+            f"{folder} was prepared with another tokenizer than that of {trained.folder}: prepare "
             f"the text with --tokenizer {trained.tokenizer.path}, or give the text itself"
         )
 

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from data.errors import DataError
 from data.tokenizer import Tokenizer
 from model import ConfigError, LMConfig, Transformer
-from training.errors import OneLineParser, UsageError, one_line_errors
 
 TYPES = ("f32", "f16", "q8_0")
 BLOCK = 32  # values that share a scale in q8_0; a row has to be made of such blocks
@@ -250,7 +251,7 @@ def export(run: str, out: Path, file_type: str) -> str:
         UsageError, ConfigError, DataError: nothing to export, or nothing that the file can hold.
         OSError: the disk.
     """
-    from training.trained import load_trained
+    from runs.weights import load_trained
 
     trained = load_trained(run)
     config = trained.model.config
@@ -268,7 +269,7 @@ def export(run: str, out: Path, file_type: str) -> str:
     kinds = [tensor.kind for tensor in tensors.values()]
     counts = " and ".join(f"{kinds.count(kind)} {kind}" for kind in TYPES if kind in kinds)
     summary = (
-        f"{out}: {trained.source} as {counts} tensors, {out.stat().st_size / 1e6:.1f} MB; read "
+        f"{out}: {trained.folder} as {counts} tensors, {out.stat().st_size / 1e6:.1f} MB; read "
         f"back and compared, largest difference {difference:.2g}"
     )
     return "\n".join([summary, *notes(file_type, tensors, vocabulary)])

@@ -9,7 +9,8 @@ import random
 import shutil
 from pathlib import Path
 
-from training.errors import OneLineParser, UsageError, one_line_errors
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 
 MARK = "exported_by"  # in config.json: what may be replaced with --overwrite
 DTYPES = ("float32", "bfloat16", "float16")
@@ -100,8 +101,8 @@ def is_export(folder: Path) -> bool:
 
 def write_model(trained, dtype: str, name: str, folder: Path) -> None:
     """Weights, config, generation settings and a model card."""
-    from model.llama_format import DTYPES, llama_config, to_llama
-    from model.portable import CONFIG_FILE, WEIGHTS_FILE, save_tensors
+    from formats.llama import DTYPES, llama_config, to_llama
+    from formats.portable import CONFIG_FILE, WEIGHTS_FILE, save_tensors
 
     model, tokenizer = trained.model, trained.tokenizer
     config = model.config
@@ -124,7 +125,7 @@ def write_tokenizer(trained, folder: Path) -> None:
     """
     from data.errors import DataError
     from data.tokenizer import TOKENIZER_FILE
-    from data.tokenizer_json import TOKENIZER_JSON, convert
+    from formats.tokenizer_json import TOKENIZER_JSON, convert
 
     try:
         converted = convert(trained.tokenizer)
@@ -181,7 +182,7 @@ def check_model(model, dtype: str, folder: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from model.llama_format import DTYPES
+    from formats.llama import DTYPES
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     if loaded.dtype != DTYPES[dtype]:
@@ -215,8 +216,8 @@ def check(trained, dtype: str, with_tokenizer: bool, folder: Path) -> list[str]:
 
 
 def export(args: argparse.Namespace) -> None:
-    from training.new_folder import new_folder
-    from training.trained import load_trained
+    from common.atomic import new_folder
+    from runs.weights import load_trained
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)
@@ -225,7 +226,7 @@ def export(args: argparse.Namespace) -> None:
             write_tokenizer(trained, folder)
         said = check(trained, args.dtype, args.tokenizer, folder) if args.check else []
     what = "model and tokenizer" if args.tokenizer else "model without tokenizer"
-    print(f"{args.out}: {what} of {trained.source} in {args.dtype}")
+    print(f"{args.out}: {what} of {trained.folder} in {args.dtype}")
     print("\n".join(said) if said else "  not checked")
 
 

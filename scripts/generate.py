@@ -14,10 +14,11 @@ import sys
 import time
 from dataclasses import replace
 
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 from data.errors import DataError
-from data.text_stream import TextStream
+from inference.text_stream import TextStream
 from model.config import ConfigError
-from training.errors import OneLineParser, UsageError, one_line_errors
 
 DTYPES = ("float32", "bfloat16")
 
@@ -125,9 +126,9 @@ class Writer:
         # Loading torch takes a second or two; a mistake in a flag is said without it.
         import torch
 
-        from model.decoder import Decoder
-        from model.sampling import Sampling
-        from training.trained import load_trained
+        from inference.decoder import Decoder
+        from inference.sampling import Sampling
+        from runs.weights import load_trained
 
         try:
             self.sampling = Sampling(
@@ -143,7 +144,7 @@ class Writer:
         device = choose_device(args.device)
         trained = load_trained(args.run)
         if args.run == "auto":
-            say(f"weights: {trained.source}")
+            say(f"weights: {trained.folder}")
         name = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         self.args, self.tokenizer = args, trained.tokenizer
         self.decoder = Decoder(trained.model.to(device), getattr(torch, name))
@@ -176,7 +177,7 @@ class Writer:
 
     def _write_batch(self, ids: list[list[int]], first: int, paper: "Paper") -> int:
         """Continue these together; returns how many tokens came."""
-        from model.generation import Generation
+        from inference.generation import Generation
 
         generation = Generation(
             self.decoder,

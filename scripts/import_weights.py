@@ -10,8 +10,9 @@ import json
 import shutil
 from pathlib import Path
 
-from training.errors import OneLineParser, UsageError, one_line_errors
-from training.wording import counted
+from common.errors import UsageError, one_line_errors
+from common.numbers import counted
+from common.parser import OneLineParser
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def is_import(folder: Path) -> bool:
     """Whether this folder holds portable weights, and nothing besides."""
     from data.tokenizer import TOKENIZER_FILE
-    from model.portable import CONFIG_FILE, WEIGHTS_FILE
+    from formats.portable import CONFIG_FILE, WEIGHTS_FILE
 
     try:
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -56,7 +57,7 @@ def choose_settings(args: argparse.Namespace, given: dict) -> tuple[dict, list[s
     Raises:
         UsageError: the number of heads is unknown, or a flag contradicts the files.
     """
-    from model.foreign import DEFAULTS, SETTINGS
+    from formats.state_dicts import DEFAULTS, SETTINGS
 
     settings, said = {}, []
     for name in SETTINGS:
@@ -106,9 +107,9 @@ def copy_tokenizer(args: argparse.Namespace, vocab_size: int, folder: Path) -> s
 
 
 def import_weights(args: argparse.Namespace) -> None:
-    from model.foreign import read_foreign, to_ours
-    from model.portable import save_portable
-    from training.new_folder import new_folder
+    from common.atomic import new_folder
+    from formats.portable import save_portable
+    from formats.state_dicts import read_foreign, to_ours
 
     if not args.source.exists():
         raise UsageError(f"{args.source}: no such file or folder")

@@ -9,14 +9,16 @@ import os
 import time
 from pathlib import Path
 
+from common.cpu import available_cores
+from common.errors import UsageError, one_line_errors
+from common.numbers import counted, size
+from common.parser import OneLineParser
+from common.progress import progress_bar
 from data.corpus import BUILTIN, SECTION_BYTES, SUFFIXES, find_files
 from data.errors import DataError
 from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, describe_sources, prepare
 from data.shards import DESCRIPTION_FILE, read_description
 from data.tokenizer import TOKENIZER_FILE
-from training.errors import OneLineParser, UsageError, one_line_errors
-from training.progress import progress_bar
-from training.wording import counted, size
 
 
 def default_out(data: str, flags: str = "") -> Path:
@@ -32,10 +34,6 @@ def default_out(data: str, flags: str = "") -> Path:
     if words := flags.split():
         name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
     return Path("out/data") / name
-
-
-def cpu_count() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +56,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--val_fraction", type=float, default=0.02, help="share of documents for validation"
     )
     parser.add_argument(
-        "--workers", type=int, default=cpu_count(), help="encoding processes, one per core"
+        "--workers", type=int, default=available_cores(), help="encoding processes, one per core"
     )
     parser.add_argument(
         "--skip_bad_lines", action="store_true", help="count documents that cannot be read, go on"

@@ -6,7 +6,8 @@ python -m scripts.report RUN [RUN ...]
 import argparse
 from pathlib import Path
 
-from training.errors import OneLineParser, UsageError, one_line_errors
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -36,8 +37,8 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
         from report.page import write_report
         from report.picture import draw_losses  # these import torch, which takes seconds
-        from training.run_folder import RunFolder
-        from training.trained import find_run
+        from runs.folder import RunFolder
+        from runs.weights import find_run
 
         runs = list(dict.fromkeys(find_run(name) for name in args.runs))
         out = args.out or (RunFolder(runs[0]).report if len(runs) == 1 else Path("out/report.html"))

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import summary
-from training.advice import bytes_sent, faster_engine
+from training import start_block as summary
 from training.arguments import TrainingArguments
-from training.memory import GIB
+from training.engine.advice import bytes_sent, faster_engine
+from training.engine.memory import GIB
 
 N = 1000
 

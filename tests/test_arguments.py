@@ -4,6 +4,7 @@ import shlex
 import pytest
 from conftest import REPOSITORY
 
+from common.errors import UsageError
 from model import ConfigError, LMConfig
 from training.arguments import (
     TrainingArguments,
@@ -12,7 +13,6 @@ from training.arguments import (
     flag_table,
     parse_arguments,
 )
-from training.errors import UsageError
 from training.initial_weights import MAY_DIFFER
 
 README = REPOSITORY / "README.md"

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import contenders
 from benchmarks.contenders import Contender, all_contenders, environments, obstacle, select
-from training.errors import UsageError
+from common.errors import UsageError
 
 OURS, OURS_COMPILED = Contender("ours", False), Contender("ours", True)
 LLAMA, LLAMA_COMPILED = Contender("transformers", False), Contender("transformers", True)

@@ -2,8 +2,8 @@ import pytest
 
 from benchmarks.ours import check_extra, command_line
 from benchmarks.work import SIZES
+from common.errors import UsageError
 from training.arguments import parse_arguments
-from training.errors import UsageError
 
 
 def test_ours_is_asked_for_the_same_work():

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training.arguments import TrainingArguments
-from training.checkpoint import (
+from common.errors import UsageError
+from runs.checkpoint import (
     Checkpointer,
     damage,
     differences,
@@ -18,9 +18,9 @@ from training.checkpoint import (
     read_state,
     space_warning,
 )
-from training.errors import UsageError
+from runs.folder import RunFolder
+from training.arguments import TrainingArguments
 from training.resume import choose_run, set_aside
-from training.run_folder import RunFolder
 
 IDENTITY = {"dim": 32, "global_batch": 8}
 
@@ -132,7 +132,7 @@ def test_a_kill_while_old_checkpoints_go_leaves_none_by_halves(run, monkeypatch)
 
 
 def test_any_failure_of_the_writing_thread_is_reported(run, monkeypatch):
-    monkeypatch.setattr("training.checkpoint._write_manifest", lambda folder: 1 / 0)
+    monkeypatch.setattr("runs.checkpoint._write_manifest", lambda folder: 1 / 0)
     log = save(run, 1)
     assert log.lines[0].startswith("CHECKPOINT NOT SAVED: division by zero")
 
@@ -144,7 +144,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
         def full(*args, **options):
             raise OSError(28, "No space left on device")
 
-        patch.setattr("training.checkpoint.save_tensors", full)
+        patch.setattr("runs.checkpoint.save_tensors", full)
         log = save(run, 2)
     assert "CHECKPOINT NOT SAVED: [Errno 28] No space left on device" in log.lines[0]
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000001"]
@@ -285,7 +285,7 @@ def test_the_loss_scale_of_fp16_comes_back():
     """DeepSpeed's scaler, in which a scale that has come down stays down."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    from training.state import TrainingState
+    from training.engine.state import TrainingState
 
     def state(scaler) -> TrainingState:
         parameter = torch.nn.Parameter(torch.zeros(3))

@@ -5,10 +5,10 @@ import torch
 from conftest import run
 from test_transformer import some_tokens, transformer
 
+from common.errors import UsageError
 from model import LMConfig, Transformer
-from training import compilation
-from training.compilation import WORTH_FLOPS, compile_blocks, decide
-from training.errors import UsageError
+from training.engine import compilation
+from training.engine.compilation import WORTH_FLOPS, compile_blocks, decide
 
 needs_compiler = pytest.mark.skipif(
     compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
@@ -73,7 +73,7 @@ def test_a_compiler_that_fails_is_a_reason_of_one_line(tmp_path):
     broken.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     broken.chmod(0o755)
     # In a process of its own: PyTorch reads CXX once, when it is imported.
-    ask = "import torch; from training.compilation import obstacle; "
+    ask = "import torch; from training.engine.compilation import obstacle; "
     ask += "print(obstacle(torch.device('cpu')))"
     environment = {"CXX": str(broken), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ended = run([sys.executable, "-W", "ignore", "-c", ask], **environment)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from inference.decoder import Decoder, Packed
 from model import LMConfig, Transformer
-from model.decoder import Decoder, Packed
 
 VOCAB = 97
 SHAPES = [

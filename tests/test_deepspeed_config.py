@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
+from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.deepspeed_config import AUTO_DEFAULTS, read_config, resolve
-from training.errors import UsageError
+from training.engine.deepspeed_config import AUTO_DEFAULTS, read_config, resolve
 
 ARGS = TrainingArguments(
     batch_size=4,

@@ -6,9 +6,15 @@ import pytest
 import torch
 from conftest import REPOSITORY
 
+from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine import _check_launch, _name, build_engine, deepspeed_plugin, use_all_cores
-from training.errors import UsageError
+from training.engine.launch import (
+    _check_launch,
+    _name,
+    build_engine,
+    deepspeed_plugin,
+    use_all_cores,
+)
 
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
 

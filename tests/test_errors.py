@@ -7,8 +7,9 @@ import sys
 import pytest
 from conftest import REPOSITORY
 
-from training import errors
-from training.errors import EXIT_CODE, OneLineParser, UsageError, one_line_errors
+from common import errors
+from common.errors import EXIT_CODE, UsageError, one_line_errors
+from common.parser import OneLineParser
 
 
 class OtherError(Exception):

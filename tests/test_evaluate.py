@@ -13,7 +13,7 @@ from small_model import opinionated
 from data.dataset import PackedDataset
 from data.packing import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE
-from model.portable import save_portable
+from formats.portable import save_portable
 from scripts.evaluate import main
 
 SEQ_LEN = 32

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from data.dataset import PackedDataset
 from model import LMConfig, Transformer
 from model.transformer import TransformerOutput
-from training.evaluation import evaluate, validation_loader
+from training.validation import evaluate, validation_loader
 
 SEQ_LEN = 16
 

@@ -10,11 +10,11 @@ import pytest
 import sentencepiece
 import torch
 
+from common.errors import UsageError
 from data.tokenizer import TOKENIZER_FILE
+from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
-from model.portable import load_portable, save_portable
 from scripts import export_gguf
-from training.errors import UsageError
 
 # No field but the vocabulary's size is LMConfig's own; rows of 96 and 160 are whole blocks of 32.
 SHAPE = {
@@ -323,7 +323,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(weights, small_disk, capsys)
 
 
 def test_help_needs_neither_gguf_nor_the_training_code(monkeypatch, capsys):
-    for name in ("gguf", "training.trained"):
+    for name in ("gguf", "runs.weights"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(SystemExit) as ended:
         export_gguf.main(["--help"])

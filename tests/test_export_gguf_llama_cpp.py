@@ -13,8 +13,8 @@ import torch
 
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
-from model.portable import load_portable, save_portable
 from scripts import export_gguf
 
 llama_cpp = pytest.importorskip("llama_cpp")

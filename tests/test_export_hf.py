@@ -11,10 +11,11 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from model import LMConfig, Transformer, llama_format
-from model.portable import load_portable, save_portable
+from formats import llama as llama_format
+from formats.portable import load_portable, save_portable
+from model import LMConfig, Transformer
+from runs.weights import load_trained
 from scripts import export_hf, import_weights
-from training.trained import load_trained
 
 SHAPE = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "max_seq_len": 40}
 

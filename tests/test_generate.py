@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from data.tokenizer import Tokenizer
+from formats.portable import load_portable, save_portable
+from inference.generation import generate
+from inference.sampling import Sampling
 from model import LMConfig, Transformer
-from model.generation import generate
-from model.portable import load_portable, save_portable
-from model.sampling import Sampling
 from scripts.generate import main
 from tests.conftest import VOCAB_SIZE
 

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from inference.decoder import Decoder
+from inference.generation import Generation, generate
+from inference.sampling import Sampling
 from model import LMConfig, Transformer
-from model.decoder import Decoder
-from model.generation import Generation, generate
-from model.sampling import Sampling
 
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = Sampling(temperature=0)

@@ -14,11 +14,11 @@ from accelerate.state import AcceleratorState
 from conftest import TINY
 
 import train_pretrain_accelerate
+from runs.checkpoint import read_state
+from runs.lock import RunLock
 from train_pretrain_accelerate import main
-from training.checkpoint import read_state
-from training.guest import guest
 from training.interruption import SAME_REQUEST_SECONDS
-from training.lock import RunLock
+from training.notebook import guest
 
 
 @pytest.fixture

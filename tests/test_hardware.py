@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from training.hardware import device_name, mfu, peak_flops
+from training.engine.device import device_name, mfu, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from common.errors import UsageError
 from report.history import read_history, series
-from training.errors import UsageError
 
 
 def write(folder, *lines: str | bytes, name: str = "metrics.jsonl"):

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from test_export_hf import SHAPE, some_tokens, write_weights
 from test_import_weights import assert_same_model, assert_same_weights, error_line, write_llama
 
-from model.portable import load_portable
+from formats.portable import load_portable
+from runs.weights import load_trained
 from scripts import import_weights
-from training.trained import load_trained
 
 
 @pytest.fixture(scope="module")

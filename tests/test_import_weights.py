@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from test_export_hf import some_tokens, write_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model.portable import load_portable
+from formats.portable import load_portable
+from runs.weights import load_trained
 from scripts import export_hf, import_weights
-from training.trained import load_trained
 
 FILES = {"config.json", "model.safetensors"}
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
+from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from model.portable import save_portable
+from runs.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest, save_tensors
 from training.arguments import parse_arguments
-from training.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest, save_tensors
-from training.errors import UsageError
 from training.initial_weights import InitialWeights
 
 # In no field LMConfig's own.

@@ -12,7 +12,7 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation.language_modelling import document_rows, metrics, packed_sums, text_sums, windows
 from evaluation.scoring import Scorer
 from model import IGNORE_INDEX
-from training.evaluation import evaluate, validation_loader
+from training.validation import evaluate, validation_loader
 
 SEQ_LEN = 16
 TEXTS = [

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from training.errors import UsageError
-from training.lock import RunLock
+from common.errors import UsageError
+from runs.lock import RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from training.lock import RunLock
+from runs.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

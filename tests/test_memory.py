@@ -1,7 +1,7 @@
 import pytest
 
 from model import LMConfig
-from training.memory import activation_bytes, model_state_bytes
+from training.engine.memory import activation_bytes, model_state_bytes
 
 N = 1_000_000
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import metrics
-from training.metrics import TrainingLog
+from training import log as metrics
+from training.log import TrainingLog
 
 FLOPS_PER_TOKEN = 1000
 

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from data.corpus import Record
 from data.errors import DataError
-from data.questions import Question, parse_question
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation.multiple_choice import (
     ChoiceCounts,
@@ -17,6 +16,7 @@ from evaluation.multiple_choice import (
     encode_choices,
     question_rows,
 )
+from evaluation.questions import Question, parse_question
 from evaluation.scoring import Scorer
 
 SEQ_LEN = 32

@@ -12,8 +12,8 @@ from conftest import REPOSITORY
 
 from report.charts import BARS
 from report.page import SAMPLES, leave_report, write_report
+from runs.folder import RunFolder
 from scripts.report import main
-from training.run_folder import RunFolder
 
 VOID = ("meta", "link", "input", "path")
 NASTY = '</script><script>alert(1)</script> & <b> "quoted" {{title}} 春眠\ud800\x00'

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, load_weights, save_portable
 from model import ConfigError, LMConfig, Transformer
-from model.portable import CONFIG_FILE, WEIGHTS_FILE, load_portable, load_weights, save_portable
 
 TOKENS = torch.arange(1, 9)[None]
 

@@ -8,16 +8,16 @@ import yaml
 from conftest import REPOSITORY
 from test_resume_choice import make_run
 
+from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
+from formats.portable import WEIGHTS_FILE, save_portable
 from model import ConfigError, LMConfig, Transformer
-from model.portable import WEIGHTS_FILE, save_portable
+from runs.folder import RunFolder
 from training.arguments import parse_arguments
-from training.errors import UsageError
 from training.preflight import check_launch
 from training.resume import run_identity
-from training.run_folder import RunFolder
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 ZERO_2 = "accelerate_config.yaml"

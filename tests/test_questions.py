@@ -4,7 +4,7 @@ import pytest
 
 from data.corpus import Record
 from data.errors import DataError
-from data.questions import parse_question
+from evaluation.questions import parse_question
 
 GOOD = {"question": "2 + 2 =", "choices": ["3", "4", "五"], "answer": 1}
 

@@ -28,8 +28,8 @@ from readme_blocks import (
     typed,
 )
 
+from common.parser import LAUNCHER_FLAGS
 from training.arguments import flag_table
-from training.errors import LAUNCHER_FLAGS
 
 ENGLISH, CHINESE = "README.md", "README_zh.md"
 TEXTS = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE)}

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.errors import UsageError
+from runs.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest
+from runs.folder import RunFolder
 from training.arguments import TrainingArguments
-from training.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest
-from training.errors import UsageError
 from training.resume import Choice, choose_run, compare, find_run, reconcile
-from training.run_folder import RunFolder
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
 

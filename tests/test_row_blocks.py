@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from model.attention import flash_attention, plain_attention, repeat_kv
-from model.row_blocks import row_block_attention
+from model.cpu_attention import row_block_attention
 
 # batch, tokens, heads, key/value heads, head_dim: below, at and beyond one block of rows, tokens
 # that fill no whole block, one head, grouped heads, small and large heads.

@@ -4,9 +4,9 @@ from pathlib import Path
 import torch
 
 from model import LMConfig
+from runs.folder import RunFolder, seed_everything
 from training.arguments import TrainingArguments
-from training.engine import Engine
-from training.run_folder import RunFolder, seed_everything
+from training.engine.launch import Engine
 
 
 def test_every_file_of_a_run_lies_in_its_folder():

@@ -10,7 +10,7 @@ from model import LMConfig, Transformer
 from report.history import read_rows
 from training import samples
 from training.arguments import TrainingArguments
-from training.metrics import TrainingLog
+from training.log import TrainingLog
 from training.samples import PROMPT_TOKENS, SampleWriter, prompt_and_continuation
 
 

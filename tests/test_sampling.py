@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.sampling import Sampler, Sampling, choose, penalise
+from inference.sampling import Sampler, Sampling, choose, penalise
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 3.0, -2.0]])
 

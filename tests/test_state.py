@@ -9,8 +9,8 @@ import torch
 from model import LMConfig, Transformer
 from model.config import ConfigError
 from training.arguments import TrainingArguments
+from training.engine.state import TrainingState
 from training.optimizer import build_optimizer
-from training.state import TrainingState
 
 ADAMW = TrainingArguments(dtype="float32", learning_rate=1e-2)
 MUON = dataclasses.replace(ADAMW, optimizer="muon")

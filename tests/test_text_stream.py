@@ -3,8 +3,8 @@ import random
 import pytest
 import sentencepiece
 
-from data.text_stream import TextStream
 from data.tokenizer import Tokenizer
+from inference.text_stream import TextStream
 from tests.conftest import write_corpus
 
 TEXTS = [

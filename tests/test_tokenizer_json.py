@@ -12,7 +12,7 @@ from test_tokenizer import MANY_CHINESE, NASTY
 from data.corpus import parse, read_records
 from data.errors import DataError
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.tokenizer_json import convert
+from formats.tokenizer_json import convert
 
 PYTHON = [
     path.read_text(encoding="utf-8")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UsageError
 from data.errors import DataError
+from formats.portable import save_portable, save_tensors
 from model import ConfigError, LMConfig, Transformer
-from model.portable import save_portable, save_tensors
+from runs.checkpoint import _write_manifest
+from runs.weights import find_run, load_trained
 from tests.conftest import VOCAB_SIZE
-from training.checkpoint import _write_manifest
-from training.errors import UsageError
-from training.trained import find_run, load_trained
 
 SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "vocab_size": VOCAB_SIZE}
 

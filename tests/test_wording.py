@@ -1,4 +1,4 @@
-from training.wording import counted, size
+from common.numbers import counted, size
 
 
 def test_one_of_a_kind_is_singular():

@@ -9,8 +9,9 @@ import math
 import types
 from dataclasses import dataclass, fields
 
+from common.errors import UsageError
+from common.parser import OneLineParser
 from model.config import LMConfig, setting
-from training.errors import OneLineParser, UsageError
 
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMIZERS = ("adamw", "muon")

@@ -1,5 +1,6 @@
-"""What a finished run leaves: portable weights, a sample, pictures, and where they are."""
+"""The last words of a run, and what it leaves: finished, or told to stop."""
 
+import os
 import shlex
 import shutil
 import sys
@@ -7,15 +8,17 @@ from pathlib import Path
 
 from torch import Tensor
 
+from common.atomic import whole_folder, write_whole
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from formats.portable import load_portable, save_portable
 from model import LMConfig
-from model.portable import load_portable, save_portable
 from report.history import read_rows
 from report.page import leave_report
 from report.picture import draw_losses
+from runs.folder import RunFolder
 from training.arguments import TrainingArguments
-from training.run_folder import RunFolder
+from training.interruption import how_to_resume
 from training.samples import prompt_and_continuation
 
 
@@ -31,16 +34,14 @@ def finish(
 
     A run that has `weights` is finished: they come whole, after all but the page that says so.
     """
-    aside = run.weights.with_name("weights.partial")
-    save_portable(aside, config, weights)
-    shutil.copyfile(prompt_from.tokenizer_path, aside / TOKENIZER_FILE)
-    # By the files just written: the proof that they can be used.
-    model, tokenizer = load_portable(aside), Tokenizer(aside / TOKENIZER_FILE)
-    prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
-    run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
-    draw_losses([run.path], run.loss_picture)
-    shutil.rmtree(run.weights, ignore_errors=True)
-    aside.rename(run.weights)
+    with whole_folder(run.weights) as folder:
+        save_portable(folder, config, weights)
+        shutil.copyfile(prompt_from.tokenizer_path, folder / TOKENIZER_FILE)
+        # By the files just written: the proof that they can be used.
+        model, tokenizer = load_portable(folder), Tokenizer(folder / TOKENIZER_FILE)
+        prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
+        run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
+        draw_losses([run.path], run.loss_picture)
     validations = [row for row in read_rows(run.metrics) if "val_loss" in row]
     if validations:
         last = validations[-1]
@@ -59,6 +60,19 @@ def finish(
         f"      {python()} -m scripts.export_hf {run.path} out/hf/{run.path.name}",
         flush=True,
     )
+
+
+def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
+    """The last words of a run that stops before its end."""
+    state = "saved" if saved else "NOT SAVED"
+    command = "nothing has been saved so far"
+    if run.latest.exists():
+        command = f"to go on:\n  {how_to_resume(run.path)}"
+    message = f"stopped by {reason} after step {step}, {state}; {command}"
+    print(message)
+    print(f"report: {leave_report(run)}", flush=True)
+    if saved and (note := os.environ.get("STOP_NOTE")):
+        write_whole(Path(note), message + "\n")
 
 
 def python() -> str:

@@ -5,22 +5,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
 from model import LMConfig
-from training.errors import UsageError
-from training.trained import Source
+from model.config import HOW_IT_COMPUTES
+from runs.weights import WeightsFolder
 
-# How a run computes, and no property of weights: from the flags alone.
-FREE = ("dropout", "use_flash_attn")
 # Rotary positions have no weights, so that the context may be another one.
-MAY_DIFFER = (*FREE, "max_seq_len")
+MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 
 
 @dataclass
 class InitialWeights:
     settings: dict  # of the model; without a source the vocabulary is missing
-    source: Source | None = None  # None: drawn at random
+    source: WeightsFolder | None = None  # None: drawn at random
     source_config: LMConfig | None = None
 
     @classmethod
@@ -37,9 +36,9 @@ class InitialWeights:
         """
         if init_from is None:
             return cls(given)
-        source = Source.find(init_from)
+        source = WeightsFolder.find(init_from)
         config = source.config()
-        theirs = {name: value for name, value in config.to_dict().items() if name not in FREE}
+        theirs = config.shape()
         different = [
             f"--{name} {value} (there {theirs[name]})"
             for name, value in given.items()
@@ -47,7 +46,7 @@ class InitialWeights:
         ]
         if different:
             raise UsageError(
-                f"the model in {source.folder} has another shape than {', '.join(different)}: "
+                f"the model in {source.path} has another shape than {', '.join(different)}: "
                 "leave such flags out, --init_from takes the shape from there"
             )
         settings = theirs | given
@@ -71,11 +70,11 @@ class InitialWeights:
         if there is None and train_set.vocab_size != room:
             raise DataError(
                 f"{train_set.folder} has a vocabulary of {train_set.vocab_size}, the model in "
-                f"{self.source.folder} one of {room}: prepare the text with the model's tokenizer"
+                f"{self.source.path} one of {room}: prepare the text with the model's tokenizer"
             )
         if there is not None and there != train_set.description["tokenizer_sha256"]:
             raise DataError(
-                f"{train_set.folder} has another tokenizer than the model in {self.source.folder}: "
+                f"{train_set.folder} has another tokenizer than the model in {self.source.path}: "
                 "prepare the text with the model's, in a folder of its own: `python -m "
                 f"scripts.prepare_data --tokenizer {tokenizer} --data TEXT --out FOLDER`"
             )
@@ -98,7 +97,7 @@ class InitialWeights:
         """For the start block."""
         if self.source is None:
             return "scratch"
-        words = f"{self.source.folder}, with a new optimizer"
+        words = f"{self.source.path}, with a new optimizer"
         if self.max_seq_len != self.source_config.max_seq_len:
             words += (
                 f"; max_seq_len is {self.max_seq_len} now and {self.source_config.max_seq_len} "

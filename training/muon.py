@@ -4,8 +4,8 @@ Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the av
 matrix by the nearest orthogonal one: each direction of the update becomes equally long, which lifts
 those that a few large ones would have drowned. It computes what `torch.optim.Muon` does, and two
 things more: matrices of one shape are orthogonalised together, in one batched product, and under
-ZeRO, where a process steps a flat stretch that begins and ends within matrices, whole matrices are
-put together first.
+ZeRO, where a process steps a flat partition that begins and ends within matrices, whole matrices
+are put together first.
 """
 
 from collections import defaultdict
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from training.partition import Part, Stretch
+from training.engine.partition import Part, Partition
+from training.engine.state import state_of
 
 # (a, b, c) of every iteration. These five take singular values between 0.0015 and 1 to between 0.68
 # and 1.20, which trains as well as all ones would.
@@ -25,9 +26,6 @@ EPS = 1e-7
 # Elements orthogonalised at once: on a CPU as many as stay in its caches, on a GPU as many as keep
 # it busy, and no more, for the workspace is three times as large.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-
-MUON_STATE = ("momentum_buffer",)
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -58,22 +56,6 @@ def update_scale(rows: int, cols: int) -> float:
     return max(1, rows / cols) ** 0.5
 
 
-def state_keys(group: dict) -> tuple[str, ...]:
-    """Which tensors the optimizer keeps for every parameter of this group."""
-    return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
-
-
-def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
-    """The optimizer's state of a tensor that it steps, made now if it has not stepped yet."""
-    state, keys = optimizer.state[stepped], state_keys(group)
-    if keys[0] not in state:
-        if keys == ADAMW_STATE:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-        for key in keys:
-            state[key] = torch.zeros_like(stepped)
-    return state
-
-
 @dataclass
 class Update:
     """A matrix's update before it is orthogonalised, and the weights that it is for."""
@@ -100,7 +82,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__(groups, {"lr": lr, "algorithm": "adamw"})
         self.dtype = dtype
-        self.layout: dict[Tensor, Stretch] = {}  # under ZeRO, what lies in the tensors it steps
+        self.layout: dict[Tensor, Partition] = {}  # under ZeRO, what lies in the tensors it steps
         for group in self.param_groups:
             for p in group["params"]:
                 if group["algorithm"] == "muon" and p.dim() != 2:
@@ -170,10 +152,10 @@ class Muon(torch.optim.Optimizer):
         parts = self.layout[p].parts
         gathered = iter(self._gather([part for part in parts if part.split], gradient))
         for part in parts:
-            update = next(gathered) if part.split else gradient[part.inside_stretch]
+            update = next(gathered) if part.split else gradient[part.in_partition]
             if part.numel:
                 matrix = update.view_as(part.parameter)
-                yield Update(matrix, weights[part.inside_stretch], part.inside_parameter)
+                yield Update(matrix, weights[part.in_partition], part.in_parameter)
 
     def _gather(self, parts: list[Part], gradient: Tensor) -> Sequence[Tensor]:
         """The whole of matrices that are split, flat. There are fewer of them than processes."""
@@ -183,7 +165,7 @@ class Muon(torch.optim.Optimizer):
         whole = gradient.new_zeros(sum(sizes), dtype=self.dtype)
         matrices = whole.split(sizes)
         for part, matrix in zip(parts, matrices, strict=True):
-            matrix[part.inside_parameter] = gradient[part.inside_stretch]
+            matrix[part.in_parameter] = gradient[part.in_partition]
         torch.distributed.all_reduce(whole)  # exact: all but one of the summands are zeros
         return matrices
 

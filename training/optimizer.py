@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DummyOptim
 from torch import nn
 
 from training.arguments import TrainingArguments
-from training.deepspeed_config import ADAM_EPS
+from training.engine.deepspeed_config import ADAM_EPS
+from training.engine.launch import Engine
+from training.engine.partition import partitions
 from training.muon import Muon
-from training.partition import stretches
 
 
 def parameter_groups(
@@ -33,7 +33,7 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
-def build_optimizer(model: nn.Module, args: TrainingArguments, accelerator: Accelerator):
+def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """What --optimizer asks for, for `accelerator.prepare`; `tell_layout` comes after it.
 
     AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Where DeepSpeed's file holds an
@@ -54,24 +54,23 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, accelerator: Acce
         dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
         return Muon(groups, args.learning_rate, dtype)
     groups = parameter_groups(model, args.weight_decay)
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None and "optimizer" in plugin.deepspeed_config:
+    if "optimizer" in (engine.deepspeed or {}):
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=ADAM_EPS, fused=True)
 
 
-def tell_layout(model: nn.Module, accelerator: Accelerator) -> None:
+def tell_layout(model: nn.Module, engine: Engine) -> None:
     """Tell Muon what lies where in the flat tensors that DeepSpeed has it step.
 
     Args:
         model: as prepared.
     """
-    if accelerator.state.deepspeed_plugin is None:
+    if engine.deepspeed is None:
         return
     zero = model.optimizer
     if isinstance(zero.optimizer, Muon):
-        for stretch in stretches(zero, accelerator.process_index):
-            zero.optimizer.layout[stretch.fp32] = stretch
+        for partition in partitions(zero, engine.accelerator.process_index):
+            zero.optimizer.layout[partition.fp32] = partition
 
 
 def set_learning_rate(optimizer, value: float) -> None:

@@ -12,14 +12,14 @@ import sys
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
+from common.errors import UsageError, one_line_errors
 from data.dataset import PackedDataset
 from data.errors import DataError
 from model import ConfigError
 from training.arguments import parse_arguments
-from training.engine import deepspeed_plugin
-from training.errors import UsageError, one_line_errors
+from training.engine.launch import deepspeed_plugin
 from training.initial_weights import InitialWeights
-from training.resume import compare, find_run, run_identity
+from training.resume import find_starting_point, resumed_arguments
 from training.trackers import require_trackers
 
 
@@ -47,9 +47,9 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
     train_set = PackedDataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
-    choice = find_run(args, quiet=True)
-    if choice.checkpoint:
-        compare(choice, args, run_identity(model, train_set, args, int(processes)), int(processes))
+    start = find_starting_point(args, quiet=True)
+    if start.checkpoint:
+        resumed_arguments(start, args, model, train_set, int(processes))
     elif initial.source:
         initial.load()
 

@@ -8,16 +8,15 @@ from torch import nn
 
 from data.dataset import PackedDataset
 from data.tokenizer import Tokenizer
+from inference.decoder import Decoder
+from inference.generation import generate
+from inference.sampling import Sampling
 from model import Transformer
-from model.decoder import Decoder
-from model.generation import generate
-from model.sampling import Sampling
 from training.arguments import TrainingArguments
-from training.metrics import TrainingLog, drop_rows_from
+from training.log import TrainingLog, drop_rows_from
 
 PROMPT_TOKENS = 12  # of the validation text, where no prompt is given
 SHOWN = 80  # characters of a sample in the log
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def prompt_and_continuation(
@@ -78,10 +77,11 @@ class SampleWriter:
         interval = self.args.sample_interval
         if not interval or step % interval or not self.accelerator.is_main_process:
             return
-        dtype = DTYPES.get(self.accelerator.mixed_precision)
         # Every process has all weights under DDP, ZeRO-1 and ZeRO-2: the others go on and wait at
         # their next exchange.
-        decoder = Decoder(self.accelerator.unwrap_model(self.model), dtype)
+        decoder = Decoder(
+            self.accelerator.unwrap_model(self.model), getattr(torch, self.args.dtype)
+        )
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
             prompt, text = prompt_and_continuation(
                 decoder, self.args, self.tokenizer, self.prompt_from

@@ -3,10 +3,16 @@
 import math
 from dataclasses import dataclass
 
+from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.errors import UsageError
 
 MAX_DEFAULT_WARMUP = 2000
+
+
+def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
+    """Optimizer steps of the whole run: --max_steps, or what --epochs take."""
+    global_batch = args.batch_size * args.accumulation_steps * processes
+    return args.max_steps or math.ceil(args.epochs * n_samples / global_batch)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.tracking import filter_trackers
 
+from common.errors import UsageError
 from model import LMConfig
 from training.arguments import TrainingArguments
-from training.errors import UsageError
 
 
 def require_trackers(names: list[str]) -> None:

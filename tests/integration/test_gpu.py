@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import LMConfig, Transformer
 from model.attention import flash_attention, plain_attention
-from training.attention_kernel import KERNELS, attention_kernel
-from training.compilation import compile_blocks
+from training.engine.attention_kernel import KERNELS, attention_kernel
+from training.engine.compilation import compile_blocks
 
 pytestmark = [
     pytest.mark.gpu,

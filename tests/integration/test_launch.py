@@ -11,7 +11,7 @@ from conftest import Trained, free_port, run, train
 from safetensors.torch import load_file
 
 from data.tokenizer import Tokenizer
-from model.portable import load_portable
+from formats.portable import load_portable
 
 pytestmark = pytest.mark.slow
 

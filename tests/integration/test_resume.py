@@ -15,7 +15,7 @@ from conftest import (
     train,
 )
 
-from training import compilation
+from training.engine import compilation
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from training.errors import UsageError
+from common.errors import UsageError
 
 _held: list["RunLock"] = []
 

@@ -13,12 +13,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from training.hardware import device_name, mfu, peak_flops
-from training.progress import progress_bar
+from common.atomic import write_whole
+from common.progress import progress_bar
+from training.engine.device import device_name, mfu, peak_flops
 
 
 class TrainingLog:
-    """Collects each step's loss and reports every `log_interval` steps.
+    """Collects each step's loss and reports every `log_interval` steps: the mean over all targets
+    that counted since the last report, on all processes.
 
     Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts
     training only, not what happens inside `pause()`.
@@ -61,22 +63,27 @@ class TrainingLog:
         )
         self._loss_sum = torch.zeros((), device=accelerator.device)
         self._step_loss = torch.zeros_like(self._loss_sum)
-        self._losses = self._step_losses = self._steps = 0
+        self._weight = self._step_weight = 0.0
+        self._steps = 0
         self.skipped_steps = self.bad_in_row = 0
         self._last, self._paused = time.perf_counter(), 0.0
 
-    def micro_batch(self, loss: Tensor) -> None:
-        """One micro-batch's mean loss, detached, still on the device."""
-        self._step_loss += loss
-        self._step_losses += 1
+    def micro_batch(self, loss: Tensor, weight: float = 1.0) -> None:
+        """One micro-batch's mean loss over the targets that count, detached, still on the device.
+
+        Args:
+            weight: how many of its targets count, as a share of a full micro-batch's.
+        """
+        self._step_loss.add_(loss, alpha=weight)
+        self._step_weight += weight
 
     def state(self) -> Tensor:
         """What has been collected since the last report, to go on with after a resume."""
-        return torch.tensor([self._loss_sum.item(), self._losses, self.skipped_steps])
+        return torch.tensor([self._loss_sum.item(), self._weight, self.skipped_steps])
 
     def load_state(self, state: Tensor) -> None:
         self._loss_sum.fill_(state[0])
-        self._losses, self.skipped_steps = state[1].item(), int(state[2])
+        self._weight, self.skipped_steps = state[1].item(), int(state[2])
 
     def step(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
         """An optimizer step has ended. One with a non-finite gradient has changed no weights."""
@@ -84,19 +91,19 @@ class TrainingLog:
         self.bar.update()
         if math.isfinite(grad_norm):
             self._loss_sum += self._step_loss
-            self._losses += self._step_losses
+            self._weight += self._step_weight
             self.bad_in_row = 0
         else:
             self.skipped_steps += 1
             self.bad_in_row += 1
             self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
         self._step_loss.zero_()
-        self._step_losses = 0
-        if step % self.log_interval and step not in (1, self.total_steps):
-            return
-        loss = None  # if every step since the last report was skipped
-        if self._losses:
-            loss = self.accelerator.reduce(self._loss_sum / self._losses, "mean").item()
+        self._step_weight = 0.0
+        if step % self.log_interval == 0 or step in (1, self.total_steps):
+            self._report(step, learning_rate, grad_norm, epoch)
+
+    def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
+        loss = self._mean_loss()
         seconds = time.perf_counter() - self._last - self._paused
         tokens_per_second = self._steps * self.tokens_per_step / seconds
         utilisation = mfu(
@@ -127,8 +134,16 @@ class TrainingLog:
             f"loss {_show(loss, '.3f')}, {tokens_per_second:,.0f} tokens/s", refresh=False
         )
         self._loss_sum.zero_()
-        self._losses = self._steps = 0
+        self._weight, self._steps = 0.0, 0
         self._last, self._paused = time.perf_counter(), 0.0
+
+    def _mean_loss(self) -> float | None:
+        """Of all processes; None if every step since the last report was skipped."""
+        weight = torch.full_like(self._loss_sum, self._weight)
+        weight = self.accelerator.reduce(weight, "mean")  # of one process
+        if weight == 0:
+            return None
+        return self.accelerator.reduce(self._loss_sum / weight, "mean").item()
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -200,9 +215,7 @@ def drop_rows_from(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short when the run was killed
-    aside = path.with_name(f"{path.name}.partial")
-    aside.write_bytes(b"".join(kept))
-    aside.replace(path)
+    write_whole(path, b"".join(kept))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

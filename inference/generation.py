@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from model.decoder import Decoder
-from model.sampling import Sampler, Sampling
+from inference.decoder import Decoder
+from inference.sampling import Sampler, Sampling
 from model.transformer import Transformer
 
 

@@ -10,13 +10,14 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
-from model import LMConfig, Transformer
-from training.errors import UsageError
+from common.errors import UsageError
+from model import Transformer
+from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")
 # Model FLOPs of a whole run from which compiling is faster in sum. It costs about 10 s on two CPU
@@ -25,10 +26,18 @@ CACHE = Path("out/compiled")
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
-def decide(
+class Compilation(NamedTuple):
+    on: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.on else 'no'} ({self.why})"
+
+
+def decide_compilation(
     wanted: str, recorded: bool | None, run_flops: float, accelerator: Accelerator
-) -> tuple[bool, str]:
-    """Whether to compile, and the reason, the same on every process.
+) -> Compilation:
+    """Whether to compile, the same on every process; all must call this.
 
     Args:
         wanted: --compile: "on", "off", or "auto".
@@ -39,34 +48,23 @@ def decide(
     Raises:
         UsageError: --compile on, but compiling does not work here.
     """
+    device = accelerator.device
     if wanted == "off":
-        return False, "--compile off"
+        return Compilation(False, "--compile off")
     if wanted == "auto":
-        kind = accelerator.device.type
         if recorded is False:
-            return False, "as before the run was stopped; --compile on forces it"
-        if kind not in WORTH_FLOPS:
-            return False, f"not tried on {kind}; --compile on forces it"
-        if recorded is None and run_flops < WORTH_FLOPS[kind]:
-            return False, "the run is too short to gain back its time; --compile on forces it"
-    answer = [obstacle(accelerator.device) if accelerator.is_main_process else None]
-    if accelerator.num_processes > 1:
-        broadcast_object_list(answer)
-    if answer[0] is None:
-        return True, "block by block, during the first step"
+            return Compilation(False, "as before the run was stopped; --compile on forces it")
+        if device.type not in WORTH_FLOPS:
+            return Compilation(False, f"not tried on {device.type}; --compile on forces it")
+        if recorded is None and run_flops < WORTH_FLOPS[device.type]:
+            why = "the run is too short to gain back its time; --compile on forces it"
+            return Compilation(False, why)
+    reason = on_main_process(accelerator, lambda: obstacle(device))
+    if reason is None:
+        return Compilation(True, "block by block, during the first step")
     if wanted == "on":
-        raise UsageError(f"cannot compile: {answer[0]}; pass --compile off")
-    return False, answer[0]
-
-
-def plan(
-    config: LMConfig, wanted: str, recorded: bool | None, run_tokens: int, accelerator: Accelerator
-) -> tuple[int, bool, str]:
-    """(model FLOPs per token, whether to compile, why), before there is a model; see `decide`."""
-    with torch.device("meta"):  # shapes without memory
-        flops_per_token = Transformer(config).flops_per_token(config.max_seq_len)
-    run_flops = flops_per_token * run_tokens / accelerator.num_processes
-    return flops_per_token, *decide(wanted, recorded, run_flops, accelerator)
+        raise UsageError(f"cannot compile: {reason}; pass --compile off")
+    return Compilation(False, reason)
 
 
 def compile_blocks(model: Transformer) -> None:

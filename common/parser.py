@@ -1,23 +1,11 @@
-"""A user's mistake ends a program with one line and exit code 2, never with a traceback."""
+"""The argument parser of every program: a mistake is one line, with a guess at what was meant."""
 
 import argparse
 import difflib
-import errno
-import os
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
-EXIT_CODE = 2
-STOPPED = 130  # what shells report of a program that Ctrl-C has ended
-
-
-class UsageError(ValueError):
-    """Flags, files or launcher settings that cannot work, or contradict each other."""
-
+from common.errors import UsageError
 
 LAUNCHER_FLAGS = (
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
@@ -100,41 +88,3 @@ class OneLineParser(argparse.ArgumentParser):
         if before in flags and flags[before].nargs == 0:
             return f": {before} takes no value"
         return f": text is given as DATA={word} or --data {word}" if "--data" in flags else ""
-
-
-def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
-    """A sys.excepthook: Ctrl-C ends a program with one line and exit code 130.
-
-    Only where nobody catches it, so that a notebook's kernel lives on, and `finally` has its turn.
-    """
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-        return
-    if sys.stderr.isatty():
-        print(file=sys.stderr)  # the terminal has echoed ^C
-    print(f"{Path(sys.argv[0]).stem}: stopped", file=sys.stderr, flush=True)
-    sys.exit(STOPPED)
-
-
-@contextmanager
-def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2."""
-    try:
-        yield
-    except Exception as error:
-        disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not disk_full and not isinstance(error, expected):
-            raise
-        message = f"no space left on the disk: {error}" if disk_full else str(error)
-        # Most errors are the same on every rank: rank 0 says them and the launcher then stops the
-        # others.
-        rank = int(os.environ.get("RANK", 0))
-        if rank:
-            time.sleep(3)
-            program = f"{program} (rank {rank})"
-        sys.stdout.flush()
-        if "Traceback" in message:  # of a worker process; the message comes last
-            message = message.strip().splitlines()[-1]
-        message = " ".join(message.split()) or type(error).__name__
-        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
-        sys.exit(EXIT_CODE)

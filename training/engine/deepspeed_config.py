@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.errors import UsageError
 
 # Fields that other people's files leave to the Hugging Face Trainer. Buckets as in ds_config.json,
 # in elements.

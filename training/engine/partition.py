@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class Part:
     """What this process holds of one parameter: `numel` elements, possibly none.
 
-    They begin at `start` in the flattened parameter and at `offset` in this process's stretch.
+    They begin at `start` in the flattened parameter and at `offset` in this process's partition.
     """
 
     parameter: nn.Parameter
@@ -20,26 +20,26 @@ class Part:
     split: bool  # whether a boundary between two processes runs through the parameter
 
     @property
-    def inside_stretch(self) -> slice:
+    def in_partition(self) -> slice:
         return slice(self.offset, self.offset + self.numel)
 
     @property
-    def inside_parameter(self) -> slice:
+    def in_parameter(self) -> slice:
         return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Partition:
     """One process's share of a parameter group, which is what its optimizer steps."""
 
     fp32: Tensor  # (numel,)
     parts: list[Part]  # of every parameter of the group, in the same order on every process
 
 
-def stretches(zero, rank: int) -> Iterator[Stretch]:
-    """The stretch of this process, for every parameter group of a DeepSpeed optimizer.
+def partitions(zero, rank: int) -> Iterator[Partition]:
+    """What this process steps, for every parameter group of a DeepSpeed optimizer.
 
-    ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal stretch of
+    ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal part of
     that line. (The `_hp_mapping` that DeepSpeed notes at each parameter is about the same, but
     takes no notice of "round_robin_gradients", which changes the order.)
     """
@@ -59,7 +59,7 @@ def stretches(zero, rank: int) -> Iterator[Stretch]:
             split = first // fp32.numel() != (end - 1) // fp32.numel()
             start, offset = (held[0] - first, held[0] - here) if numel else (0, 0)
             parts.append(Part(parameter, start, offset, numel, split))
-        yield Stretch(fp32, parts)
+        yield Partition(fp32, parts)
 
 
 def _end_to_end(parameters: list[nn.Parameter]) -> list[int]:

@@ -6,15 +6,15 @@ from typing import TypeVar
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from common.errors import UsageError
 from data.errors import DataError
 from model import ConfigError
-from training.errors import UsageError
 
 Answer = TypeVar("Answer")
 
 
-def on_main_process(accelerator: Accelerator, decide: Callable[..., Answer], *given) -> Answer:
-    """What `decide(*given)` returns on the main process, on all of them; all must call this.
+def on_main_process(accelerator: Accelerator, decide: Callable[[], Answer]) -> Answer:
+    """What `decide` returns on the main process, on all of them; all must call this.
 
     Raises:
         UsageError, ConfigError, DataError: what `decide` raised there.
@@ -22,7 +22,7 @@ def on_main_process(accelerator: Accelerator, decide: Callable[..., Answer], *gi
     answer: list = [None, None]
     if accelerator.is_main_process:
         try:
-            answer[0] = decide(*given)
+            answer[0] = decide()
         except (UsageError, ConfigError, DataError) as error:
             answer[1] = error
     if accelerator.num_processes > 1:

@@ -1,4 +1,4 @@
-"""A run as the guest of a program that lives on after it, such as a notebook's kernel."""
+"""A run in a program that lives on after it, such as a notebook's kernel."""
 
 import signal
 import sys
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from training.lock import release_locks
+from runs.lock import release_locks
 
 _active = False
 
 
-def is_guest() -> bool:
+def in_notebook() -> bool:
     """Whether this process is to outlive the run."""
     return _active
 
 
 @contextmanager
-def guest(program: str, argv: list[str] | None) -> Iterator[None]:
+def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     """Leave the process as it was found, so that it can do other things, another run among them.
 
     Accelerate keeps its state once per process and refuses another precision, torch.compile stops

@@ -15,11 +15,12 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch.distributed import ProcessGroup, ReduceOp
 
-from training.allocator import keep_freed_memory
+from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.deepspeed_config import read_config, resolve
-from training.errors import UsageError
+from training.engine.cpu_settings import keep_freed_memory, use_all_cores
+from training.engine.deepspeed_config import read_config, resolve
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 ZERO_2_HINT = (
@@ -29,18 +30,42 @@ ZERO_2_HINT = (
 
 @dataclass
 class Engine:
+    """Who trains. Ask it, and not Accelerate's state, for what DeepSpeed was told: with several
+    models that is another configuration each."""
+
     accelerator: Accelerator
     name: str  # for people, e.g. "DeepSpeed ZeRO-2"
-    zero_stage: int | None  # None without DeepSpeed
+    deepspeed: dict | None  # its configuration, every "auto" filled; None without DeepSpeed
+    # Processes' group on the CPU: asking there neither waits for the GPU nor disturbs it.
+    cpu_group: ProcessGroup | None = None  # None with a single process
+
+    @property
+    def zero_stage(self) -> int | None:
+        return None if self.deepspeed is None else self.deepspeed["zero_optimization"]["stage"]
+
+    @property
+    def processes(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
 
     def set_accumulation(self, steps: int) -> None:
         """Change the micro-batches per step; only before `prepare`."""
         self.accelerator.gradient_accumulation_steps = steps
-        if self.zero_stage is not None:
-            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-            micro_batch = config["train_micro_batch_size_per_gpu"]
-            config["gradient_accumulation_steps"] = steps
-            config["train_batch_size"] = micro_batch * steps * self.accelerator.num_processes
+        if self.deepspeed is not None:
+            micro_batch = self.deepspeed["train_micro_batch_size_per_gpu"]
+            self.deepspeed["gradient_accumulation_steps"] = steps
+            self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
+
+    def over_all(self, value: int, operation=ReduceOp.MAX) -> int:
+        """The largest value of any process, or with ReduceOp.SUM their sum. All must call this."""
+        if self.cpu_group is None:
+            return value
+        everyone = torch.tensor([value])
+        torch.distributed.all_reduce(everyone, operation, self.cpu_group)
+        return int(everyone)
 
 
 # Of libraries calling each other; nothing that a user could do anything about.
@@ -96,14 +121,15 @@ def build_engine(args: TrainingArguments) -> Engine:
         )
     if deepspeed and not has_gpu:
         use_all_cores()
-    zero_stage = plugin.zero_stage if deepspeed else None
-    return Engine(accelerator, _name(accelerator, zero_stage), zero_stage)
+    config = plugin.deepspeed_config if plugin else None
+    group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
+    return Engine(accelerator, _name(config, world_size), config, group)
 
 
-def _name(accelerator: Accelerator, zero_stage: int | None) -> str:
-    if zero_stage is not None:
-        return f"DeepSpeed ZeRO-{zero_stage}"
-    if accelerator.num_processes > 1:
+def _name(deepspeed: dict | None, processes: int) -> str:
+    if deepspeed is not None:
+        return f"DeepSpeed ZeRO-{deepspeed['zero_optimization']['stage']}"
+    if processes > 1:
         return f"DDP, not DeepSpeed ({ZERO_2_HINT})"
     return "single process, no engine"
 
@@ -205,11 +231,3 @@ def _skip_compiled_communication() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def use_all_cores() -> None:
-    """Divide this machine's cores among its processes; launchers give each a single one."""
-    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

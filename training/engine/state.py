@@ -4,27 +4,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
+from formats.portable import load_weights
 from model.config import ConfigError
-from model.portable import load_weights
-from training.muon import state_keys, state_of
-from training.partition import stretches
+from training.engine.launch import Engine
+from training.engine.partition import partitions
+
+MUON_STATE = ("momentum_buffer",)
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")
+
+
+def state_keys(group: dict) -> tuple[str, ...]:
+    """Which tensors the optimizer keeps for every parameter of this group."""
+    return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
+
+
+def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
+    """The optimizer's state of a tensor that it steps, made now if it has not stepped yet."""
+    state, keys = optimizer.state[stepped], state_keys(group)
+    if keys[0] not in state:
+        if keys == ADAMW_STATE:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
+        for key in keys:
+            state[key] = torch.zeros_like(stepped)
+    return state
 
 
 @dataclass
-class Slice:
-    """The part of one parameter that this process holds in fp32, and the averages of that part.
+class Shard:
+    """The part of one parameter that this process holds in fp32, and the moments of that part.
 
-    `fp32` and `averages` are flat views into the optimizer's own memory, empty if it holds nothing;
+    `fp32` and `moments` are flat views into the optimizer's own memory, empty if it holds nothing;
     `inside` is where they are in the flattened parameter. Without ZeRO every process holds the
     whole.
     """
 
     inside: slice
     fp32: Tensor
-    averages: dict[str, Tensor]  # of gradients; which ones depends on who steps the parameter
+    moments: dict[str, Tensor]  # of gradients; which ones depends on who steps the parameter
 
 
 class TrainingState:
@@ -34,23 +52,23 @@ class TrainingState:
     return is on the main process's CPU and empty elsewhere.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer):
-        self.accelerator, self.model = accelerator, model
-        self.zero = model.optimizer if accelerator.state.deepspeed_plugin is not None else None
+    def __init__(self, engine: Engine, model: nn.Module, optimizer):
+        self.accelerator, self.model = engine.accelerator, model
+        self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
     def weights(self) -> dict[str, Tensor]:
         """name → fp32 weights."""
         whole = {}
-        for name, parameter, held in self._slices():
+        for name, parameter, held in self._shards():
             whole |= self._on_main(name, parameter, held.inside, held.fp32)
         return whole
 
-    def averages(self) -> dict[str, Tensor]:
-        """name.exp_avg and name.exp_avg_sq → AdamW's averages, name.momentum_buffer → Muon's."""
+    def moments(self) -> dict[str, Tensor]:
+        """name.exp_avg and name.exp_avg_sq → AdamW's moments, name.momentum_buffer → Muon's."""
         whole = {}
-        for name, parameter, held in self._slices():
-            for key, part in held.averages.items():
+        for name, parameter, held in self._shards():
+            for key, part in held.moments.items():
                 whole |= self._on_main(f"{name}.{key}", parameter, held.inside, part)
         return whole
 
@@ -66,18 +84,18 @@ class TrainingState:
         steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
         return {"optimizer_step": int(next(steps)), "loss_scale": scale}
 
-    def load(self, weights: dict, averages: dict, scalars: dict, source: str) -> None:
+    def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
         """Put all of it back, on every process.
 
         Raises:
             ConfigError: names or shapes that do not fit the model.
         """
         self.load_weights(weights, source)
-        for name, parameter, held in self._slices():
-            for key, part in held.averages.items():
-                if averages[f"{name}.{key}"].shape != parameter.shape:
+        for name, parameter, held in self._shards():
+            for key, part in held.moments.items():
+                if moments[f"{name}.{key}"].shape != parameter.shape:
                     raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
-                part.copy_(averages[f"{name}.{key}"].view(-1)[held.inside])
+                part.copy_(moments[f"{name}.{key}"].view(-1)[held.inside])
         for state in self.optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(scalars["optimizer_step"])
@@ -94,29 +112,29 @@ class TrainingState:
             ConfigError: names or shapes that do not fit the model.
         """
         load_weights(self.accelerator.unwrap_model(self.model), weights, source)
-        for name, _, held in self._slices():
+        for name, _, held in self._shards():
             held.fp32.copy_(weights[name].view(-1)[held.inside])
 
-    def _slices(self) -> Iterator[tuple[str, Tensor, Slice]]:
+    def _shards(self) -> Iterator[tuple[str, Tensor, Shard]]:
         """(name, parameter, what this process holds of it), in one order on every process."""
         model = self.accelerator.unwrap_model(self.model)
         names = {id(p): name for name, p in model.named_parameters()}
         if not self.zero:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
-                    averages = {k: v.view(-1) for k, v in self._averages_of(p, group).items()}
-                    yield names[id(p)], p, Slice(slice(None), p.data.view(-1), averages)
+                    moments = {k: v.view(-1) for k, v in self._moments_of(p, group).items()}
+                    yield names[id(p)], p, Shard(slice(None), p.data.view(-1), moments)
             return
-        divided = stretches(self.zero, self.accelerator.process_index)
-        for stretch, group in zip(divided, self.optimizer.param_groups, strict=False):
-            averages = self._averages_of(stretch.fp32, group)
-            for part in stretch.parts:
-                here = part.inside_stretch
-                parts = {key: average[here] for key, average in averages.items()}
-                held = Slice(part.inside_parameter, stretch.fp32.data[here], parts)
+        divided = partitions(self.zero, self.accelerator.process_index)
+        for partition, group in zip(divided, self.optimizer.param_groups, strict=False):
+            moments = self._moments_of(partition.fp32, group)
+            for part in partition.parts:
+                here = part.in_partition
+                parts = {key: moment[here] for key, moment in moments.items()}
+                held = Shard(part.in_parameter, partition.fp32.data[here], parts)
                 yield names[id(part.parameter)], part.parameter, held
 
-    def _averages_of(self, stepped: Tensor, group: dict) -> dict[str, Tensor]:
+    def _moments_of(self, stepped: Tensor, group: dict) -> dict[str, Tensor]:
         state = state_of(self.optimizer, group, stepped)
         return {key: state[key] for key in state_keys(group)}
 

@@ -17,13 +17,13 @@ def model_state_bytes(
     offload: bool = False,
     n_by_muon: int = 0,
 ) -> int:
-    """Weights, gradients and AdamW's two averages on one device, in bytes. Muon, which steps
-    n_by_muon of the parameters, keeps one average.
+    """Weights, gradients and AdamW's two moments on one device, in bytes. Muon, which steps
+    n_by_muon of the parameters, keeps one.
 
     Without DeepSpeed all of it is fp32: 4 + 4 + 8 bytes per parameter (weights are cast to bf16
     layer by layer). DeepSpeed in 16 bits keeps 2 bytes of weights and 2 of gradients, and 4 + 8 of
-    fp32 master weights and averages plus 4 of accumulated fp32 gradients; ZeRO-1 divides master and
-    averages among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
+    fp32 master weights and moments plus 4 of accumulated fp32 gradients; ZeRO-1 divides master and
+    moments among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
     et al., https://arxiv.org/abs/1910.02054).
     """
     optimizer = 8 * n_parameters - 4 * n_by_muon

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from formats.llama import OUTER, config_from_llama, from_llama_names, from_llama_rotation
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights
 from model.config import ConfigError, LMConfig
-from model.llama_format import OUTER, config_from_llama, from_llama_names, from_llama_rotation
-from model.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights
 from model.transformer import Transformer
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from data.dataset import PackedDataset
+from model import IGNORE_INDEX
 
 
 def validation_loader(
@@ -28,10 +29,10 @@ def spread(n: int, most: int) -> list[int]:
 
 
 @torch.no_grad()
-def evaluate(
+def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Mean loss over every token of the loader, whichever process read it.
+    """Mean loss over every target of the loader that counts, whichever process read it.
 
     Args:
         bytes_per_token: of the text behind the tokens. Begin and end markers count as tokens but
@@ -43,18 +44,21 @@ def evaluate(
         sequences were read.
     """
     model.eval()
-    total, samples = 0.0, 0
+    total, weight, samples = 0.0, 0.0, 0
     for tokens, targets in loader:
         # Compiled for training alone: a second compilation would cost more than it gains here.
         with torch.compiler.set_stance("force_eager"):
-            per_token = model(tokens, targets, reduction="none").loss  # (B, T)
+            per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
+        counted = (targets != IGNORE_INDEX).float()
+        per_sample = per_token.mean(dim=1), counted.mean(dim=1)  # (B,) each
         # gather_for_metrics drops the samples that were repeated to give every process a whole
         # batch
-        per_sample = accelerator.gather_for_metrics(per_token.mean(dim=1))
-        total += per_sample.double().sum().item()
-        samples += len(per_sample)
+        losses, weights = accelerator.gather_for_metrics(per_sample)
+        total += losses.double().sum().item()
+        weight += weights.double().sum().item()
+        samples += len(losses)
     model.train()
-    loss = total / samples
+    loss = total / weight if weight else math.nan
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),

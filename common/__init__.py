@@ -1,0 +1,7 @@
+"""What every program shares: errors in one line, the argument parser, progress, whole files."""
+
+import sys
+
+from common.errors import end_in_one_line
+
+sys.excepthook = end_in_one_line  # here, for Ctrl-C while torch is still being imported

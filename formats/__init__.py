@@ -1,0 +1,1 @@
+"""Weights and tokenizers on disk, in this project's form and in those of others."""

@@ -1,0 +1,167 @@
+"""Checkpoints on disk: all that the next step depends on, complete or not there at all.
+
+A checkpoint is a folder checkpoints/step-N:
+
+    weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
+    optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
+                           name.momentum_buffer → Muon's
+    random.safetensors     per process, the state of its random generators and of its log line
+    state.json             step, optimizer's step, loss scale, shape of the model, and what a run
+                           that resumes must have in common
+    manifest.json          size and SHA-256 of each of these files
+
+Nothing in it depends on the engine or the number of processes, and nothing can execute.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from common.atomic import remove, whole_folder, write_whole
+from formats.portable import save_tensors
+from model.config import ConfigError, LMConfig
+from runs.folder import RunFolder
+
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+RANDOM, STATE, MANIFEST = "random.safetensors", "state.json", "manifest.json"
+
+
+def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], state: dict) -> int:
+    """Write the checkpoint of state["step"] and let `latest` name it; returns its size in bytes.
+
+    Args:
+        tensors: WEIGHTS, OPTIMIZER and RANDOM → what that file holds.
+        state: for state.json.
+
+    Raises:
+        OSError: the disk is full or refuses; what was there before still is.
+    """
+    path = run.checkpoint(state["step"])
+    with whole_folder(path) as partial:
+        for name, content in tensors.items():
+            save_tensors(partial / name, content)
+        _write_json(partial / STATE, state)
+        files = {  # read back from the folder
+            file.name: {"size": file.stat().st_size, "sha256": _sha256(file)}
+            for file in sorted(partial.iterdir())
+        }
+        _write_json(partial / MANIFEST, {"files": files})
+    write_whole(run.latest, path.name + "\n")
+    return sum(file["size"] for file in files.values())
+
+
+def prune(run: RunFolder, keep_last: int) -> None:
+    """Remove all but the newest keep_last and the one with the lowest validation loss; 0 keeps
+    all."""
+    if keep_last == 0:
+        return
+    checkpoints = run.all_checkpoints()
+    losses = {path: value for path in checkpoints if (value := _val_loss(path)) is not None}
+    keep = {*checkpoints[-keep_last:], min(losses, key=losses.get, default=None)}
+    for path in checkpoints:
+        if path not in keep:
+            remove(path)
+    for leftover in run.checkpoints.glob("step-*.*"):  # of a kill, or set aside
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | None:
+    """What to tell if the disk has too little room for this run's checkpoints; None if it has."""
+    size = 12 * n_parameters  # weights and two moments in fp32
+    count = max(keep_last, 1) + 2  # the best, and the one being written
+    free = shutil.disk_usage(run.path).free
+    if free >= count * size:
+        return None
+    return (
+        f"WARNING: {free / 1e9:.2f} GB free for {run.path}, but {count} checkpoints of "
+        f"{size / 1e9:.2f} GB may be there at once: make room, or lower --keep_last"
+    )
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint's files by its manifest; None if it is sound."""
+    try:
+        files = _read_json(path / MANIFEST)["files"]
+        if files.keys() != {WEIGHTS, OPTIMIZER, RANDOM, STATE}:
+            return f"the manifest names {', '.join(sorted(files))}"
+        for name, expected in files.items():
+            size = (path / name).stat().st_size
+            if size != expected["size"]:
+                return f"{name} is {size} bytes long instead of {expected['size']}"
+            if _sha256(path / name) != expected["sha256"]:
+                return f"the checksum of {name} is wrong"
+        state = _read_json(path / STATE)
+        types = {"step": int, "identity": dict, "processes": int, "optimizer_step": int}
+        for key, kind in types.items():
+            if not isinstance(state[key], kind):
+                return f"{STATE} says {key} is {state[key]!r}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
+    """The run's newest checkpoint without `damage`, None if there is none, and what is wrong with
+    those after it."""
+    problems = {}
+    for checkpoint in reversed(run.all_checkpoints()):
+        problem = damage(checkpoint)
+        if problem is None:
+            return checkpoint, problems
+        problems[checkpoint] = problem
+    return None, problems
+
+
+def read_state(path: Path) -> dict:
+    """A checkpoint's state.json; only of one without `damage`.
+
+    The shape of the model stood among the parts of "identity" once, and AdamW was not named there
+    when there was no other optimizer.
+    """
+    state = _read_json(path / STATE)
+    identity = {"optimizer": "adamw"} | state["identity"]
+    if "model" not in state:
+        fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
+        state["model"] = {name: identity.pop(name) for name in fields}
+    return state | {"identity": identity}
+
+
+def saved_config(checkpoint: Path) -> LMConfig:
+    """The shape of the model in a sound checkpoint.
+
+    Raises:
+        ConfigError: no shape that can be built.
+    """
+    try:
+        shape = read_state(checkpoint)["model"]
+        if not isinstance(shape, dict):
+            raise ConfigError(f"the model is {shape!r}")
+        return LMConfig.from_dict(shape)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint / STATE}: {error}") from error
+
+
+def _val_loss(path: Path) -> float | None:
+    try:
+        return _read_json(path / STATE)["val_loss"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,123 @@
+"""A trained model and its tokenizer, from whatever a run has left."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from common.errors import UsageError
+from data.errors import DataError
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_config, load_portable, load_weights
+from model import LMConfig, Transformer
+from runs.checkpoint import STATE, WEIGHTS, damage, newest_sound, saved_config
+from runs.find import WHAT, find_run
+from runs.folder import RunFolder
+
+
+@dataclass
+class Trained:
+    model: Transformer  # in evaluation mode, on the CPU, in fp32
+    tokenizer: Tokenizer
+    folder: Path  # that the weights come from
+
+
+@dataclass
+class WeightsFolder:
+    """Where weights are."""
+
+    path: Path  # portable weights, or a checkpoint
+    tokenizer: Path  # where theirs belongs; it may be missing
+
+    @classmethod
+    def find(cls, name: str) -> "WeightsFolder":
+        """Of a finished run its weights, of a run under way its newest sound checkpoint.
+
+        Raises:
+            UsageError: nothing there, or nothing sound.
+        """
+        path = find_run(name)
+        if (path / "weights").is_dir():
+            path = path / "weights"
+        if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
+            refuse_foreign(path)
+            return cls(path, path / TOKENIZER_FILE)
+        path = find_checkpoint(path)
+        run = RunFolder(path.resolve().parent.parent)
+        return cls(path, run.tokenizer if run.tokenizer.exists() else run.weights / TOKENIZER_FILE)
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return (self.path / STATE).exists()
+
+    def config(self) -> LMConfig:
+        """The shape of the model.
+
+        Raises:
+            ConfigError: it cannot be read, or cannot be built.
+        """
+        return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
+
+    def load(self) -> Transformer:
+        """The model, in evaluation mode, on the CPU, in fp32.
+
+        Raises:
+            ConfigError: files that are damaged or do not fit each other.
+        """
+        if not self.is_checkpoint:
+            return load_portable(self.path)
+        model = Transformer(self.config())
+        load_weights(model, load_file(self.path / WEIGHTS), str(self.path))
+        return model.eval()
+
+
+def load_trained(name: str) -> Trained:
+    """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a
+    checkpoint, or portable weights alone.
+
+    Raises:
+        UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
+            belong together.
+    """
+    folder = WeightsFolder.find(name)
+    trained = Trained(folder.load(), Tokenizer(folder.tokenizer), folder.path)
+    pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
+    if pieces > room:
+        raise DataError(
+            f"{folder.tokenizer} has {pieces} pieces, the model in {folder.path} only {room}: "
+            "they do not belong together"
+        )
+    return trained
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises UsageError: a Hugging Face folder, which has other names and another rotation."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # load_portable says what is wrong
+    if isinstance(config, dict) and "model_type" in config:
+        raise UsageError(
+            f"{folder} is a Hugging Face folder: python -m scripts.import_weights {folder} OUT "
+            "turns it into this project's form"
+        )
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the newest sound one of a run folder.
+
+    Raises:
+        UsageError: neither, or nothing sound.
+    """
+    if (path / STATE).exists():
+        if problem := damage(path):
+            raise UsageError(f"checkpoint {path} is damaged: {problem}")
+        return path
+    checkpoint, problems = newest_sound(RunFolder(path))
+    if checkpoint:
+        return checkpoint
+    if not problems:
+        raise UsageError(f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give {WHAT}")
+    last = max(problems)
+    raise UsageError(f"every checkpoint of {path} is damaged; {last}: {problems[last]}")

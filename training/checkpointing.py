@@ -1,0 +1,168 @@
+"""Saving a run behind its training, and putting a checkpoint back. `runs/checkpoint.py` has the
+format.
+
+The main process copies everything to its CPU memory, training goes on, and a thread writes the
+copy.
+"""
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.errors import UsageError
+from model.config import ConfigError, LMConfig
+from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, prune, read_state, write_checkpoint
+from runs.folder import RunFolder
+from training.engine.launch import Engine
+from training.engine.state import TrainingState
+from training.log import TrainingLog
+
+
+class Checkpointer:
+    """Saves checkpoints of a run and keeps the newest `keep_last` and the best by validation loss.
+
+    Args:
+        run: where they go.
+        state: what they hold.
+        keep_last: how many to keep; 0 keeps all.
+        config: of the model; recorded.
+        identity: what else a run that resumes must have in common, see `resume.run_identity`.
+        compiled: recorded, so that a run that resumes computes as this one does.
+        log: tells what happened, and has a state of its own to save.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunFolder,
+        engine: Engine,
+        state: TrainingState,
+        keep_last: int,
+        config: LMConfig,
+        identity: dict,
+        compiled: bool,
+        log: TrainingLog,
+    ):
+        self.run, self.engine, self.state = run, engine, state
+        self.keep_last, self.log = keep_last, log
+        self.recorded = {
+            "model": config.to_dict(),
+            "identity": identity,
+            "processes": engine.processes,
+            "compiled": compiled,
+        }
+        self._writer: threading.Thread | None = None
+        self._last_one_saved = True
+        self._outcome: str | Exception | None = None
+
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Copy the state now and write it behind training. Every process must call it.
+
+        A disk that is full or refuses does not stop training: it is reported, the checkpoint before
+        stays, and the next call tries again.
+        """
+        self.wait()
+        started = time.perf_counter()
+        tensors = {
+            WEIGHTS: self.state.weights(),
+            OPTIMIZER: self.state.moments(),
+            RANDOM: self._gather_random(),
+        }
+        scalars = self.state.scalars()
+        if not self.engine.is_main:
+            return
+        state = {"step": step, "val_loss": val_loss} | self.recorded | scalars
+        stalled = time.perf_counter() - started
+        self._outcome = None
+        self._writer = threading.Thread(target=self._write, args=(tensors, state, stalled))
+        self._writer.start()
+
+    def poll(self) -> None:
+        """Report a save that has ended since."""
+        if self._writer is not None and not self._writer.is_alive():
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save under way and report it; False if the last one failed."""
+        if self._writer is None:
+            return self._last_one_saved
+        self._writer.join()
+        self._writer = None
+        self._last_one_saved = isinstance(self._outcome, str)
+        if self._last_one_saved:
+            self.log.say(self._outcome)
+            return True
+        self.log.say(
+            f"CHECKPOINT NOT SAVED: {self._outcome}; the one before is kept, training goes on, "
+            "the next save tries again"
+        )
+        return False
+
+    def _write(self, tensors: dict, state: dict, stalled: float) -> None:
+        started = time.perf_counter()
+        try:
+            size = write_checkpoint(self.run, tensors, state)
+        except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
+            self._outcome = error
+            return
+        speed = size / 1e6 / (time.perf_counter() - started)
+        self._outcome = (
+            f"saved {self.run.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
+            f"{size / 1e6:.1f} MB written behind it at {speed:.0f} MB/s"
+        )
+        prune(self.run, self.keep_last)
+
+    def _gather_random(self) -> dict[str, Tensor]:
+        """Every process's random state and unfinished log line, keyed rank.what."""
+        mine, device = {"cpu": torch.get_rng_state()}, self.engine.accelerator.device
+        mine["log"] = self.log.state()
+        if device.type == "cuda":
+            mine["cuda"] = torch.cuda.get_rng_state(device)
+        everyone = gather_object([mine]) if self.engine.processes > 1 else [mine]
+        return {
+            f"{rank}.{k}": v for rank, tensors in enumerate(everyone) for k, v in tensors.items()
+        }
+
+
+def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: TrainingLog) -> None:
+    """Put a checkpoint into the prepared model and optimizer, on every process.
+
+    Raises:
+        UsageError: files missing or damaged, or of a model of another shape.
+    """
+    try:
+        scalars = read_state(path)
+        state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
+        _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
+    except (SafetensorError, ConfigError, OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+    except (RuntimeError, RecursionError) as error:  # torch's, about a random state that is none
+        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+
+
+def _restore_random(
+    random: dict[str, Tensor], saved: int, engine: Engine, log: TrainingLog
+) -> None:
+    """
+    Args:
+        saved: the number of processes that saved.
+    """
+    rank, device = engine.accelerator.process_index, engine.accelerator.device
+    if saved == engine.processes:
+        torch.set_rng_state(random[f"{rank}.cpu"])
+        if device.type == "cuda" and f"{rank}.cuda" in random:
+            torch.cuda.set_rng_state(random[f"{rank}.cuda"], device)
+        log.load_state(random[f"{rank}.log"])
+        return
+    if engine.is_main:
+        print("another number of processes: dropout, if any, takes other masks", flush=True)
+    # The unfinished log line: as many micro-batches as before, divided among more or fewer.
+    lines = torch.stack([random[f"{other}.log"] for other in range(saved)])
+    share = saved / engine.processes
+    log.load_state(lines.mean(0) * torch.tensor([share, share, 1]))

@@ -1,0 +1,38 @@
+"""What makes training on a CPU fast: all of its cores, and memory that is kept.
+
+By default glibc returns every large block to the system when a tensor is freed and asks for it
+again a moment later; each time the system hands out zeroed pages one fault at a time. Training
+frees and makes the same large tensors at every step, which cost a third of the time on a CPU
+(docs/performance.md).
+"""
+
+import ctypes
+import os
+import sys
+
+import torch
+
+from common.cpu import available_cores
+
+# Parameters of mallopt(3), from malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+
+
+def keep_freed_memory() -> bool:
+    """Have the allocator keep what is freed, in this process; False where the C library is not
+    glibc, and then nothing happens."""
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 256 * 2**20}
+    return all(libc.mallopt(name, value) for name, value in settings.items())
+
+
+def use_all_cores() -> None:
+    """Divide this machine's cores among its processes; launchers give each a single one."""
+    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        torch.set_num_threads(max(1, available_cores() // processes))

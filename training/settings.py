@@ -1,0 +1,55 @@
+"""settings.json: what was asked and what ran it, for the reader of the run a month later."""
+
+import json
+import platform
+import shutil
+import sys
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+from common.atomic import write_whole
+from model import LMConfig
+from runs.folder import RunFolder
+from training.arguments import TrainingArguments
+from training.engine.launch import Engine
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
+
+
+def write_settings(
+    run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
+) -> None:
+    """And the tokenizer, without which the run's checkpoints say nothing."""
+    settings = {
+        "command": sys.argv,
+        "arguments": vars(args),
+        "model": config.to_dict(),
+        "engine": engine.name,
+        "processes": engine.processes,
+        "deepspeed": engine.deepspeed,
+        "packages": {name: version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+    }
+    write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
+    shutil.copyfile(tokenizer, run.tokenizer)
+
+
+def saved_arguments(run: RunFolder) -> dict:
+    """The flags in the run's settings.json; none where it is missing or unreadable."""
+    try:
+        arguments = json.loads(run.settings.read_text(encoding="utf-8"))["arguments"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def changed_arguments(run: RunFolder, args: TrainingArguments) -> list[str]:
+    """Flags of training that differ from those in the run's settings.json."""
+    before, now = saved_arguments(run), vars(args)
+    names = [item.name for item in fields(args) if item.name not in ("resume", "run_name")]
+    return [
+        f"--{name} {before[name]} → {now[name]}"
+        for name in names
+        if name in before and before[name] != now[name]
+    ]
