@@ -10,7 +10,6 @@ step always means an optimizer step; a micro-batch is what one process feeds for
 import time
 
 from common.errors import UsageError, one_line_errors
-from data.errors import DataError
 from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
 from training.engine.launch import build_engine
@@ -20,16 +19,9 @@ from training.interruption import leave
 from training.notebook import leave_as_found
 from training.resume import describe_finished, say_what_changed, set_aside
 from training.run import Run
-from training.schedule import LearningRate, count_steps
+from training.schedule import count_steps
 from training.settings import write_settings
-from training.setup import (
-    build_model,
-    build_run,
-    find_start,
-    load_weights,
-    open_splits,
-    plan_compilation,
-)
+from training.setup import build_model, find_start, open_splits, plan_compilation
 from training.start_block import start_block, warnings
 from training.trackers import require_trackers, start_trackers
 
@@ -41,8 +33,7 @@ def main(argv: list[str] | None = None) -> None:
 
     A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
     """
-    mistakes = (UsageError, ConfigError, DataError)
-    with one_line_errors(PROGRAM, *mistakes), leave_as_found(PROGRAM, argv):
+    with one_line_errors(PROGRAM, UsageError, ConfigError), leave_as_found(PROGRAM, argv):
         args, model_settings = parse_arguments(argv)
         train(args, model_settings)
 
@@ -68,7 +59,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     """Build everything, resume where asked, and say what is in use; None if the run is finished.
 
     Raises:
-        UsageError, ConfigError, DataError: this cannot be trained.
+        UsageError, ConfigError: this cannot be trained.
     """
     started = time.monotonic()  # --time_limit counts from here
     require_trackers(args.trackers)
@@ -96,24 +87,13 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
     compilation = plan_compilation(args, config, start, total_steps, engine)
-    built = build_model(config, args, engine, compilation.on)
-    run = build_run(
-        args=args,
-        config=config,
-        engine=engine,
-        start=start,
-        built=built,
-        train_set=train_set,
-        val_set=val_set,
-        learning_rate=LearningRate.from_arguments(args, total_steps),
-        compiled=compilation.on,
-        started=started,
-    )
-    load_weights(run, start, initial)
+    built = build_model(config, args, engine, compilation)
+    run = Run(args, engine, start, built, train_set, val_set, total_steps, started)
+    run.load_weights(initial)
 
     # From here on something is written over: whatever could go wrong has not.
-    run.log.say(start_block(run, built, start, initial, compilation))
-    for warning in warnings(run, built):
+    run.log.say(start_block(run, initial))
+    for warning in warnings(run):
         run.log.say(warning)
     if engine.is_main:
         set_aside(start)

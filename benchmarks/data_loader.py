@@ -2,30 +2,29 @@
 
 import contextlib
 import ctypes
-import io
 import math
 import multiprocessing
 import os
 import resource
-import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from benchmarks.data_padding import padded_batches
-from common.errors import UsageError
+from benchmarks import stop_in_order
+from benchmarks.ours import compute_gradient
 from data.dataset import PackedDataset
+from data.loader import micro_batches
 from data.order import MicroBatchSampler
-from train_pretrain_accelerate import Run, micro_batches, optimizer_step, set_up
+from train_pretrain_accelerate import set_up
 from training.arguments import parse_arguments
-from training.interruption import SIGNALS
+from training.run import Run
 
 WARM_UP_STEPS = 2
 
@@ -42,8 +41,7 @@ def loader_speed(
     if cold and not drop_page_cache(folder):
         return None
     train_set = PackedDataset(folder, "train", seq_len)
-    sampler = MicroBatchSampler(len(train_set), batch_size)
-    batches = micro_batches(train_set, sampler, num_workers, torch.device("cpu"))
+    batches = micro_batches(train_set, MicroBatchSampler(len(train_set), batch_size), num_workers)
     most = max(1, len(train_set) // batch_size - 1) if cold else math.inf
     next(batches)
     count, start = 0, time.perf_counter()
@@ -87,6 +85,9 @@ class Timed:
     def __init__(self, batches: Iterator[tuple[Tensor, Tensor]]):
         self.batches, self.waited = batches, 0.0
 
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
     def __next__(self) -> tuple[Tensor, Tensor]:
         start = time.perf_counter()
         batch = next(self.batches)
@@ -97,31 +98,22 @@ class Timed:
 Steps = list[tuple[float, float]]  # seconds of each step, and how many of them waiting for data
 
 
-def timed_steps(run: Run, streams: list[Iterator], steps: int) -> list[Steps]:
-    """So many optimizer steps on each stream of micro-batches, the streams alternating."""
-    times = [[] for _ in streams]
-    for _ in range(WARM_UP_STEPS + steps):
-        for batches, kept in zip(streams, times, strict=True):
-            run.batches, start = Timed(batches), time.perf_counter()
-            optimizer_step(run)  # asks for the gradient's norm, and so waits for a GPU
-            kept.append((time.perf_counter() - start, run.batches.waited))
-    return [kept[WARM_UP_STEPS:] for kept in times]
+def timed_steps(run: Run, number: int) -> Steps:
+    """The first optimizer steps of a run after those that warm it up."""
+    times, run.batches = [], Timed(run.batches)
+    for step in islice(run.steps(), WARM_UP_STEPS + number):
+        start, run.batches.waited = time.perf_counter(), 0.0
+        compute_gradient(run, step)
+        run.update()  # asks for the gradient's norm, and so waits for a GPU
+        times.append((time.perf_counter() - start, run.batches.waited))
+    return times[WARM_UP_STEPS:]
 
 
-def training_steps(
-    folder: Path, flags: list[str], steps: int, num_workers: list[int], padded: bool
-) -> dict[int | str, Steps]:
-    """Times of real training steps, in a process of their own.
+def training_steps(folder: Path, flags: list[str], number: int) -> Steps:
+    """Times of real training steps on prepared data, in a process of their own.
 
     Args:
-        folder: prepared data.
-        flags: of the training script: the model, batch_size and max_seq_len.
-        steps: to measure of each kind.
-        num_workers: of the loader; each is measured after the other.
-        padded: measure packed and padded batches in turn as well.
-
-    Returns:
-        By number of workers, and by "packed" and "padded".
+        flags: of the training script, but for --data.
 
     Raises:
         UsageError, DataError, ConfigError: this cannot be trained.
@@ -129,37 +121,16 @@ def training_steps(
     # Accelerate and the allocator settle things for a whole process; training must find them
     # untouched.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(_train, folder, flags, steps, num_workers, padded).result()
-        except BrokenProcessPool as error:
-            raise UsageError(
-                "training was killed, perhaps for want of memory: try a smaller --batch_size"
-            ) from error
+        return pool.submit(_train, [*flags, "--data", str(folder)], number).result()
 
 
-def _train(
-    folder: Path, flags: list[str], steps: int, num_workers: list[int], padded: bool
-) -> dict[int | str, Steps]:
-    silence = io.StringIO()
-    with (
-        tempfile.TemporaryDirectory() as out,
-        contextlib.redirect_stdout(silence),
-        contextlib.redirect_stderr(silence),
-    ):
-        own = ["--data", str(folder), "--out_dir", out, "--log_with", "none"]
-        run = set_up(*parse_arguments([*own, "--max_steps", "1000000", *flags]))
-        for number in SIGNALS:  # there is nothing to save: Ctrl-C ends it
-            signal.signal(number, signal.SIG_DFL)
-        run.model.train()
-        times, device = {}, run.accelerator.device
-        for count in num_workers:
-            batches = micro_batches(run.train_set, run.sampler, count, device)
-            (times[count],) = timed_steps(run, [batches], steps)
-            batches.close()  # its workers must not disturb the next
-        if padded:
-            shape = run.config.max_seq_len, run.args.batch_size
-            batches = micro_batches(run.train_set, run.sampler, 0, device)
-            streams = [batches, padded_batches(folder, *shape, device)]
-            times["packed"], times["padded"] = timed_steps(run, streams, steps)
+def _train(flags: list[str], number: int) -> Steps:
+    # What the run says must not come between the tables.
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
+        # So many steps that --compile auto finds compiling worth its time.
+        own = ["--out_dir", out, "--log_with", "none", "--max_steps", "1000000"]
+        run = set_up(*parse_arguments([*own, *flags]))
+        stop_in_order()  # a run only notes a signal, to save; there is nothing to save
+        times = timed_steps(run, number)
         run.log.close()
     return times

@@ -7,26 +7,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import REPOSITORY
 from data.corpus import BUILTIN, find_files, is_jsonl
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
 from data.tokenizer import TOKENIZER_FILE
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE_SECONDS = 0.1  # between looks at the memory: each costs about a millisecond per process
 
 
-def prepare(source: str, out: Path, workers: int) -> dict:
-    """Run scripts.prepare_data on a corpus into the folder out, and measure it.
+@dataclass
+class Preparation:
+    """One run of the command."""
 
-    Start-up of the interpreter counts. The two phases are told by the times at which the command
-    finished its files, the tokenizer and then the description.
+    documents: int
+    bytes: int  # of UTF-8 text, without the JSON around it
+    tokens: int
+    seconds: float  # of all, the interpreter's start included
+    tokenizer_seconds: float  # until the tokenizer was there
+    packing_seconds: float  # from then on
+    cpu_seconds: float
+    # The truth lies between: peaks may fall between two looks; those of single processes need not
+    # coincide, and count shared pages once for each. None where the system does not tell.
+    peak_pss: int | None  # bytes, the largest sum of all processes that was seen
+    sum_of_peaks: int | None  # bytes
 
-    Returns:
-        Counts, seconds, MB/s (10^6 bytes of UTF-8 text, without the JSON around it) and memory, see
-        `tree_memory`; None for memory where the system does not tell.
+
+def prepare(source: str, out: Path, workers: int) -> Preparation:
+    """Run scripts.prepare_data on a corpus into the folder out.
+
+    Its two phases are told by the times at which it finished its files, the tokenizer and then the
+    description.
 
     Raises:
         DataError: the command refused the text; its own words.
@@ -34,34 +48,27 @@ def prepare(source: str, out: Path, workers: int) -> dict:
     if source != BUILTIN:
         source = os.path.abspath(source)
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
+    command += ["--workers", str(workers)]
     cpu_before, started, clock = children_seconds(), time.time(), time.perf_counter()
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [*command, "--workers", str(workers)], cwd=REPOSITORY, stdout=output, stderr=output
-        )
-        pss, sum_of_peaks = watch_memory(process)
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
+        peak_pss, sum_of_peaks = watch_memory(process)
         seconds = time.perf_counter() - clock
         output.seek(0)
         words = output.read().decode(errors="replace").split("prepare_data: error: ")[-1].strip()
     if process.returncode:
         raise DataError(words or f"scripts.prepare_data ended with {process.returncode}")
-    cpu_seconds = children_seconds() - cpu_before
     splits = read_description(out)["splits"].values()
-    totals = {key: sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")}
     tokenizer_done = (out / TOKENIZER_FILE).stat().st_mtime
-    megabytes = totals["bytes"] / 1e6
-    return totals | {
-        "workers": workers,
-        "seconds": seconds,
-        "tokenizer_seconds": tokenizer_done - started,
-        "packing_seconds": (out / DESCRIPTION_FILE).stat().st_mtime - tokenizer_done,
-        "cpu_seconds": cpu_seconds,
-        "mb_per_second": megabytes / seconds,
-        "mb_per_second_per_process": megabytes / seconds / workers,
-        "mb_per_cpu_second": megabytes / cpu_seconds,
-        "peak_pss_bytes": pss,
-        "sum_of_peaks_bytes": sum_of_peaks,
-    }
+    return Preparation(
+        **{key: sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")},
+        seconds=seconds,
+        tokenizer_seconds=tokenizer_done - started,
+        packing_seconds=(out / DESCRIPTION_FILE).stat().st_mtime - tokenizer_done,
+        cpu_seconds=children_seconds() - cpu_before,
+        peak_pss=peak_pss,
+        sum_of_peaks=sum_of_peaks,
+    )
 
 
 def children_seconds() -> float:
@@ -71,17 +78,13 @@ def children_seconds() -> float:
 
 
 def watch_memory(process: subprocess.Popen) -> tuple[int | None, int | None]:
-    """Wait for a process; (largest sum of Pss that was seen, sum of all processes' VmHWM), bytes.
-
-    The truth lies between: a peak may fall between two looks, while peaks of single processes need
-    not coincide, and count shared pages once for each.
-    """
+    """Wait for a process to end; (largest sum of Pss that was seen, sum of all VmHWM), bytes."""
     pss, peaks = 0, {}
     try:
         while process.poll() is None:
             memory = tree_memory(process.pid)
-            pss = max(pss, sum(pair[0] for pair in memory.values()))
-            peaks |= {pid: pair[1] for pid, pair in memory.items()}
+            pss = max(pss, sum(now for now, _ in memory.values()))
+            peaks |= {pid: peak for pid, (_, peak) in memory.items()}
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SAMPLE_SECONDS)
     finally:

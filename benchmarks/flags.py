@@ -1,36 +1,32 @@
-"""Checks of flags that several benchmarks share: a mistake is said before anything is measured."""
+"""Types of flags, for argparse: what cannot work is said before anything is measured."""
 
 import argparse
-import os
-import shlex
-from pathlib import Path
-
-from common.errors import UsageError
+from collections.abc import Callable, Iterable
 
 
-def output_file(text: str) -> Path:
-    """For argparse: the path of a file that can be written.
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number from `least` on."""
 
-    Raises:
-        ArgumentTypeError: it cannot.
-    """
-    path = Path(text)
-    place = path if path.exists() else path.absolute().parent
-    if path.is_dir() or not os.access(place, os.W_OK):
-        raise argparse.ArgumentTypeError(f"no file can be written at {text!r}")
-    return path
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"whole numbers from {least} on, not {text!r}")
+        return int(text)
+
+    return parse
 
 
-def training_flags(text: str) -> list[str]:
-    """The words of a string of the training script's flags, split as a shell does.
+def numbers(least: int) -> Callable[[str], list[int]]:
+    """Such numbers with commas between them; what is named twice is measured once."""
+    return lambda text: list(dict.fromkeys(map(at_least(least), text.split(","))))
 
-    Raises:
-        UsageError: a quote that is not closed, or a question for help.
-    """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{text!r}: {error}") from error
-    if {"-h", "--help"} & set(words):
-        raise UsageError("python train_pretrain_accelerate.py --help lists what can stand here")
-    return words
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Some of the known names, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if wrong := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return parse

@@ -9,49 +9,35 @@ import time
 
 import torch
 
-from benchmarks.peers import use_all_cores
-from benchmarks.work import Work
+from training.engine.cpu_settings import use_all_cores
 
 REPEATS = 5
 # (m, k, n) of an (m, k) by (k, n) product. The second is a feed-forward layer of the 26m model, the
 # third its output layer.
-SHAPES = (
-    (2048, 2048, 2048),
-    (4096, 512, 1408),
-    (4096, 512, 6400),
-    (4096, 4096, 4096),
-)
-GPU_SHAPES = ((8192, 8192, 8192), (16384, 8192, 1280))
-TEST_SHAPES = ((256, 256, 256), (128, 512, 128))
-SMALL_DIM = 128  # models narrower than this are for tests
-
-
-def shapes_for(work: Work, device: torch.device) -> tuple[tuple[int, int, int], ...]:
-    if work.dim < SMALL_DIM:
-        return TEST_SHAPES
-    return SHAPES + (GPU_SHAPES if device.type == "cuda" else ())
+SHAPES = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
+GPU_SHAPES = (*SHAPES, (8192, 8192, 8192), (16384, 8192, 1280))
 
 
 class MatrixProducts:
-    """A worker's task besides training: `peak` measures FLOP/s in the work's precision."""
+    """Products in one precision, to be measured again and again."""
 
-    def __init__(self, work: Work):
+    def __init__(self, dtype: torch.dtype):
         use_all_cores()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        on_gpu = self.device.type == "cuda"
         # A GPU is asked for several products at once, to hide the time it takes to ask.
-        self._at_once = 10 if self.device.type == "cuda" else 1
-        dtype = getattr(torch, work.dtype)
+        self._at_once = 10 if on_gpu else 1
         self._operands = {}
-        for m, k, n in shapes_for(work, self.device):
+        for m, k, n in GPU_SHAPES if on_gpu else SHAPES:
             a = torch.randn(m, k, device=self.device).to(dtype)
             b = torch.randn(k, n, device=self.device).to(dtype)
             # Written into the same memory every time, so that no page faults are measured.
             self._operands[m, k, n] = a, b, torch.empty(m, n, device=self.device, dtype=dtype)
 
-    def peak(self) -> dict:
-        """{"flops": FLOP/s of the best size, "shape": that size as text}."""
+    def peak(self) -> tuple[float, str]:
+        """FLOP/s of the fastest size, and that size as text."""
         flops, shape = max((self._measure(shape), shape) for shape in self._operands)
-        return {"flops": flops, "shape": " × ".join(map(str, shape))}
+        return flops, " × ".join(map(str, shape))
 
     def _measure(self, shape: tuple[int, int, int]) -> float:
         """Median FLOP/s; a product of (m, k) and (k, n) takes 2·m·k·n."""

@@ -7,7 +7,6 @@ their loops, which are left out: they would only make the peers slower.
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
-from training.engine.cpu_settings import keep_freed_memory
+from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import ADAM_EPS
 from training.optimizer import parameter_groups
 
@@ -106,24 +105,24 @@ class PeerStep:
     """One optimizer step of a peer's model.
 
     Args:
+        peer: a key of PEERS.
         work: what to do.
-        options: "peer" (a key of PEERS), "compiled" (bool), "allocator" ("default", as its users
-            run it, or "ours", told to keep freed memory like the training script).
+        our_allocator: whether it is told to keep freed memory like the training script.
 
     Raises:
         RuntimeError: our allocator settings are asked for and the C library has none.
     """
 
-    def __init__(self, work: Work, options: dict):
+    engine = "single process"
+
+    def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool = False):
         use_all_cores()
-        if options["allocator"] == "ours" and not keep_freed_memory():
+        if our_allocator and not keep_freed_memory():
             raise RuntimeError("these allocator settings are glibc's, and this is another library")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._peer, self._work = PEERS[options["peer"]], work
+        self._peer, self._work = PEERS[peer], work
         torch.manual_seed(work.seed)
         model = self._peer.build(work).to(self.device).train()
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.description = "single process"
         self._weights = list(model.parameters())
         # Same groups, betas and decay as ours; fused is the fastest that PyTorch has.
         self._optimizer = torch.optim.AdamW(
@@ -133,7 +132,7 @@ class PeerStep:
             eps=ADAM_EPS,
             fused=True,
         )
-        self._model = torch.compile(model) if options["compiled"] else model
+        self._model = torch.compile(model) if compiled else model
         self._batches = itertools.cycle(work.batches(0, self.device))
 
     def step(self) -> None:
@@ -150,16 +149,7 @@ class PeerStep:
         """Of the last micro-batch; waits for the device."""
         return float(self._loss)
 
-    def wait(self) -> None:
-        """Peers have one process."""
-
     def _precision(self):
         if self._work.dtype == "float32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, getattr(torch, self._work.dtype))
-
-
-def use_all_cores() -> None:
-    """The threads that our engine takes, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))

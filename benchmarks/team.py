@@ -1,17 +1,17 @@
 """The worker processes of one contender, seen from the parent."""
 
-import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-LIMIT_SECONDS = 3600  # for one command: compiling a large model takes minutes, a hang takes forever
+from benchmarks import REPOSITORY
+
 LOG_LINES = 15
 
 
@@ -21,6 +21,26 @@ class TeamError(Exception):
     def __init__(self, reason: str, log: str = ""):
         super().__init__(reason)
         self.log = log
+
+
+@dataclass
+class Rank:
+    process: subprocess.Popen
+    connection: Connection  # see benchmarks.worker
+    log: Path
+
+    def answer(self) -> dict:
+        """Raises TeamError: an error instead of an answer, or the end of the process."""
+        try:
+            answer = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            code = self.process.wait()
+            killed = ", killed as when memory runs out" if code == -signal.SIGKILL else ""
+            answer = {"error": f"its process ended with exit code {code}{killed}"}
+        if "error" in answer:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            raise TeamError(answer["error"], "\n".join(lines[-LOG_LINES:]))
+        return answer
 
 
 class Team:
@@ -36,124 +56,59 @@ class Team:
 
     def __init__(self, environments: list[dict[str, str]], folder: Path):
         self.started = time.monotonic()
-        self._processes: list[subprocess.Popen] = []
-        self._answers: list[int] = []  # file descriptors
-        self._logs: list[Path] = []
-        self._unread: list[bytes] = []
+        self._ranks: list[Rank] = []
         try:
-            for rank, environment in enumerate(environments):
-                self._start(environment, folder / f"rank{rank}.log")
+            for number, environment in enumerate(environments):
+                self._start(environment, folder / f"rank{number}.log")
         except BaseException:
             self.close()
             raise
 
-    def ask(self, command: dict, limit: float = LIMIT_SECONDS) -> list[dict]:
-        """Give all ranks the command; returns their answers by rank.
+    def _start(self, environment: dict[str, str], log: Path) -> None:
+        ours, theirs = Pipe()
+        with open(log, "wb") as output, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker", str(theirs.fileno())],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._ranks.append(Rank(process, ours, log))
+
+    def ask(self, question) -> list[dict]:
+        """Send all ranks the same; returns their answers by rank.
 
         Raises:
-            TeamError: an error in one of them, its death, or no answer in `limit` seconds. All
-                processes have then been ended.
+            TeamError: an error in one of them, or its end. All processes have then been ended.
         """
-        line = json.dumps(command).encode() + b"\n"
+        ranks = {rank.connection: rank for rank in self._ranks}
+        answers = {}
         try:
-            for rank, process in enumerate(self._processes):
-                try:
-                    process.stdin.write(line)
-                    process.stdin.flush()
-                except BrokenPipeError:
-                    self._fail(rank)
-            return self._collect(time.monotonic() + limit)
+            for connection in ranks:
+                with suppress(BrokenPipeError):  # the end of its process comes out below
+                    connection.send(question)
+            while unanswered := ranks.keys() - answers.keys():
+                for connection in wait(unanswered):
+                    answers[connection] = ranks[connection].answer()
         except TeamError:
             self.close()
             raise
+        return [answers[connection] for connection in ranks]
 
     def close(self) -> None:
         """End all processes that are still there, and the helpers that share their groups.
 
         A process that has ended but was not waited for keeps its number, so no stranger is hit.
         """
-        for process in self._processes:
-            if process.poll() is None:
+        for rank in self._ranks:
+            if rank.process.poll() is None:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-            with suppress(OSError):
-                process.stdin.close()
-        for fd in self._answers:
-            os.close(fd)
-        self._processes, self._answers = [], []
-
-    def _start(self, environment: dict[str, str], log: Path) -> None:
-        reading, writing = os.pipe()
-        self._answers.append(reading)
-        self._logs.append(log)
-        self._unread.append(b"")
-        try:
-            with open(log, "wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.worker", str(writing)],
-                    cwd=REPOSITORY,
-                    env=environment,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[writing],
-                    start_new_session=True,
-                )
-        finally:
-            os.close(writing)
-        self._processes.append(process)
-
-    def _collect(self, deadline: float) -> list[dict]:
-        answers: dict[int, dict] = {}
-        with selectors.DefaultSelector() as selector:
-            for rank, fd in enumerate(self._answers):
-                selector.register(fd, selectors.EVENT_READ, rank)
-            while len(answers) < len(self._processes):
-                # Not for long: a process may die while a child of its keeps the pipe open.
-                for key, _ in selector.select(timeout=1.0):
-                    if answer := self._read(key.data):
-                        answers[key.data] = answer
-                        selector.unregister(key.fd)
-                for rank, process in enumerate(self._processes):
-                    if rank not in answers and process.poll() is not None:
-                        answers[rank] = self._read(rank) or self._fail(rank)
-                if time.monotonic() > deadline:
-                    rank = min(set(range(len(self._processes))) - set(answers))
-                    raise TeamError("no answer in time", self._end_of_log(rank))
-        return [answers[rank] for rank in sorted(answers)]
-
-    def _read(self, rank: int) -> dict | None:
-        """The answer of a rank, None while it is not complete."""
-        while b"\n" not in self._unread[rank]:
-            os.set_blocking(self._answers[rank], False)
-            try:
-                data = os.read(self._answers[rank], 2**16)
-            except BlockingIOError:
-                return None
-            if not data:
-                self._fail(rank)
-            self._unread[rank] += data
-        line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise TeamError(answer["error"], self._end_of_log(rank))
-        return answer
-
-    def _fail(self, rank: int):
-        """Raise what is known about the death of a rank."""
-        try:
-            code = self._processes[rank].wait(5)
-        except subprocess.TimeoutExpired:
-            code = None
-        reason = f"its process ended with exit code {code}"
-        if code == -signal.SIGKILL:
-            reason = "its process was killed, as happens when memory runs out"
-        elif code is not None and code < 0:
-            reason = f"its process ended by {signal.Signals(-code).name}"
-        raise TeamError(reason, self._end_of_log(rank))
-
-    def _end_of_log(self, rank: int) -> str:
-        text = self._logs[rank].read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-LOG_LINES:])
+                    os.killpg(rank.process.pid, signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.wait()
+            rank.connection.close()
+        self._ranks = []

@@ -9,14 +9,13 @@ from torch import Tensor
 from model import LMConfig, Transformer
 
 VOCAB_SIZE = 6400
-DTYPES = ("bfloat16", "float32")
 # AdamW and clipping, as the training script has them by default.
 LEARNING_RATE, BETAS, WEIGHT_DECAY, GRAD_CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """One training step on one process; sent to the workers as JSON.
+    """One training step on one process.
 
     All models are Llama-like with tied embeddings, grouped-query attention and SwiGLU of the
     hidden_dim that `LMConfig` computes.
@@ -29,7 +28,7 @@ class Work:
     n_heads: int = 8
     n_kv_heads: int = 2
     accumulation_steps: int = 1  # micro-batches per optimizer step
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # or float32
     seed: int = 42
 
     @cached_property

@@ -1,133 +1,98 @@
-"""One process of one contender: does what it is told, one JSON command per line of stdin.
+"""One process of one contender: builds it, then takes as many steps as it is told.
 
-    python -m benchmarks.worker ANSWER_FD
+    python -m benchmarks.worker FD
 
 Allocator settings, compiled code and peak memory belong to a process, so each contender has its
-own. Between commands it waits for the next line and uses no CPU. Answers, one JSON object per
-command, go to the file descriptor ANSWER_FD: what libraries print must not come between them.
-
-    {"command": "build", "kind": "ours" | "peer" | "matmul", "work": {...}, "options": {...}}
-        makes model and optimizer, does the first step; answers what was built
-    {"command": "steps", "number": N}  does N steps; answers the seconds of each and the loss
-    {"command": "peak"}                FLOP/s of matrix products (kind "matmul")
-    {"command": "memory"}              peak bytes of this process, bytes that are still free
-    {"command": "quit"}                ends; so does the end of stdin
-
-A command that fails answers {"error": one line}, leaves the traceback on stderr and ends the
-process.
+own. FD is an end of a pipe between two of Python's `Connection`s. In comes (Contender, Work),
+answered after the first step, and then numbers of steps to take, each answered with what
+`take_steps` measured; in between no CPU is used. An error is answered by {"error": one line} and
+ends the process, with the traceback on stderr; so does the other end of the pipe, when it closes.
 """
 
-import json
 import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, TextIO
+from multiprocessing.connection import Connection
 
 import torch
 
-from benchmarks.matmul import MatrixProducts, synchronize
+from benchmarks.contenders import Contender
+from benchmarks.matmul import synchronize
 from benchmarks.work import VOCAB_SIZE, Work
-from training.engine.device import device_name
-from training.engine.memory import free_memory
 from training.log import peak_memory_bytes
 
 LOSS_TOLERANCE = 0.5  # nats around ln(VOCAB_SIZE), where an untrained model starts
 
 
-class Server:
-    """Carries out commands; see the module's docstring."""
+def serve(connection: Connection) -> int:
+    """Answer whatever comes; returns the exit code."""
+    try:
+        contender, work = connection.recv()
+        task = build(contender, work)
+        connection.send(take_first_step(task, contender))
+        while True:
+            connection.send(take_steps(task, connection.recv()))
+    except EOFError:
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        connection.send({"error": one_line(error)})
+        return 1
 
-    def __init__(self):
-        self.task: Any = None  # OurStep, PeerStep or MatrixProducts
 
-    def answer(self, message: dict) -> dict:
-        message = dict(message)
-        return getattr(self, "do_" + message.pop("command"))(**message)
+def build(contender: Contender, work: Work):
+    """An OurStep or a PeerStep. Their imports take seconds; a contender makes its own only."""
+    if contender.is_ours:
+        from benchmarks.ours import OurStep
 
-    def do_build(self, kind: str, work: dict, options: dict) -> dict:
-        work = Work(**work)
-        if kind == "matmul":
-            self.task = MatrixProducts(work)
-            return self._describe()
-        if kind == "ours":
-            from benchmarks.ours import OurStep
+        return OurStep(work, contender.compiled)
+    from benchmarks.peers import PeerStep
 
-            self.task = OurStep(work, options)
-        else:
-            from benchmarks.peers import PeerStep
+    return PeerStep(contender.family, work, contender.compiled, contender.our_allocator)
 
-            self.task = PeerStep(work, options)
-        expected = work.counts[0]
-        if self.task.parameters != expected:
-            raise ValueError(f"{self.task.parameters:,} parameters instead of {expected:,}")
-        first = self.do_steps(1)
-        if abs(first["loss"] - math.log(VOCAB_SIZE)) > LOSS_TOLERANCE:
-            raise ValueError(f"the loss starts at {first['loss']:.3f}, not near ln({VOCAB_SIZE})")
-        if options["compiled"] and not compiled_graphs():
-            raise RuntimeError("asked for compiled, but nothing was compiled")
-        about = {"parameters": expected, "loss": first["loss"], "engine": self.task.description}
-        return self._describe() | about | {"compiled_graphs": compiled_graphs()}
 
-    def do_steps(self, number: int) -> dict:
-        """On a GPU, which works on while Python goes ahead, each step counts as the mean of all."""
-        task, on_gpu = self.task, self.task.device.type == "cuda"
-        task.wait()
-        synchronize(task.device)
-        clock = [time.perf_counter()]
-        for _ in range(number):
-            task.step()
-            clock.append(time.perf_counter())
-        synchronize(task.device)
-        seconds = [after - before for before, after in pairwise(clock)]
-        if on_gpu:
-            seconds = [(time.perf_counter() - clock[0]) / number] * number
-        return {"seconds": seconds, "loss": task.loss()}
+def take_first_step(task, contender: Contender) -> dict:
+    """What `take_steps` says of it, and the engine's name.
 
-    def do_peak(self) -> dict:
-        return self.task.peak()
-
-    def do_memory(self) -> dict:
-        device = self.task.device
-        return {"peak": peak_memory_bytes(device), "free": free_memory(device)}
-
-    def _describe(self) -> dict:
-        device = self.task.device
-        return {
-            "device": device.type,
-            "device_name": device_name(device),
-            "threads": torch.get_num_threads(),
-        }
+    Raises:
+        ValueError, RuntimeError: this is not the work that was asked for.
+    """
+    first = take_steps(task, 1)
+    if abs(first["loss"] - math.log(VOCAB_SIZE)) > LOSS_TOLERANCE:
+        raise ValueError(f"the loss starts at {first['loss']:.3f}, not near ln({VOCAB_SIZE})")
+    if contender.compiled and not compiled_graphs():
+        raise RuntimeError("asked for compiled, but nothing was compiled")
+    return first | {"engine": task.engine}
 
 
 def compiled_graphs() -> int:
     """How many graphs torch.compile has made in this process."""
-    if "torch._dynamo" not in sys.modules:  # importing it would take an eager contender a second
-        return 0
-    from torch._dynamo.utils import counters
+    from torch._dynamo.utils import counters  # would take an eager contender a second
 
     return counters["stats"]["unique_graphs"]
 
 
-def serve(commands: Iterable[str], answers: TextIO) -> int:
-    """Answer every line until "quit" or the end; returns the exit code."""
-    server = Server()
-    for line in commands:
-        message = json.loads(line)
-        if message["command"] == "quit":
-            break
-        try:
-            answer = server.answer(message)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": one_line(error)}
-        print(json.dumps(answer), file=answers, flush=True)
-        if "error" in answer:
-            return 1
-    return 0
+def take_steps(task, number: int) -> dict:
+    """Seconds of each step, the last loss, the process's peak memory in bytes.
+
+    On a GPU, which works on while Python goes ahead, each step counts as the mean of all.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        torch.distributed.barrier()  # all clocks start together
+    synchronize(task.device)
+    clock = [time.perf_counter()]
+    for _ in range(number):
+        task.step()
+        clock.append(time.perf_counter())
+    synchronize(task.device)
+    seconds = [after - before for before, after in pairwise(clock)]
+    if task.device.type == "cuda":
+        seconds = [(time.perf_counter() - clock[0]) / number] * number
+    peak = peak_memory_bytes(task.device)
+    return {"seconds": seconds, "loss": task.loss(), "peak_bytes": peak}
 
 
 def one_line(error: Exception) -> str:
@@ -139,8 +104,7 @@ def one_line(error: Exception) -> str:
 def main() -> None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)  # so that its end is seen when this process ends
-    with os.fdopen(fd, "w") as answers:
-        code = serve(sys.stdin, answers)
+    code = serve(Connection(fd))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # without the shutdown of process groups, which waits for other ranks

@@ -30,7 +30,9 @@ class PackedDataset(Dataset):
     all_targets_count = True  # none is IGNORE_INDEX
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
-        self.folder, self.split, self.seq_len = Path(folder), split, seq_len
+        self.folder = Path(folder)
+        self.split = split
+        self.seq_len = seq_len
         self.description = read_description(folder)
         part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
@@ -104,7 +106,9 @@ class PackedDataset(Dataset):
             offset = start - self._starts[shard]
             piece = self._shards()[shard][offset : offset + length]
             pieces.append(piece)
-            start, length, shard = start + len(piece), length - len(piece), shard + 1
+            start = start + len(piece)
+            length = length - len(piece)
+            shard = shard + 1
         return np.concatenate(pieces)
 
     def _shards(self) -> list[np.memmap]:

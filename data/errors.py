@@ -1,5 +1,7 @@
 """The one exception of this package: something about the user's data is wrong."""
 
+from common.errors import UsageError
 
-class DataError(ValueError):
+
+class DataError(UsageError):
     """Says which file (and line or byte), what is wrong with it, and what to do, in one line."""

@@ -6,6 +6,7 @@ same samples after a stop, or on another number of processes.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,32 +56,21 @@ def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 BLOCK = 64  # micro-batches whose order is computed at once
 
 
+@dataclass
 class MicroBatchSampler:
     """Endless stream of one process's micro-batches, each a list of sample indices.
 
     Epochs follow each other without a seam: a global batch that reaches past the end of one is
     filled from the start of the next, so no batch is ever smaller than the others, and none is
     lost.
-
-    Args:
-        n_samples: samples in the data set.
-        batch_size: samples in a micro-batch of one process.
-        rank, world_size: this process's number and how many there are.
-        seed: of the shuffles.
-        start: samples consumed before, by all processes together.
     """
 
-    def __init__(
-        self,
-        n_samples: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        start: int = 0,
-    ):
-        self.n_samples, self.batch_size, self.seed, self.start = n_samples, batch_size, seed, start
-        self.rank, self.world_size = rank, world_size
+    n_samples: int  # in the data set
+    batch_size: int  # samples in a micro-batch of one process
+    rank: int = 0  # of this process
+    world_size: int = 1
+    seed: int = 0  # of the shuffles
+    start: int = 0  # samples consumed before, by all processes together
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size

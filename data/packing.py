@@ -204,7 +204,8 @@ def _write_splits(
     dtype = token_dtype(tokenizer.vocab_size)
     train = ShardWriter(folder, "train", dtype, SHARD_TOKENS)
     val = ShardWriter(folder, "val", dtype, SHARD_TOKENS)
-    bad_documents, first_bad = 0, None
+    bad_documents = 0
+    first_bad = None
     least, greatest = 2.0, -1.0
     for encoded in _encode(files, tokenizer.path, pool, options.workers):
         if encoded.bad and not options.skip_bad_lines:
@@ -291,7 +292,9 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def _encode_batch(path: str, batch: list[Record]) -> Encoded:
-    tokenizer, texts, bad = _tokenizer(path), [], []
+    tokenizer = _tokenizer(path)
+    texts = []
+    bad = []
     for record in batch:
         try:
             text = parse(record)

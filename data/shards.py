@@ -23,7 +23,10 @@ class ShardWriter:
     """Appends documents to the shards of one split; a file ends after shard_tokens tokens."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.folder = folder
+        self.split = split
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
         self.documents = self.bytes = self.tokens = 0
         self.shards: list[dict] = []
         self._file = None

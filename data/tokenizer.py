@@ -99,9 +99,11 @@ def train_tokenizer(
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
-    size, model = vocab_size, _train(texts, vocab_size)
+    size = vocab_size
+    model = _train(texts, vocab_size)
     while isinstance(model, int) and model >= LEAST_VOCABULARY:
-        size, model = model, _train(texts, model)  # fewer characters get pieces: it may be too many
+        size = model
+        model = _train(texts, model)  # fewer characters get pieces: it may be too many
     if isinstance(model, int):
         raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:

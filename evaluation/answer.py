@@ -1,15 +1,10 @@
 """What scripts.evaluate says: a block for people, a JSON file for programs."""
 
-import argparse
 import json
-from importlib.metadata import version
 from pathlib import Path
 
 from common.numbers import counted
 from evaluation.intervals import LEAST_UNITS, Estimate
-from evaluation.scoring import Scorer
-from runs.weights import Trained
-from training.engine.device import device_name
 
 NAMES = {  # of metrics: for people, with the format of their numbers
     "loss": ("loss", ".4f", "nats per token"),
@@ -20,26 +15,6 @@ NAMES = {  # of metrics: for people, with the format of their numbers
     "acc_norm": ("acc_norm", ".2%", "by log-likelihood per byte of it"),
     "chance": ("chance", ".2%", "what guessing gives"),
 }
-
-
-def describe(args: argparse.Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """What was scored with what, for the reader of the numbers a month later."""
-    return {
-        "model": str(trained.folder),
-        "parameters": trained.model.num_parameters(),
-        "max_seq_len": trained.model.config.max_seq_len,
-        "data": str(args.data),
-        "task": args.task,
-        "split": args.split,
-        "stride": args.stride,
-        "delimiter": args.delimiter,
-        "limit": args.limit,
-        "batch_size": args.batch_size,
-        "dtype": str(scorer.dtype).removeprefix("torch."),
-        "device": device_name(scorer.accelerator.device),
-        "processes": scorer.accelerator.num_processes,
-        "packages": {name: version(name) for name in ("torch", "accelerate", "sentencepiece")},
-    }
 
 
 def report(result: dict) -> str:

@@ -97,3 +97,9 @@ def metrics(sums: UnitSums) -> dict[str, Estimate]:
         "bits_per_byte": sums.ratio(NLL, BYTES).map(lambda x: x / math.log(2)),
         "accuracy": sums.ratio(HITS, TOKENS).map(lambda x: min(x, 1.0)),
     }
+
+
+def summary(sums: UnitSums) -> dict:
+    """How much was scored, and the metrics."""
+    totals = {"tokens": int(sums.totals[TOKENS]), "bytes": round(sums.totals[BYTES])}
+    return {"units": sums.n, "unit": "documents", **totals, "metrics": metrics(sums)}

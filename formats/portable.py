@@ -27,9 +27,23 @@ def save_portable(folder: str | Path, config: LMConfig, weights: dict[str, Tenso
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
-    (folder / CONFIG_FILE).write_text(
-        json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8"
-    )
+    write_json(folder / CONFIG_FILE, config.to_dict())
+
+
+def write_json(path: Path, values: dict) -> None:
+    """Indented, for people to read as well."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict:
+    """Raises ConfigError: unreadable, or no JSON object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not readable ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return values
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

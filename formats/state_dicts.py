@@ -5,7 +5,6 @@ Nothing here can run code that a file brings along: safetensors, JSON, and torch
 weights_only.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from formats.llama import OUTER, config_from_llama, from_llama_names, from_llama_rotation
-from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights, read_json
 from model.config import ConfigError, LMConfig
 from model.transformer import Transformer
 
@@ -65,17 +64,6 @@ def read_foreign(source: Path) -> Foreign:
         f"{source} has neither {CONFIG_FILE} (Hugging Face) nor consolidated.00.pth (Meta): give "
         "such a folder, or a .pth or .safetensors file"
     )
-
-
-def read_json(path: Path) -> dict:
-    """Raises ConfigError: unreadable, or no JSON object."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return values
 
 
 def read_hf_weights(folder: Path) -> dict[str, Tensor]:
@@ -184,7 +172,7 @@ def merge_shards(parts: list[dict[str, Tensor]], folder: Path) -> dict[str, Tens
 
 
 def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Config and fp32 weights as model.portable stores them.
+    """Config and fp32 weights as formats.portable stores them.
 
     Args:
         settings: every one of SETTINGS.

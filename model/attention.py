@@ -34,7 +34,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     Returns:
         (B, T, H, head_dim).
     """
-    seq_len, group = q.shape[1], q.shape[2] // k.shape[2]
+    seq_len = q.shape[1]
+    group = q.shape[2] // k.shape[2]
     k, v = repeat_kv(k, group), repeat_kv(v, group)
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
     scores = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5

@@ -51,27 +51,18 @@ class LMConfig:
     )
 
     def __post_init__(self):
-        for name in (
-            "dim",
-            "n_layers",
-            "n_heads",
-            "n_kv_heads",
-            "vocab_size",
-            "multiple_of",
-            "max_seq_len",
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value <= 0:
-                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
-            if value > LARGEST:
-                raise ConfigError(f"{name} must be at most {LARGEST:,}, not {value}")
-        for name in ("norm_eps", "rope_theta", "dropout"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-                raise ConfigError(f"{name} must be a number, not {value!r}")
-        for name in ("tie_embeddings", "use_flash_attn"):
-            if type(getattr(self, name)) is not bool:
-                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is int:
+                if type(value) is not int or value <= 0:
+                    raise ConfigError(f"{item.name} must be a positive whole number, not {value!r}")
+                if value > LARGEST:
+                    raise ConfigError(f"{item.name} must be at most {LARGEST:,}, not {value}")
+            elif item.type is float:
+                if type(value) not in (int, float) or abs(value) > sys.float_info.max:
+                    raise ConfigError(f"{item.name} must be a number, not {value!r}")
+            elif item.type is bool and type(value) is not bool:
+                raise ConfigError(f"{item.name} must be true or false, not {value!r}")
         if self.dim % self.n_heads:
             raise ConfigError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:

@@ -53,7 +53,8 @@ def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
 
 def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[int, int, Tensor]]:
     """(start, end, weights) of each block: positions, and a view (Z, rows of the block, end)."""
-    group, used = rows.shape[1] // seq_len, 0
+    group = rows.shape[1] // seq_len
+    used = 0
     for start, end in _blocks(seq_len, group):
         shape = (rows.shape[0], (end - start) * group, end)
         n = math.prod(shape)
@@ -62,7 +63,8 @@ def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[int, int, 
 
 
 def _weights_like(rows: Tensor, k: Tensor) -> Tensor:
-    seq_len, group = k.shape[1], rows.shape[1] // k.shape[1]
+    seq_len = k.shape[1]
+    group = rows.shape[1] // k.shape[1]
     n = sum((end - start) * group * end for start, end in _blocks(seq_len, group))
     return rows.new_empty(rows.shape[0] * n)
 
@@ -71,8 +73,10 @@ def _weights_like(rows: Tensor, k: Tensor) -> Tensor:
 def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """rows (Z, T · group, D), already scaled, k and v (Z, T, D) → output like rows, and the
     attention weights of all blocks, which backward needs, as one flat tensor."""
-    seq_len, group = k.shape[1], rows.shape[1] // k.shape[1]
-    out, flat = torch.empty_like(rows), _weights_like(rows, k)
+    seq_len = k.shape[1]
+    group = rows.shape[1] // k.shape[1]
+    out = torch.empty_like(rows)
+    flat = _weights_like(rows, k)
     size = min(seq_len, _blocks(seq_len, group)[0][1])
     future = torch.full((size, size), float("-inf"), dtype=rows.dtype, device=rows.device).triu(1)
     future = future.repeat_interleave(group, dim=0)  # (size · group, size)
@@ -90,7 +94,8 @@ def _attend_backward(
     grad: Tensor, rows: Tensor, k: Tensor, v: Tensor, flat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, k and v from that of the output, (Z, T · group, D)."""
-    seq_len, group = k.shape[1], rows.shape[1] // k.shape[1]
+    seq_len = k.shape[1]
+    group = rows.shape[1] // k.shape[1]
     grad_rows = torch.empty_like(rows)
     wide = torch.promote_types(rows.dtype, torch.float32)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))

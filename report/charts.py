@@ -146,12 +146,14 @@ def _line(curve: Curve, extent: Extent, axis: Axis) -> str:
 
 def _bars(curves: list[Curve], extent: Extent, axis: Axis) -> str:
     width = max(round(0.7 * SIZE * _gap(curves[0].points) / extent.step), 2)
-    below, drawn = [0.0] * len(curves[0].points), []
+    below = [0.0] * len(curves[0].points)
+    drawn = []
     for curve in curves:
         path = []
         for i, (step, value) in enumerate(curve.points):
             top = below[i] + (value or 0.0)
-            foot, height = _y(below[i], axis), _y(below[i], axis) - _y(top, axis)
+            foot = _y(below[i], axis)
+            height = _y(below[i], axis) - _y(top, axis)
             path.append(f"M{_x(step, extent) - width // 2} {foot}h{width}v-{height}h-{width}z")
             below[i] = top
         drawn.append(f'<path class="bars" style="{curve.style}" d="{"".join(path)}"/>')
@@ -195,7 +197,8 @@ def _summary(chart: Chart) -> str:
     ends = []
     for curve in chart.curves:
         known = [(step, value) for step, value in curve.points if value is not None]
-        (first, before), (last, after) = known[0], known[-1]
+        (first, before) = known[0]
+        (last, after) = known[-1]
         ends.append(
             f"{curve.label} from {show(before)} at step {first:,} to {show(after)} at step {last:,}"
         )

@@ -26,6 +26,12 @@ class History:
         return max(rows[-1]["step"] for rows in (self.train, self.validation, self.profile) if rows)
 
     @property
+    def phases(self) -> list[str]:
+        """Of a profiled step, in their order."""
+        names = [key for row in self.profile[:1] for key in row if key.endswith("_seconds")]
+        return [name.removesuffix("_seconds") for name in names if name != "step_seconds"]
+
+    @property
     def tokens_per_step(self) -> float | None:
         """Of all processes together; None if no row tells. It is the same throughout a run."""
         for row in self.train:

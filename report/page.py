@@ -17,7 +17,6 @@ from report.axes import show, thin
 from report.charts import Chart, Curve, draw
 from report.history import History, number, read_history, series
 from runs.folder import RunFolder
-from training.profiler import PHASES
 
 TEMPLATE = Path(__file__).with_name("template.html")
 POINTS = 3000  # of all curves in a chart, at most 1000 of one: the page stays below a megabyte
@@ -106,7 +105,7 @@ def charts(names: list[str], runs: list[History]) -> list[Chart]:
         drawn[:2] = [replace(drawn[0], title="Loss", curves=training + validation)]
     for name, run in zip(names, runs, strict=True):
         phases = []
-        for color, phase in enumerate(PHASES):
+        for color, phase in enumerate(run.phases):
             points = [(row["step"], number(row.get(f"{phase}_seconds"))) for row in run.profile]
             phases.append(Curve(phase, points, color, run.tokens_per_step))
         title = "Time of profiled steps" if len(runs) == 1 else f"Profiled steps of {name}"
@@ -168,7 +167,8 @@ def _median(run: History, key: str, form: str) -> str | None:
 
 def _duration(run: History) -> str | None:
     """Of the steps themselves: without validation, checkpoints and the start."""
-    seconds, before = 0.0, 0
+    seconds = 0.0
+    before = 0
     for row in run.train:
         seconds += (number(row.get("step_seconds")) or 0.0) * (row["step"] - before)
         before = row["step"]
@@ -210,7 +210,8 @@ def _samples(name: str, run: History, single: bool) -> str:
         (f"step {row['step']:,}", str(row.get("prompt", "")), str(row["text"]))
         for row in run.samples
     ]
-    heading, shown = "", [*thin(samples, SAMPLES)]
+    heading = ""
+    shown = [*thin(samples, SAMPLES)]
     if run.folder.weights.exists() and run.folder.sample.exists():
         text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
         shown.append(("finished model", "", text))

@@ -82,7 +82,8 @@ def load_trained(name: str) -> Trained:
     """
     folder = WeightsFolder.find(name)
     trained = Trained(folder.load(), Tokenizer(folder.tokenizer), folder.path)
-    pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
+    pieces = trained.tokenizer.vocab_size
+    room = trained.model.config.vocab_size
     if pieces > room:
         raise DataError(
             f"{folder.tokenizer} has {pieces} pieces, the model in {folder.path} only {room}: "

@@ -16,9 +16,8 @@ from common.parser import OneLineParser
 from common.progress import progress_bar
 from data.corpus import BUILTIN, SECTION_BYTES, SUFFIXES, find_files
 from data.errors import DataError
-from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, describe_sources, prepare
-from data.shards import DESCRIPTION_FILE, read_description
-from data.tokenizer import TOKENIZER_FILE
+from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, prepare
+from data.prepared import find_prepared
 
 
 def default_out(data: str, flags: str = "") -> Path:
@@ -38,35 +37,22 @@ def default_out(data: str, flags: str = "") -> Path:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.prepare_data", description=__doc__)
-    parser.add_argument(
-        "--data",
-        default=BUILTIN,
-        help=f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder to write (default: out/data/ and the name of the data)"
-    )
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        help=f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE}, fewer for a short text)",
-    )
-    parser.add_argument("--tokenizer", help="a SentencePiece model to use instead of training one")
-    parser.add_argument(
-        "--val_fraction", type=float, default=0.02, help="share of documents for validation"
-    )
-    parser.add_argument(
-        "--workers", type=int, default=available_cores(), help="encoding processes, one per core"
-    )
-    parser.add_argument(
-        "--skip_bad_lines", action="store_true", help="count documents that cannot be read, go on"
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace data prepared from other text"
-    )
-    parser.add_argument(
-        "--reuse", action="store_true", help="take what is there if the text has not changed since"
-    )
+    add = parser.add_argument
+    text = f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
+    add("--data", default=BUILTIN, help=text)
+    where = "folder to write (default: out/data/ and the name of the data)"
+    add("--out", type=Path, help=where)
+    pieces = f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE}, fewer for a short text)"
+    add("--vocab_size", type=int, help=pieces)
+    add("--tokenizer", help="a SentencePiece model to use instead of training one")
+    add("--val_fraction", type=float, default=0.02, help="share of documents for validation")
+    per_core = "encoding processes, one per core"
+    add("--workers", type=int, default=available_cores(), help=per_core)
+    skip = "count documents that cannot be read, go on"
+    add("--skip_bad_lines", action="store_true", help=skip)
+    add("--overwrite", action="store_true", help="replace data prepared from other text")
+    same = "take what is there if the text has not changed since"
+    add("--reuse", action="store_true", help=same)
     args = parser.parse_args(argv)
     if not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
@@ -74,31 +60,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--workers must be at least 1, not {args.workers}")
     args.out = args.out or default_out(args.data)
     return args
-
-
-def prepared_from(out: Path) -> dict:
-    """From what and how the data in `out` was made; empty if there is none, or not whole."""
-    try:
-        description = read_description(out)
-        tokenizer = hashlib.sha256((out / TOKENIZER_FILE).read_bytes()).hexdigest()
-        if description["tokenizer_sha256"] != tokenizer:
-            return {}
-        source = description["prepared_from"]
-        if source["tokenizer"] is None and source["vocab_size"] is None:
-            source["chosen_vocab_size"] = description["vocab_size"]
-        return source
-    except (DataError, OSError, KeyError):
-        return {}
-
-
-def refuse_to_replace(out: Path, files: list[str]) -> None:
-    """Raises UsageError: `out` is something that must not be written over."""
-    if any(out.resolve() in Path(path).resolve().parents for path in files):
-        raise UsageError(f"--out {out} holds the text itself: choose another folder")
-    if out.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise UsageError(f"--out {out} is the working folder or above it: choose another")
-    if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
-        raise UsageError(f"--out {out} exists and is no prepared data: choose another folder")
 
 
 def report(description: dict, out: Path, seconds: float, workers: int) -> str:
@@ -140,28 +101,16 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
         files = find_files(args.data)
         options = PackingOptions(
-            args.vocab_size, args.val_fraction, args.workers, args.skip_bad_lines, args.tokenizer
+            vocab_size=args.vocab_size,
+            val_fraction=args.val_fraction,
+            workers=args.workers,
+            skip_bad_lines=args.skip_bad_lines,
+            tokenizer=args.tokenizer,
         )
-        source, stored = describe_sources(files, options), prepared_from(args.out)
-        # The size that was chosen for want of a number is as good as the same number.
-        chosen = stored.pop("chosen_vocab_size", None)
-        if chosen is not None and source["vocab_size"] == chosen:
-            stored["vocab_size"] = chosen
-        if stored == source:
-            print(f"{args.out}: already prepared from this text")
+        said = find_prepared(args.out, files, options, reuse=args.reuse, overwrite=args.overwrite)
+        if said:
+            print(f"{args.out}: {said}")
             return
-        if args.reuse and stored.get("files_sha256") == source["files_sha256"]:
-            print(f"{args.out}: prepared from this text with other settings, used as it is")
-            return
-        refuse_to_replace(args.out, files)
-        if args.reuse and stored.get("source", source["source"]) != source["source"]:
-            raise UsageError(
-                f"{args.out} was prepared from {stored['source']}, another text of that name: "
-                "rename one of them"
-            )
-        if args.out.exists() and not (args.overwrite or args.reuse):
-            what = "was prepared from other text or with other settings" if stored else "exists"
-            raise UsageError(f"{args.out} {what}: pass --overwrite to replace it, or another --out")
         total = sum(map(os.path.getsize, files))
         packed = any(path.endswith(".gz") for path in files)
         start = time.perf_counter()

@@ -12,20 +12,12 @@ from common.parser import OneLineParser
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.report", description=__doc__)
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run folder, or 'auto' for the newest in out/runs; several are laid over each other",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="file to write (default: RUN/report.html, for several runs out/report.html)",
-    )
-    parser.add_argument(
-        "--picture", type=Path, help="also draw the losses into this file, .png or .svg"
-    )
+    add = parser.add_argument
+    runs = "run folder, or 'auto' for the newest in out/runs; several are laid over each other"
+    add("runs", nargs="+", metavar="RUN", help=runs)
+    page = "file to write (default: RUN/report.html, for several runs out/report.html)"
+    add("--out", type=Path, help=page)
+    add("--picture", type=Path, help="also draw the losses into this file, .png or .svg")
     args = parser.parse_args(argv)
     if args.picture and args.picture.suffix not in (".png", ".svg"):
         parser.error(f"--picture must end in .png or .svg, not {args.picture}")
@@ -37,8 +29,8 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
         from report.page import write_report
         from report.picture import draw_losses  # these import torch, which takes seconds
+        from runs.find import find_run
         from runs.folder import RunFolder
-        from runs.weights import find_run
 
         runs = list(dict.fromkeys(find_run(name) for name in args.runs))
         out = args.out or (RunFolder(runs[0]).report if len(runs) == 1 else Path("out/report.html"))

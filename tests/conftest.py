@@ -1,15 +1,18 @@
-"""What several test files share: a small corpus, the same packed, a way to start launches."""
+"""What several test files share: a small corpus, the same packed, ways to start programs."""
 
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm_ranks import WarmProcess, helper, without_launcher
 
 from data.packing import PackingOptions, prepare
 
@@ -19,6 +22,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
+# After which a process is taken to hang. No test knows how fast a machine is.
+SAFETY_NET_SECONDS = 900
+# What a test that was skipped says → what it needs, and what gives that.
+NEEDS = {
+    r"CUDA|needs a GPU": "a CUDA GPU",
+    r"Chromium": "Chromium (apt-get install chromium)",
+    r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
+    r"only root can mount": "root, to mount a small disk",
+    r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",
+    r"import '?litgpt": "litgpt (pip install -r requirements-benchmarks.txt)",
+}
 
 
 def write_corpus(path: Path, documents: int = 300) -> Path:
@@ -42,6 +56,36 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("variant")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+    config.stash[VARIANTS] = len(left_out)
+
+
+VARIANTS = pytest.StashKey[int]()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """One line on what did not run, and what would run it."""
+    counts = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        needed = next((needed for said, needed in NEEDS.items() if re.search(said, reason)), None)
+        counts[f"that need {needed}" if needed else f"({reason})"] += tests_in(report.nodeid)
+    parts = [
+        f"{n} {'test' if n == 1 else 'tests'} {why.replace('need ', 'needs ') if n == 1 else why}"
+        for why, n in counts.most_common()
+    ]
+    if variants := config.stash.get(VARIANTS, 0):
+        parts.append(f"{variants} variants of tests that did (bash run_tests.sh --all)")
+    if parts:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(f"not run: {'; '.join(parts)}")
+
+
+def tests_in(node: str) -> int:
+    """How many tests a report is about: of one, or of a file that was not even imported."""
+    if "::" in node:
+        return 1
+    text = (REPOSITORY / node).read_text(encoding="utf-8")
+    return len(re.findall(r"^def test_", text, re.MULTILINE))
 
 
 @pytest.fixture(scope="session")
@@ -105,16 +149,14 @@ class Finished:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without a GPU and what a launcher may have left in it."""
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TORCHELASTIC"))
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        clean.pop(name, None)
-    return clean | {"CUDA_VISIBLE_DEVICES": ""}
+    return without_launcher(os.environ)
 
 
 def run(
-    command: list[str], timeout: float = 240, cwd: Path = REPOSITORY, **environ: str
+    command: list[str],
+    timeout: float = SAFETY_NET_SECONDS,
+    cwd: Path = REPOSITORY,
+    **environ: str,
 ) -> Finished:
     """Run a command in the repository, without a GPU and this process's launcher variables."""
     ended = subprocess.run(
@@ -129,6 +171,31 @@ def run(
         check=False,
     )
     return Finished(ended.returncode, ended.stdout)
+
+
+def start_warm(command: list[str], output, **environ: str) -> WarmProcess:
+    """Start a command of this Python where everything has been imported, see `warm_ranks`.
+
+    Args:
+        output: an open file, for what it prints.
+    """
+    return helper().start(command, REPOSITORY, clean_environment() | environ, output)
+
+
+def run_warm(command: list[str], **environ: str) -> Finished:
+    """`run`, where everything has been imported: what a program does, not how it is started."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        process = start_warm(command, output, **environ)
+        try:
+            code = process.wait(SAFETY_NET_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            process.abandon()
+        output.seek(0)
+        said = output.read()
+    assert code is not None, f"does not end:\n{said}"
+    return Finished(code, said)
 
 
 def processes_with(marker: str) -> list[str]:
@@ -154,12 +221,6 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def launch_command(engine: str, processes: int) -> list[str]:
     """The command line up to the script's flags. Engines: plain, ddp, zero1, zero2."""
     if engine == "plain":
@@ -171,7 +232,7 @@ def launch_command(engine: str, processes: int) -> list[str]:
         launch += ["--use_deepspeed", "--zero_stage", "1"]
     else:
         launch += ["--config_file", "accelerate_config.yaml"]
-    launch += ["--num_processes", str(processes), "--main_process_port", free_port()]
+    launch += ["--num_processes", str(processes), "--main_process_port", "0"]
     return [*launch, "train_pretrain_accelerate.py"]
 
 
@@ -179,7 +240,7 @@ def deepspeed_command(config: Path, processes: int) -> list[str]:
     """The same for DeepSpeed with another file than the repository's."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed"]
     launch += ["--deepspeed_config_file", str(config), "--num_processes", str(processes)]
-    return [*launch, "--main_process_port", free_port(), "train_pretrain_accelerate.py"]
+    return [*launch, "--main_process_port", "0", "train_pretrain_accelerate.py"]
 
 
 def deepspeed_file(path: Path, **zero_optimization) -> Path:
@@ -225,14 +286,17 @@ class Trained:
         return load_file(self.checkpoint(step) / f"{file}.safetensors")
 
 
-def train(engine: str | list[str], processes: int, data: Path, path: Path, flags: str) -> Trained:
-    """Train a TINY model into the run folder `path`; fails if the launch does.
+def train(
+    engine: str | list[str], processes: int, data: Path, path: Path, flags: str, start=run_warm
+) -> Trained:
+    """Train a TINY model into the run folder `path`; fails if the run does.
 
     Args:
         engine: plain, ddp, zero2, or a whole command line up to the script's flags.
+        start: `run` for a real launch.
     """
     command = launch_command(engine, processes) if isinstance(engine, str) else engine
     where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
-    ended = run([*command, *TINY, *where, *flags.split()])
+    ended = start([*command, *TINY, *where, *flags.split()])
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)

@@ -8,79 +8,58 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from common.errors import UsageError
+from model import ConfigError, LMConfig
 from runs.checkpoint import (
-    Checkpointer,
+    MANIFEST,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    WEIGHTS,
     damage,
-    differences,
-    load_checkpoint,
+    newest_sound,
+    prune,
     read_state,
+    saved_config,
     space_warning,
+    write_checkpoint,
 )
 from runs.folder import RunFolder
-from training.arguments import TrainingArguments
-from training.resume import choose_run, set_aside
 
-IDENTITY = {"dim": 32, "global_batch": 8}
-
-
-class FakeLog:
-    """A TrainingLog that keeps what was said."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def state(self) -> torch.Tensor:
-        return torch.tensor([1.0, 2.0, 0.0])
-
-    def load_state(self, state: torch.Tensor) -> None:
-        self.loaded = state.tolist()
+CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)
+IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "muon"}
 
 
-class FakeState:
-    """A TrainingState of two numbers."""
+def tensors_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    moments = {"w.exp_avg": torch.zeros(64), "w.exp_avg_sq": torch.ones(64)}
+    random_state = {"0.cpu": torch.get_rng_state(), "0.log": torch.zeros(3)}
+    return {
+        WEIGHTS: {"w": torch.full((64,), float(step))},
+        OPTIMIZER: moments,
+        RANDOM: random_state,
+    }
 
-    def __init__(self, value: float = 1.0):
-        self.accelerator = SimpleNamespace(
-            is_main_process=True, num_processes=1, process_index=0, device=torch.device("cpu")
-        )
-        self.value = value
 
-    def weights(self):
-        return {"w": torch.full((64,), self.value)}
+def state_of(step: int, **changes) -> dict:
+    state = {"step": step, "val_loss": None, "model": CONFIG.to_dict(), "identity": IDENTITY}
+    return state | {"processes": 1, "optimizer_step": step, "loss_scale": None} | changes
 
-    def averages(self):
-        return {"w.exp_avg": torch.zeros(64), "w.exp_avg_sq": torch.ones(64)}
 
-    def scalars(self):
-        return {"optimizer_step": 3, "loss_scale": None}
+def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> None:
+    for step in steps:
+        val_loss = (val_losses or {}).get(step)
+        write_checkpoint(run, tensors_of(step), state_of(step, val_loss=val_loss))
+        prune(run, keep_last)
 
-    def load(self, weights, averages, scalars, source):
-        self.value, self.step = weights["w"][0].item(), scalars["optimizer_step"]
+
+def steps_of(run: RunFolder) -> list[int]:
+    return [int(path.name[5:]) for path in run.all_checkpoints()]
 
 
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "run")
-
-
-def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> FakeLog:
-    log = FakeLog()
-    for step in steps:
-        state = FakeState(float(step))
-        checkpointer = Checkpointer(run, state, keep_last, IDENTITY, log)
-        checkpointer.save(step, (val_losses or {}).get(step))
-        checkpointer.wait()
-    return log
-
-
-def choose(run: RunFolder, **flags):
-    args = TrainingArguments(out_dir=str(run.path.parent), run_name=run.path.name, **flags)
-    return choose_run(args, SimpleNamespace(is_main_process=True, num_processes=1))
 
 
 def flip(path: Path, position: int) -> None:
@@ -89,30 +68,30 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(contents)
 
 
-def test_what_was_saved_comes_back(run):
-    log = save(run, 5)
-    assert log.lines[0].startswith(f"saved {run.checkpoint(5)}: training stalled ")
-    assert "MB/s" in log.lines[0]
-    assert damage(run.checkpoint(5)) is None
+def test_what_was_written_is_there_and_sound(run):
+    size = write_checkpoint(run, tensors_of(5), state_of(5))
+    path = run.checkpoint(5)
+    files = (WEIGHTS, OPTIMIZER, RANDOM, STATE)
+    assert sorted(file.name for file in path.iterdir()) == sorted([*files, MANIFEST])
+    assert size == sum((path / name).stat().st_size for name in files)
+    assert damage(path) is None
     assert run.latest.read_text() == "step-00000005\n"
-    assert read_state(run.checkpoint(5))["identity"] == IDENTITY
-    torch.manual_seed(1)
-    state, log = FakeState(), FakeLog()
-    load_checkpoint(run.checkpoint(5), state, log)
-    assert (state.value, state.step, log.loaded) == (5.0, 3, [1.0, 2.0, 0.0])
-
-
-def test_random_numbers_go_on_where_they_were(run):
-    torch.manual_seed(7)
-    save(run, 1)
-    expected = torch.rand(3)
-    load_checkpoint(run.checkpoint(1), FakeState(), FakeLog())
-    assert torch.equal(torch.rand(3), expected)
+    assert sorted(file.name for file in run.checkpoints.iterdir()) == ["latest", path.name]
+    assert read_state(path) == state_of(5)
+    for name, tensors in tensors_of(5).items():
+        written = load_file(path / name)
+        assert written.keys() == tensors.keys()
+        assert name == RANDOM or all(torch.equal(written[k], v) for k, v in tensors.items())
 
 
 def test_the_newest_and_the_best_are_kept(run):
     save(run, 1, 2, 3, 4, 5, keep_last=2, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
-    assert [int(p.name[5:]) for p in run.all_checkpoints()] == [2, 4, 5]
+    assert steps_of(run) == [2, 4, 5]
+
+
+def test_zero_keeps_all(run):
+    save(run, 1, 2, 3, 4, 5)
+    assert steps_of(run) == [1, 2, 3, 4, 5]
 
 
 def test_a_kill_while_old_checkpoints_go_leaves_none_by_halves(run, monkeypatch):
@@ -120,24 +99,17 @@ def test_a_kill_while_old_checkpoints_go_leaves_none_by_halves(run, monkeypatch)
     save(run, 1, 2, 3)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
     save(run, 4, keep_last=2)
-    assert [int(p.name[5:]) for p in run.all_checkpoints()] == [3, 4]
+    assert steps_of(run) == [3, 4]
     monkeypatch.undo()
     (run.checkpoint(3) / "state.json").unlink()
-    log = save(run, 5, 6, keep_last=2)
-    assert all(line.startswith("saved") for line in log.lines)
+    save(run, 5, 6, keep_last=2)
     assert sorted(p.name for p in run.checkpoints.glob("step-*")) == [
         "step-00000005",
         "step-00000006",
     ]
 
 
-def test_any_failure_of_the_writing_thread_is_reported(run, monkeypatch):
-    monkeypatch.setattr("runs.checkpoint._write_manifest", lambda folder: 1 / 0)
-    log = save(run, 1)
-    assert log.lines[0].startswith("CHECKPOINT NOT SAVED: division by zero")
-
-
-def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch):
     save(run, 1)
     with monkeypatch.context() as patch:
 
@@ -145,10 +117,12 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
             raise OSError(28, "No space left on device")
 
         patch.setattr("runs.checkpoint.save_tensors", full)
-        log = save(run, 2)
-    assert "CHECKPOINT NOT SAVED: [Errno 28] No space left on device" in log.lines[0]
+        for step in (1, 2):  # the same step anew, and another one
+            with pytest.raises(OSError, match="No space left"):
+                save(run, step)
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000001"]
     assert run.latest.read_text() == "step-00000001\n"
+    assert damage(run.checkpoint(1)) is None
     save(run, 3)
     assert damage(run.checkpoint(3)) is None
 
@@ -207,70 +181,67 @@ def test_damage_in_2000_ways_is_always_found_and_never_another_error(run, tmp_pa
     assert damage(copy) is None
 
 
-def test_files_that_are_sound_but_foreign_are_one_clear_line(run, tmp_path):
-    """Past the manifest, a loader still meets only what it knows how to refuse."""
-    save(run, 1)
-    dice = random.Random(1)
-    names = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
-    contents = {name: (run.checkpoint(1) / name).read_bytes() for name in names}
-    refused = 0
-    for _ in range(500):
-        name = dice.choice(names)
-        data = bytearray(contents[name])
-        for _ in range(dice.randint(1, 4)):
-            data[dice.randrange(min(len(data), 200))] = dice.randrange(256)
-        (run.checkpoint(1) / name).write_bytes(data)
-        try:
-            load_checkpoint(run.checkpoint(1), FakeState(), FakeLog())
-        except UsageError as error:
-            refused += "cannot be used" in str(error)
-        (run.checkpoint(1) / name).write_bytes(contents[name])
-    assert refused > 100
+def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(run):
+    assert newest_sound(run) == (None, {})
+    save(run, 1, 2, 3, 4)
+    assert newest_sound(run) == (run.checkpoint(4), {})
+    flip(run.checkpoint(4) / WEIGHTS, 300)
+    (run.checkpoint(3) / STATE).unlink()
+    flip(run.checkpoint(1) / WEIGHTS, 300)  # before it: nobody looks
+    sound, problems = newest_sound(run)
+    assert sound == run.checkpoint(2)
+    assert list(problems) == [run.checkpoint(4), run.checkpoint(3)]
+    assert problems[run.checkpoint(4)] == f"the checksum of {WEIGHTS} is wrong"
+    assert STATE in problems[run.checkpoint(3)]
+    flip(run.checkpoint(2) / WEIGHTS, 300)
+    sound, problems = newest_sound(run)
+    assert sound is None
+    assert list(problems) == [run.checkpoint(step) for step in (4, 3, 2, 1)]
 
 
-def test_auto_takes_the_newest_that_is_sound_and_sets_the_damaged_aside(run, capsys):
-    save(run, 1, 2, 3)
-    flip(run.checkpoint(3) / "weights.safetensors", 300)
-    choice = choose(run, resume="auto")
-    assert (choice.checkpoint, choice.step) == (run.checkpoint(2), 2)
-    set_aside(choice)
-    assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}" in capsys.readouterr().out
-    assert [path.name for path in run.all_checkpoints()] == ["step-00000001", "step-00000002"]
-    assert list(run.checkpoints.glob("step-00000003.aside-*"))
+def test_a_state_of_the_old_form_reads_as_one_of_the_new(run):
+    """The model's shape stood among the parts of the identity; how it computes was left out."""
+    shape = CONFIG.shape()
+    old = state_of(5, identity=shape | IDENTITY)
+    del old["model"]
+    write_checkpoint(run, tensors_of(5), old)
+    assert damage(run.checkpoint(5)) is None
+    assert read_state(run.checkpoint(5)) == state_of(5, model=shape)
+    assert saved_config(run.checkpoint(5)) == LMConfig(**shape)
+    assert saved_config(run.checkpoint(5)).shape() == CONFIG.shape()
 
 
-def test_auto_does_not_start_anew_where_everything_is_damaged(run):
-    save(run, 1)
-    flip(run.checkpoint(1) / "weights.safetensors", 300)
-    with pytest.raises(UsageError, match=r"every checkpoint of .* is damaged"):
-        choose(run, resume="auto")
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_where_no_optimizer_is_named_it_was_adamw(run, form):
+    identity = {key: value for key, value in IDENTITY.items() if key != "optimizer"}
+    state = state_of(5, identity=identity)
+    if form == "old":
+        state["identity"] = state.pop("model") | identity
+    write_checkpoint(run, tensors_of(5), state)
+    assert read_state(run.checkpoint(5))["identity"] == identity | {"optimizer": "adamw"}
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused_and_a_sound_one_offered(run):
-    save(run, 1, 2)
-    flip(run.checkpoint(2) / "optimizer.safetensors", 300)
-    with pytest.raises(UsageError) as error:
-        choose(run, resume=str(run.path))
-    assert "the checksum of optimizer.safetensors is wrong" in str(error.value)
-    assert f"the newest sound one is {run.checkpoint(1)}" in str(error.value)
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_a_field_that_a_checkpoint_does_not_know_has_its_default(run, form):
+    """Written before the field came to LMConfig."""
+    shape = CONFIG.shape() | {"tie_embeddings": False}
+    del shape["rope_theta"]
+    state = state_of(5, model=shape)
+    if form == "old":
+        state["identity"] = state.pop("model") | IDENTITY
+    write_checkpoint(run, tensors_of(5), state)
+    assert "rope_theta" not in read_state(run.checkpoint(5))["model"]
+    assert saved_config(run.checkpoint(5)) == LMConfig(**shape)
+    assert saved_config(run.checkpoint(5)).rope_theta == LMConfig.rope_theta
 
 
-def test_going_back_sets_the_course_not_taken_aside(run):
-    save(run, 1, 2, 3)
-    run.weights.mkdir()
-    choice = choose(run, resume=str(run.checkpoint(1)))
-    assert choice.step == 1
-    assert len(run.all_checkpoints()) == 3  # a start that is refused later changes nothing
-    set_aside(choice)
-    assert not run.weights.exists()
-    assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
-
-
-def test_differences_name_both_sides():
-    assert differences({"dim": 1, "a": 2}, {"dim": 1, "a": 3, "b": 4}) == [
-        "a: 2 in the checkpoint, 3 now",
-        "b: None in the checkpoint, 4 now",
-    ]
+@pytest.mark.parametrize("model", [None, [], 7, {"dim": "48"}, {"dim": 48, "n_heads": 5}])
+def test_a_shape_that_cannot_be_built_is_refused_by_the_name_of_the_file(run, model):
+    write_checkpoint(run, tensors_of(5), state_of(5, model=model))
+    with pytest.raises(ConfigError) as error:
+        saved_config(run.checkpoint(5))
+    assert str(error.value).startswith(f"{run.checkpoint(5) / STATE}: ")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
@@ -279,39 +250,3 @@ def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, 
     warning = space_warning(run, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
     assert bool(warning) == warned
     assert not warned or "--keep_last" in warning
-
-
-def test_the_loss_scale_of_fp16_comes_back():
-    """DeepSpeed's scaler, in which a scale that has come down stays down."""
-    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-
-    from training.engine.state import TrainingState
-
-    def state(scaler) -> TrainingState:
-        parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = torch.optim.AdamW([parameter])
-        parameter.grad = torch.ones(3)
-        optimizer.step()
-        zero = SimpleNamespace(optimizer=optimizer, loss_scaler=scaler, bit16_groups=[])
-        zero.single_partition_of_fp32_groups = []
-        zero.round_robin_bit16_groups = zero.round_robin_bit16_offsets = []
-        accelerator = SimpleNamespace(
-            mixed_precision="fp16",
-            process_index=0,
-            state=SimpleNamespace(deepspeed_plugin=object()),
-            unwrap_model=lambda model: torch.nn.Module(),
-        )
-        return TrainingState(accelerator, SimpleNamespace(optimizer=zero), None)
-
-    options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
-    options["consecutive_hysteresis"] = False
-    used, fresh = (CreateLossScaler(torch.float16, 0, True, options) for _ in range(2))
-    used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
-    saved = json.loads(json.dumps(state(used).scalars()))
-    target = state(fresh)
-    target.accelerator.unwrap_model = lambda model: SimpleNamespace(
-        named_parameters=lambda: iter(()), config=SimpleNamespace(tie_embeddings=False)
-    )
-    target.load({}, {}, saved, "checkpoint")
-    assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)
-    assert saved["optimizer_step"] == 1

@@ -8,7 +8,12 @@ from test_transformer import some_tokens, transformer
 from common.errors import UsageError
 from model import LMConfig, Transformer
 from training.engine import compilation
-from training.engine.compilation import WORTH_FLOPS, compile_blocks, decide
+from training.engine.compilation import (
+    WORTH_FLOPS,
+    Compilation,
+    compile_blocks,
+    decide_compilation,
+)
 
 needs_compiler = pytest.mark.skipif(
     compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
@@ -42,29 +47,35 @@ def fails(monkeypatch):
 def test_auto_compiles_long_runs_and_keeps_to_what_the_run_did(
     accelerator, works, wanted, recorded, run_flops, compiled
 ):
-    answer, reason = decide(wanted, recorded, run_flops, accelerator)
-    assert answer is compiled
-    assert reason
+    answer = decide_compilation(wanted, recorded, run_flops, accelerator)
+    assert answer.on is compiled
+    assert answer.why
 
 
 @pytest.mark.parametrize("recorded", [None, True])
 def test_auto_goes_on_without_compiling_where_that_does_not_work_and_says_why(
     accelerator, fails, recorded
 ):
-    assert decide("auto", recorded, LONG, accelerator) == (False, "no compiler")
+    answer = decide_compilation("auto", recorded, LONG, accelerator)
+    assert answer == (False, "no compiler")
+    assert str(answer) == "no (no compiler)"
+
+
+def test_the_answer_reads_as_one_with_its_reason():
+    assert str(Compilation(True, "block by block")) == "yes (block by block)"
 
 
 def test_on_is_an_error_where_compiling_does_not_work(accelerator, fails):
     with pytest.raises(UsageError, match="cannot compile: no compiler; pass --compile off"):
-        decide("on", None, LONG, accelerator)
+        decide_compilation("on", None, LONG, accelerator)
 
 
 def test_without_a_compiler_the_reason_names_what_is_missing(accelerator, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "my-compiler")
-    compiled, reason = decide("auto", None, LONG, accelerator)
-    assert not compiled
-    assert "C++ compiler (my-compiler or g++ or clang++)" in reason
+    answer = decide_compilation("auto", None, LONG, accelerator)
+    assert not answer.on
+    assert "C++ compiler (my-compiler or g++ or clang++)" in answer.why
 
 
 @pytest.mark.slow

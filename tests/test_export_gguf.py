@@ -12,6 +12,7 @@ import torch
 
 from common.errors import UsageError
 from data.tokenizer import TOKENIZER_FILE
+from formats.gguf import largest_difference, read_tensors
 from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from scripts import export_gguf
@@ -299,21 +300,19 @@ def test_weights_that_the_type_cannot_hold_leave_no_file(kind, value, weights, c
 def test_a_difference_between_file_and_model_is_found(weights):
     folder = weights()
     export(folder)
-    expected = export_gguf.read_tensors(load_portable(folder), "f32")
+    expected = read_tensors(load_portable(folder), "f32")
     path = folder.parent / "model.gguf"
-    assert export_gguf.largest_difference(path, expected) == 0
+    assert largest_difference(path, expected) == 0
     name = "blk.1.ffn_up.weight"
     changed = expected[name].values.copy()
     changed[3, 5] += 1e-6
     with pytest.raises(UsageError, match=name):
-        export_gguf.largest_difference(
-            path, expected | {name: expected[name]._replace(values=changed)}
-        )
+        largest_difference(path, expected | {name: expected[name]._replace(values=changed)})
     with pytest.raises(UsageError, match="came back as F32"):
-        export_gguf.largest_difference(path, expected | {name: expected[name]._replace(kind="f16")})
+        largest_difference(path, expected | {name: expected[name]._replace(kind="f16")})
     del expected[name]
     with pytest.raises(UsageError, match=f"both hold {name}"):
-        export_gguf.largest_difference(path, expected)
+        largest_difference(path, expected)
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(weights, small_disk, capsys):

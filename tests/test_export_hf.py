@@ -11,6 +11,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from formats import hugging_face, hugging_face_check
 from formats import llama as llama_format
 from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
@@ -169,7 +170,8 @@ def test_the_check_says_what_it_compared(weights, tmp_path, capsys):
     export_hf.main([str(weights), str(tmp_path / "hf")])
     out = capsys.readouterr().out
     assert "logits of 2 × 40 tokens, up to 4, differ by " in out
-    assert f"equal on {len(export_hf.NASTY_TEXTS) + export_hf.RANDOM_TEXTS:,} texts" in out
+    texts = len(hugging_face_check.NASTY_TEXTS) + hugging_face_check.RANDOM_TEXTS
+    assert f"equal on {texts:,} texts" in out
     export_hf.main([str(weights), str(tmp_path / "unchecked"), "--no-check"])
     assert "not checked" in capsys.readouterr().out
 
@@ -193,14 +195,14 @@ def test_a_rotation_that_was_forgotten_is_found_and_nothing_is_left(
 def test_a_tokenizer_that_is_not_equal_is_found(
     weights, tmp_path, monkeypatch, capsys, file, values, expected
 ):
-    written = export_hf.write_tokenizer
+    written = hugging_face.write_tokenizer
 
-    def spoil(trained, folder):
-        written(trained, folder)
+    def spoil(folder, tokenizer, max_seq_len):
+        written(folder, tokenizer, max_seq_len)
         path = folder / file
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
 
-    monkeypatch.setattr(export_hf, "write_tokenizer", spoil)
+    monkeypatch.setattr(hugging_face, "write_tokenizer", spoil)
     assert expected in error_line(capsys, weights, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -218,19 +220,19 @@ def test_an_export_that_fails_leaves_the_older_one(weights, tmp_path, monkeypatc
     out = tmp_path / "hf"
     export_hf.main([str(weights), str(out), "--no-check"])
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    monkeypatch.setattr(export_hf, "TOLERANCE", -1)
+    monkeypatch.setattr(hugging_face_check, "TOLERANCE", -1)
     assert "check failed" in error_line(capsys, weights, out, "--overwrite")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_an_interrupted_export_never_has_its_name(weights, tmp_path, monkeypatch):
-    def interrupt(trained, folder):
+    def interrupt(folder, tokenizer, max_seq_len):
         assert (folder / "model.safetensors").exists()
         assert not (tmp_path / "hf").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export_hf, "write_tokenizer", interrupt)
+    monkeypatch.setattr(hugging_face, "write_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_hf.main([str(weights), str(tmp_path / "hf")])
     assert list(tmp_path.iterdir()) == []

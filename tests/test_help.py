@@ -2,8 +2,10 @@
 
 import importlib
 import re
+import sys
 
 import pytest
+from conftest import run
 
 SCRIPTS = ("generate", "prepare_data", "evaluate", "export_hf", "export_gguf", "import_weights")
 
@@ -28,3 +30,11 @@ def test_error_lines_keep_the_short_name(name, capsys):
         importlib.import_module(f"scripts.{name}").main(["--nonsense"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"{name}: error: ")
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "report"])
+def test_a_mistake_in_a_flag_is_said_without_loading_torch(name, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('nobody needs it yet')\n")
+    ended = run([sys.executable, "-m", f"scripts.{name}", "--nonsense"], PYTHONPATH=str(tmp_path))
+    assert ended.code == 2
+    assert ended.out.startswith(f"{name}: error: ")

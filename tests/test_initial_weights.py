@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, _write_manifest, save_tensors
+from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from runs.folder import RunFolder
 from training.arguments import parse_arguments
 from training.initial_weights import InitialWeights
 
@@ -136,20 +136,22 @@ def test_what_is_loaded_are_the_weights(weights):
     assert not any(weight.requires_grad for weight in loaded.values())
 
 
-def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000007"
-    checkpoint.mkdir(parents=True)
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_a_checkpoint_serves_as_weights_do(packed, tmp_path, form):
+    """Also one of the form in which the model was among the parts of the identity."""
+    run = RunFolder(tmp_path / "run")
+    checkpoint = run.checkpoint(7)
     torch.manual_seed(0)
     model = Transformer(CONFIG)
-    save_tensors(checkpoint / WEIGHTS, dict(model.named_parameters()))
-    for name in (OPTIMIZER, RANDOM):
-        (checkpoint / name).touch()
-    identity = {key: v for key, v in CONFIG.to_dict().items() if key != "dropout"} | {"seed": 1}
-    state = {"step": 7, "optimizer_step": 7, "processes": 1, "identity": identity}
-    (checkpoint / STATE).write_text(json.dumps(state), encoding="utf-8")
-    _write_manifest(checkpoint)
-    shutil.copy(packed / TOKENIZER_FILE, tmp_path / "run")
-    for given in (checkpoint, tmp_path / "run"):
+    tensors = {WEIGHTS: dict(model.named_parameters()), OPTIMIZER: {}, RANDOM: {}}
+    state = {"step": 7, "optimizer_step": 7, "processes": 1, "identity": {"seed": 1}}
+    if form == "old":
+        state["identity"] |= {k: v for k, v in CONFIG.to_dict().items() if k != "dropout"}
+    else:
+        state["model"] = CONFIG.to_dict()
+    write_checkpoint(run, tensors, state)
+    shutil.copy(packed / TOKENIZER_FILE, run.path)
+    for given in (checkpoint, run.path):
         initial = find("", given)
         assert initial.describe() == f"{checkpoint}, with a new optimizer"
         assert config("", given, packed).dim == 48

@@ -12,7 +12,7 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation.language_modelling import document_rows, metrics, packed_sums, text_sums, windows
 from evaluation.scoring import Scorer
 from model import IGNORE_INDEX
-from training.validation import evaluate, validation_loader
+from training.validation import validate, validation_loader
 
 SEQ_LEN = 16
 TEXTS = [
@@ -124,7 +124,7 @@ def test_packed_sequences_give_the_loss_of_the_training_loop(packed, scorer, max
     scored = []
     sums = packed_sums(scorer, dataset, max_samples, bos_id=1, progress=scored.append)
     loader = validation_loader(dataset, 8, max_samples, scorer.accelerator)
-    loop = evaluate(scorer.model, loader, scorer.accelerator, dataset.bytes_per_token)
+    loop = validate(scorer.model, loader, scorer.accelerator, dataset.bytes_per_token)
     found = metrics(sums)
     assert sum(scored) == loop["samples"] == (max_samples or len(dataset))
     for name in ("loss", "perplexity", "bits_per_byte"):

@@ -2,6 +2,8 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -9,25 +11,39 @@ from common.errors import UsageError
 from runs.lock import RunLock
 
 HOLD = """
-import sys, time
+import os, sys
 from pathlib import Path
 from runs.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
-time.sleep(60)
+sys.stdin.read()  # until it is killed, or the tests are
 """
+
+
+@contextmanager
+def process_of(script: str, lock: Path):
+    """It runs until it is killed, with all that it has started, or the block ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(lock)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
+    with process_of(HOLD, tmp_path / "lock") as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
 
 
 def test_a_live_process_keeps_others_out_and_is_named(holder, tmp_path):
@@ -44,18 +60,12 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
 
 def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
     """As processes that read data do, for seconds, when their parent is killed."""
-    script = HOLD.replace("print(", "import os\nif os.fork() == 0: time.sleep(30)\nprint(")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "lock")],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert holder.stdout.readline() == "held\n"
-    holder.kill()
-    holder.wait()
-    RunLock(tmp_path / "lock")
-    os.killpg(holder.pid, signal.SIGKILL)
+    script = HOLD.replace("print(", "os.fork()\nprint(")
+    with process_of(script, tmp_path / "lock") as holder:
+        assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2  # both are there
+        holder.kill()
+        holder.wait()
+        RunLock(tmp_path / "lock")
 
 
 def test_a_lock_file_of_nonsense_is_no_obstacle(tmp_path):

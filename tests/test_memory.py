@@ -9,11 +9,11 @@ N = 1_000_000
 @pytest.mark.parametrize(
     ("dtype", "zero_stage", "processes", "bytes_per_parameter"),
     [
-        # without DeepSpeed: fp32 weights 4, gradients 4, averages 8
+        # without DeepSpeed: fp32 weights 4, gradients 4, moments 8
         ("bfloat16", None, 1, 16),
         ("bfloat16", None, 4, 16),
         ("float32", None, 4, 16),
-        # 16 bits: weights 2, gradients 2 + 4 accumulated, master 4 and averages 8
+        # 16 bits: weights 2, gradients 2 + 4 accumulated, master 4 and moments 8
         ("bfloat16", 1, 1, 2 + 6 + 12),
         ("bfloat16", 1, 4, 2 + 6 + 3),
         ("bfloat16", 2, 1, 2 + 6 + 12),
@@ -25,12 +25,12 @@ N = 1_000_000
         ("float32", 2, 4, 4 + 2 + 3),
     ],
 )
-def test_weights_gradients_and_averages_by_hand(dtype, zero_stage, processes, bytes_per_parameter):
+def test_weights_gradients_and_moments_by_hand(dtype, zero_stage, processes, bytes_per_parameter):
     states = model_state_bytes(N, dtype, zero_stage, processes)
     assert states == pytest.approx(N * bytes_per_parameter)
 
 
-def test_muon_keeps_one_average_less():
+def test_muon_keeps_one_moment_less():
     for dtype, stage, processes in (("bfloat16", None, 4), ("float32", 1, 1)):
         adamw = model_state_bytes(N, dtype, stage, processes)
         assert adamw - model_state_bytes(N, dtype, stage, processes, n_by_muon=N // 2) == 2 * N
@@ -38,7 +38,7 @@ def test_muon_keeps_one_average_less():
     assert zero2 == N * (2 + 1.5 + 2)
 
 
-def test_offload_takes_master_and_averages_off_the_device():
+def test_offload_takes_master_and_moments_off_the_device():
     assert model_state_bytes(N, "bfloat16", 2, 4, offload=True) == N * (2 + 1.5)
 
 

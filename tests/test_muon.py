@@ -1,7 +1,9 @@
-"""Muon against torch.optim.Muon, and stretches of ZeRO against whole matrices."""
+"""Muon against torch.optim.Muon, and partitions of ZeRO against whole matrices."""
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -168,7 +170,7 @@ class Together:
     """all_reduce among threads."""
 
     def __init__(self, count: int):
-        self.given, self.barrier = [], threading.Barrier(count, timeout=60)
+        self.given, self.barrier = [], threading.Barrier(count)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         self.given.append(tensor)
@@ -179,10 +181,19 @@ class Together:
         tensor.copy_(total)
         self.barrier.wait()
 
+    @contextmanager
+    def all_or_none(self):
+        """A thread that fails lets the others go, which would wait for it for ever."""
+        try:
+            yield
+        except BaseException:
+            self.barrier.abort()
+            raise
+
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
 @pytest.mark.parametrize("gap", [0, 3])
-def test_stretches_are_stepped_as_whole_matrices_are(processes, gap, monkeypatch):
+def test_partitions_are_stepped_as_whole_matrices_are(processes, gap, monkeypatch):
     """Every process is a thread; with 7 of them, matrices are split among three."""
     together = Together(processes)
     monkeypatch.setattr(torch.distributed, "all_reduce", together.all_reduce)
@@ -194,37 +205,35 @@ def test_stretches_are_stepped_as_whole_matrices_are(processes, gap, monkeypatch
     ]
 
     def work(rank: int) -> None:
-        stretch = shares[rank]
+        partition = shares[rank]
         optimizer = ours(matrices())
-        optimizer.param_groups[0]["params"] = [stretch.fp32]  # as DeepSpeed does
-        optimizer.layout[stretch.fp32] = stretch
+        optimizer.param_groups[0]["params"] = [partition.fp32]  # as DeepSpeed does
+        optimizer.layout[partition.fp32] = partition
         for step in range(4):
-            stretch.fp32.grad = by_step[step][rank].fp32.clone()
-            optimizer.step()
+            partition.fp32.grad = by_step[step][rank].fp32.clone()
+            with together.all_or_none():
+                optimizer.step()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(processes) as threads:
+        list(threads.map(work, range(processes)))
     for i, p in enumerate(whole):
         result = torch.empty(p.numel())
-        for stretch in shares:
-            part = stretch.parts[i]
-            result[part.inside_parameter] = stretch.fp32[part.inside_stretch]
+        for partition in shares:
+            part = partition.parts[i]
+            result[part.in_parameter] = partition.fp32[part.in_partition]
         assert largest_difference([result.view_as(p)], [p]) < 1e-6
 
 
 def test_one_process_exchanges_nothing(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", None)
-    (stretch,) = divided(matrices(), 1)
+    (partition,) = divided(matrices(), 1)
     optimizer = ours(matrices())
-    optimizer.param_groups[0]["params"] = [stretch.fp32]
-    optimizer.layout[stretch.fp32] = stretch
-    stretch.fp32.grad = torch.ones_like(stretch.fp32)
-    before = stretch.fp32.clone()
+    optimizer.param_groups[0]["params"] = [partition.fp32]
+    optimizer.layout[partition.fp32] = partition
+    partition.fp32.grad = torch.ones_like(partition.fp32)
+    before = partition.fp32.clone()
     optimizer.step()
-    assert not torch.equal(stretch.fp32, before)
+    assert not torch.equal(partition.fp32, before)
 
 
 def test_a_flat_tensor_that_nothing_is_known_of_is_not_stepped():

@@ -7,6 +7,7 @@ from accelerate.utils import DummyOptim
 
 from model import LMConfig, Transformer
 from training.arguments import TrainingArguments
+from training.engine.launch import Engine
 from training.optimizer import build_optimizer, parameter_groups, set_learning_rate
 
 ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
@@ -16,9 +17,9 @@ def tiny(**settings) -> Transformer:
     return Transformer(LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=64, **settings))
 
 
-def fake_accelerator(deepspeed_config: dict | None) -> SimpleNamespace:
-    plugin = deepspeed_config and SimpleNamespace(deepspeed_config=deepspeed_config)
-    return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin))
+def engine_of(deepspeed: dict | None) -> Engine:
+    """As far as an optimizer is concerned."""
+    return Engine(SimpleNamespace(process_index=0), "any engine", deepspeed)
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
@@ -50,9 +51,9 @@ def test_no_group_is_empty():
     assert len(groups) == 1
 
 
-@pytest.mark.parametrize("deepspeed_config", [None, {"zero_optimization": {"stage": 2}}])
-def test_the_script_makes_adamw_where_the_deepspeed_file_holds_none(deepspeed_config):
-    optimizer = build_optimizer(tiny(), ARGS, fake_accelerator(deepspeed_config))
+@pytest.mark.parametrize("deepspeed", [None, {"zero_optimization": {"stage": 2}}])
+def test_the_script_makes_adamw_where_the_deepspeed_file_holds_none(deepspeed):
+    optimizer = build_optimizer(tiny(), ARGS, engine_of(deepspeed))
     assert type(optimizer) is torch.optim.AdamW
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
@@ -61,7 +62,7 @@ def test_the_script_makes_adamw_where_the_deepspeed_file_holds_none(deepspeed_co
 
 def test_the_groups_reach_an_optimizer_of_the_deepspeed_file():
     model = tiny()
-    optimizer = build_optimizer(model, ARGS, fake_accelerator({"optimizer": {"type": "AdamW"}}))
+    optimizer = build_optimizer(model, ARGS, engine_of({"optimizer": {"type": "AdamW"}}))
     assert isinstance(optimizer, DummyOptim)
     assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 0.2)
     assert [group["weight_decay"] for group in optimizer.params] == [0.2, 0.0]
@@ -71,11 +72,11 @@ MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-@pytest.mark.parametrize("deepspeed_config", [None, {"optimizer": {"type": "AdamW"}}])
-def test_muon_steps_the_matrices_of_the_blocks_and_nothing_else(tie_embeddings, deepspeed_config):
+@pytest.mark.parametrize("deepspeed", [None, {"optimizer": {"type": "AdamW"}}])
+def test_muon_steps_the_matrices_of_the_blocks_and_nothing_else(tie_embeddings, deepspeed):
     model = tiny(tie_embeddings=tie_embeddings)
     names = {id(p): name for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model, MUON, fake_accelerator(deepspeed_config))
+    optimizer = build_optimizer(model, MUON, engine_of(deepspeed))
     by_muon, decay, no_decay = (
         {names[id(p)] for p in group["params"]} for group in optimizer.param_groups
     )
@@ -87,7 +88,7 @@ def test_muon_steps_the_matrices_of_the_blocks_and_nothing_else(tie_embeddings, 
 
 
 def test_the_flags_reach_both_parts_of_muon():
-    optimizer = build_optimizer(tiny(), MUON, fake_accelerator(None))
+    optimizer = build_optimizer(tiny(), MUON, engine_of(None))
     by_muon, *by_adamw = optimizer.param_groups
     assert (by_muon["momentum"], by_muon["weight_decay"]) == (0.7, 0.2)
     for group in by_adamw:
@@ -101,18 +102,18 @@ def test_the_flags_reach_both_parts_of_muon():
 )
 def test_muon_orthogonalises_in_half_precision_unless_training_is_in_full(dtype, by):
     args = dataclasses.replace(MUON, dtype=dtype)
-    assert build_optimizer(tiny(), args, fake_accelerator(None)).dtype == by
+    assert build_optimizer(tiny(), args, engine_of(None)).dtype == by
 
 
 def test_frozen_matrices_are_left_out_of_muon():
     model = tiny()
     model.layers[0].attention.wq.weight.requires_grad_(False)
-    optimizer = build_optimizer(model, MUON, fake_accelerator(None))
+    optimizer = build_optimizer(model, MUON, engine_of(None))
     assert len(optimizer.param_groups[0]["params"]) == 2 * 7 - 1
 
 
 def test_muons_learning_rate_has_a_peak_of_its_own_and_the_same_shape():
-    optimizer = build_optimizer(tiny(), MUON, fake_accelerator(None))
+    optimizer = build_optimizer(tiny(), MUON, engine_of(None))
     for share in (1.0, 0.1):
         set_learning_rate(optimizer, share * 3e-4)
         rates = [group["lr"] for group in optimizer.param_groups]
@@ -120,6 +121,6 @@ def test_muons_learning_rate_has_a_peak_of_its_own_and_the_same_shape():
 
 
 def test_the_learning_rate_reaches_every_group():
-    optimizer = build_optimizer(tiny(), ARGS, fake_accelerator(None))
+    optimizer = build_optimizer(tiny(), ARGS, engine_of(None))
     set_learning_rate(optimizer, 7e-5)
     assert [group["lr"] for group in optimizer.param_groups] == [7e-5, 7e-5]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.engine.partition import Stretch, stretches
+from training.engine.partition import Partition, partitions
 
 SHAPES = [(4, 6), (3, 3), (8, 2), (5,), (7, 1)]
 
@@ -18,8 +18,8 @@ def parameters(shapes=SHAPES) -> list[nn.Parameter]:
     return [nn.Parameter(v.view(shape).clone()) for v, shape in zip(values, shapes, strict=True)]
 
 
-def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Stretch]:
-    """The stretch of every process, as DeepSpeed would cut it, with `gap` zeros after each one."""
+def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Partition]:
+    """The partition of every process, as DeepSpeed would cut it, with `gap` zeros after each one."""
     line, offsets = [], []
     for p in group:
         offsets.append(sum(map(len, line)))
@@ -28,7 +28,7 @@ def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Str
     line = torch.cat([line, torch.zeros(-len(line) % (2 * processes))])
     return [
         next(
-            stretches(
+            partitions(
                 SimpleNamespace(
                     single_partition_of_fp32_groups=[mine],
                     round_robin_bit16_groups=[group],
@@ -48,18 +48,18 @@ def test_the_parts_of_all_processes_make_the_whole(processes, gap):
     shares = divided(group, processes, gap)
     for i, p in enumerate(group):
         whole = torch.full((p.numel(),), -1.0)
-        for stretch in shares:
-            part = stretch.parts[i]
+        for partition in shares:
+            part = partition.parts[i]
             assert part.parameter is p
-            assert (whole[part.inside_parameter] == -1).all()
-            whole[part.inside_parameter] = stretch.fp32[part.inside_stretch]
+            assert (whole[part.in_parameter] == -1).all()
+            whole[part.in_parameter] = partition.fp32[part.in_partition]
         assert torch.equal(whole.view_as(p), p)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
 def test_a_parameter_is_split_if_several_processes_hold_some_of_it(processes):
     shares = divided(parameters(), processes)
-    for parts in zip(*(stretch.parts for stretch in shares), strict=True):
+    for parts in zip(*(partition.parts for partition in shares), strict=True):
         holders = sum(part.numel > 0 for part in parts)
         assert {part.split for part in parts} == {holders > 1}
         assert holders > 0
@@ -71,8 +71,8 @@ def test_bf16_under_zero_1_has_other_names_and_no_gaps():
     line = torch.cat([line, torch.zeros(-len(line) % 3)])
     for rank, mine in enumerate(line.chunk(3)):
         zero = SimpleNamespace(fp32_groups_flat_partition=[mine], bf16_groups=[group])
-        (stretch,) = stretches(zero, rank)
-        for part in stretch.parts:
-            expected = part.parameter.detach().flatten()[part.inside_parameter]
-            assert torch.equal(mine[part.inside_stretch], expected)
-        assert sum(part.numel for part in stretch.parts) == len(mine) - 2 * (rank == 2)
+        (partition,) = partitions(zero, rank)
+        for part in partition.parts:
+            expected = part.parameter.detach().flatten()[part.in_parameter]
+            assert torch.equal(mine[part.in_partition], expected)
+        assert sum(part.numel for part in partition.parts) == len(mine) - 2 * (rank == 2)

@@ -199,14 +199,18 @@ def test_damaged_weights_are_refused(flags, weights):
     assert message.startswith(f"{weights}: no readable weights")
 
 
-@pytest.fixture
-def run(flags, packed, tmp_path):
-    """A run that one process saved with these flags."""
+@pytest.fixture(params=["old", "new"])
+def run(request, flags, packed, tmp_path):
+    """A run that one process saved with these flags, in both forms of a checkpoint."""
     args, shape = parse_arguments(flags)
     config = LMConfig(**shape, vocab_size=400)
     train_set = PackedDataset(packed, "train", config.max_seq_len)
-    identity = run_identity(config, train_set, args, processes=1)
-    return make_run(tmp_path / "runs" / "saved", 10, identity=identity)
+    state = {"identity": run_identity(train_set, args, processes=1)}
+    if request.param == "old":
+        state["identity"] |= config.shape()
+    else:
+        state["model"] = config.to_dict()
+    return make_run(tmp_path / "runs" / "saved", 10, **state)
 
 
 def files(folder) -> list:

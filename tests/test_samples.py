@@ -117,12 +117,8 @@ def test_a_sample_is_by_the_weights_of_its_step(writer_of, model, tmp_path):
     assert first["text"] != second["text"]
 
 
-@pytest.mark.parametrize(
-    ("mixed_precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)]
-)
-def test_samples_are_computed_in_the_precision_of_training(
-    writer_of, monkeypatch, mixed_precision, dtype
-):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_samples_are_computed_in_the_precision_of_training(writer_of, monkeypatch, dtype):
     used = []
 
     def continuation(decoder, *rest):
@@ -130,9 +126,7 @@ def test_samples_are_computed_in_the_precision_of_training(
         return "", ""
 
     monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
-    writer = writer_of()
-    monkeypatch.setattr(type(writer.accelerator), "mixed_precision", mixed_precision)
-    writer.write(2)
+    writer_of(dtype=str(dtype).removeprefix("torch.")).write(2)
     assert used == [dtype]
 
 

@@ -1,7 +1,9 @@
-"""The state of a run without an engine; under DeepSpeed and DDP it takes launches, see
-tests/integration."""
+"""The state of a run without an engine, and DeepSpeed's loss scale; for more of DeepSpeed and for
+DDP it takes launches, see tests/integration."""
 
 import dataclasses
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from model import LMConfig, Transformer
 from model.config import ConfigError
 from training.arguments import TrainingArguments
+from training.engine.launch import Engine
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer
 
@@ -23,9 +26,10 @@ class Trainee:
     def __init__(self, accelerator, args: TrainingArguments, seed: int = 0):
         torch.manual_seed(seed)
         model = Transformer(CONFIG)
-        optimizer = build_optimizer(model, args, accelerator)
+        engine = Engine(accelerator, "single process", deepspeed=None)
+        optimizer = build_optimizer(model, args, engine)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.state = TrainingState(accelerator, self.model, self.optimizer)
+        self.state = TrainingState(engine, self.model, self.optimizer)
 
     def step(self, seed: int) -> None:
         tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(seed))
@@ -39,15 +43,15 @@ def test_a_run_goes_on_from_its_state_to_the_bit(args, accelerator):
     one = Trainee(accelerator, args)
     for seed in (1, 2):
         one.step(seed)
-    saved = one.state.weights(), one.state.averages(), one.state.scalars()
+    saved = one.state.weights(), one.state.moments(), one.state.scalars()
     other = Trainee(accelerator, args, seed=5)
     other.state.load(*saved, "checkpoint")
     for seed in (3, 4):
         one.step(seed)
         other.step(seed)
     for before, after in zip(
-        (one.state.weights(), one.state.averages()),
-        (other.state.weights(), other.state.averages()),
+        (one.state.weights(), one.state.moments()),
+        (other.state.weights(), other.state.moments()),
         strict=True,
     ):
         assert before.keys() == after.keys()
@@ -84,9 +88,9 @@ def test_what_is_kept_of_a_parameter_depends_on_who_steps_it(stepped, accelerato
         by_muon = p.dim() == 2 and name != "tok_embeddings.weight"
         kept = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
         expected |= {f"{name}.{key}" for key in kept}
-    averages = trainee.state.averages()
-    assert averages.keys() == expected
-    assert any(bool(average.any()) for average in averages.values()) == stepped
+    moments = trainee.state.moments()
+    assert moments.keys() == expected
+    assert any(bool(moment.any()) for moment in moments.values()) == stepped
     assert trainee.state.scalars()["optimizer_step"] == stepped
 
 
@@ -94,15 +98,49 @@ def test_state_of_the_other_optimizer_is_no_state(accelerator):
     """The start refuses it by the run's identity; it must not pass here either."""
     adamw, muon = Trainee(accelerator, ADAMW), Trainee(accelerator, MUON)
     for one, other in ((adamw, muon), (muon, adamw)):
-        saved = one.state.weights(), one.state.averages(), {"optimizer_step": 0, "loss_scale": None}
+        saved = one.state.weights(), one.state.moments(), {"optimizer_step": 0, "loss_scale": None}
         with pytest.raises(KeyError):
             other.state.load(*saved, "checkpoint")
 
 
-def test_an_average_of_another_shape_is_named(accelerator):
+def test_a_moment_of_another_shape_is_named(accelerator):
     trainee = Trainee(accelerator, MUON)
-    averages = trainee.state.averages()
+    moments = trainee.state.moments()
     name = "layers.0.attention.wq.weight.momentum_buffer"
-    averages[name] = averages[name][:1]
+    moments[name] = moments[name][:1]
     with pytest.raises(ConfigError, match=name):
-        trainee.state.load(trainee.state.weights(), averages, trainee.state.scalars(), "checkpoint")
+        trainee.state.load(trainee.state.weights(), moments, trainee.state.scalars(), "checkpoint")
+
+
+def test_the_loss_scale_of_fp16_comes_back():
+    """DeepSpeed's scaler, in which a scale that has come down stays down."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+    def state(scaler) -> TrainingState:
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        zero = SimpleNamespace(optimizer=optimizer, loss_scaler=scaler, bit16_groups=[])
+        zero.single_partition_of_fp32_groups = []
+        zero.round_robin_bit16_groups = zero.round_robin_bit16_offsets = []
+        accelerator = SimpleNamespace(
+            mixed_precision="fp16",
+            process_index=0,
+            unwrap_model=lambda model: torch.nn.Module(),
+        )
+        engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": {"stage": 2}})
+        return TrainingState(engine, SimpleNamespace(optimizer=zero), None)
+
+    options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
+    options["consecutive_hysteresis"] = False
+    used, fresh = (CreateLossScaler(torch.float16, 0, True, options) for _ in range(2))
+    used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
+    saved = json.loads(json.dumps(state(used).scalars()))
+    target = state(fresh)
+    target.accelerator.unwrap_model = lambda model: SimpleNamespace(
+        named_parameters=lambda: iter(()), config=SimpleNamespace(tie_embeddings=False)
+    )
+    target.load({}, {}, saved, "checkpoint")
+    assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)
+    assert saved["optimizer_step"] == 1

@@ -7,7 +7,9 @@ in README.md are generated from the same fields (`python -m training.arguments` 
 import argparse
 import math
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from common.errors import UsageError
 from common.parser import OneLineParser
@@ -18,6 +20,34 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "constant", "wsd")
 COMPILE = ("auto", "on", "off")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
+
+
+class Must(NamedTuple):
+    """What a value must be."""
+
+    be: str  # in words
+    holds: Callable[[Any], bool]
+
+
+AT_LEAST_0 = Must("at least 0", lambda value: value >= 0)
+AT_LEAST_1 = Must("at least 1", lambda value: value >= 1)
+POSITIVE = Must("positive and finite", lambda value: 0 < value < math.inf)
+NOT_NEGATIVE = Must("at least 0 and finite", lambda value: 0 <= value < math.inf)
+SHARE = Must("between 0 and 1", lambda value: 0 <= value <= 1)
+BELOW_1 = Must("at least 0 and below 1", lambda value: 0 <= value < 1)
+SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
+FOLDER_NAME = Must(
+    "a plain folder name",
+    lambda name: name.strip() and "/" not in name and name not in (".", ".."),
+)
+TRACKER_LIST = Must(
+    f"a list of {', '.join(TRACKERS)}", lambda names: set(split(names)) <= set(TRACKERS)
+)
+
+
+def split(names: str) -> list[str]:
+    """The parts between commas."""
+    return [name.strip() for name in names.split(",")]
 
 
 @dataclass
@@ -32,7 +62,9 @@ class TrainingArguments:
         "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"
     )
     out_dir: str = setting("out/runs", "where run folders are made")
-    run_name: str | None = setting(None, "name of the run folder (default: date and time)")
+    run_name: str | None = setting(
+        None, "name of the run folder (default: date and time)", must=FOLDER_NAME
+    )
     resume: str | None = setting(
         None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint"
     )
@@ -43,41 +75,54 @@ class TrainingArguments:
         "preferred",
     )
     keep_last: int = setting(
-        3, "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all"
+        3,
+        "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all",
+        must=AT_LEAST_0,
     )
-    time_limit: float | None = setting(None, "minutes after the start at which to save and stop")
+    time_limit: float | None = setting(
+        None, "minutes after the start at which to save and stop", must=POSITIVE
+    )
     num_workers: int = setting(
-        0, "extra processes that read batches; 0 reads in the training process"
+        0, "extra processes that read batches; 0 reads in the training process", must=AT_LEAST_0
     )
 
-    epochs: int = setting(1, "passes over the data", group="training")
-    max_steps: int | None = setting(None, "stop after this many steps (default: decided by epochs)")
-    batch_size: int = setting(8, "sequences per process in one micro-batch")
-    accumulation_steps: int = setting(1, "micro-batches per optimizer step")
+    epochs: int = setting(1, "passes over the data", group="training", must=AT_LEAST_1)
+    max_steps: int | None = setting(
+        None, "stop after this many steps (default: decided by epochs)", must=AT_LEAST_1
+    )
+    batch_size: int = setting(8, "sequences per process in one micro-batch", must=AT_LEAST_1)
+    accumulation_steps: int = setting(1, "micro-batches per optimizer step", must=AT_LEAST_1)
     optimizer: str = setting(
         "adamw",
         "muon steps the matrices of the blocks by Muon, and the rest by AdamW",
         choices=OPTIMIZERS,
     )
-    learning_rate: float = setting(5e-4, "peak learning rate of AdamW")
+    learning_rate: float = setting(5e-4, "peak learning rate of AdamW", must=POSITIVE)
     muon_learning_rate: float = setting(
-        0.02, "peak learning rate of Muon, which follows the same schedule"
+        0.02, "peak learning rate of Muon, which follows the same schedule", must=POSITIVE
     )
     lr_schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(
-        None, "linear warm-up (default: a twentieth of all steps, at most 2000)"
+        None, "linear warm-up (default: a twentieth of all steps, at most 2000)", must=AT_LEAST_0
     )
-    min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak")
-    decay_fraction: float = setting(0.2, "share of all steps that 'wsd' decays over, at the end")
-    weight_decay: float = setting(0.1, "decay of matrices towards zero, times the learning rate")
-    beta1: float = setting(0.9, "AdamW's average of the gradient")
-    beta2: float = setting(0.95, "AdamW's average of its square")
-    muon_momentum: float = setting(0.95, "Muon's average of the gradient")
-    grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as it is")
+    min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", must=SHARE)
+    decay_fraction: float = setting(
+        0.2, "share of all steps that 'wsd' decays over, at the end", must=SHARE
+    )
+    weight_decay: float = setting(
+        0.1, "decay of matrices towards zero, times the learning rate", must=NOT_NEGATIVE
+    )
+    beta1: float = setting(0.9, "AdamW's average of the gradient", must=BELOW_1)
+    beta2: float = setting(0.95, "AdamW's average of its square", must=BELOW_1)
+    muon_momentum: float = setting(0.95, "Muon's average of the gradient", must=BELOW_1)
+    grad_clip: float = setting(
+        1.0, "largest norm of the gradient; 0 leaves it as it is", must=NOT_NEGATIVE
+    )
     max_bad_steps: int = setting(
         20,
         "stop after so many steps in a row with a non-finite gradient; float16's search for a "
         "loss scale counts",
+        must=AT_LEAST_1,
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
     compile: str = setting(
@@ -85,80 +130,42 @@ class TrainingArguments:
         "torch.compile, block by block; 'auto' where the run is long enough to gain by it",
         choices=COMPILE,
     )
-    seed: int = setting(42, "of initial weights, order of the data, dropout and samples")
+    seed: int = setting(42, "of initial weights, order of the data, dropout and samples", must=SEED)
 
-    log_interval: int = setting(10, "steps between log lines", group="reports")
-    log_with: str = setting("tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}")
-    eval_interval: int = setting(500, "steps between validations; 0 validates at the end only")
-    eval_samples: int = setting(
-        1024, "sequences of a validation, spread over the split; 0 takes all"
+    log_interval: int = setting(10, "steps between log lines", group="reports", must=AT_LEAST_1)
+    log_with: str = setting(
+        "tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}", must=TRACKER_LIST
     )
-    save_interval: int = setting(1000, "steps between checkpoints; 0 saves at the end only")
+    eval_interval: int = setting(
+        500, "steps between validations; 0 validates at the end only", must=AT_LEAST_0
+    )
+    eval_samples: int = setting(
+        1024, "sequences of a validation, spread over the split; 0 takes all", must=AT_LEAST_0
+    )
+    save_interval: int = setting(
+        1000, "steps between checkpoints; 0 saves at the end only", must=AT_LEAST_0
+    )
     profile: bool = setting(
         False, "measure the phases of a step and write a trace, every profile_interval steps"
     )
-    profile_interval: int = setting(100, "steps between profiled steps")
+    profile_interval: int = setting(100, "steps between profiled steps", must=AT_LEAST_1)
     sample_interval: int = setting(
-        0, "steps between samples through training; 0 samples at the end only"
+        0, "steps between samples through training; 0 samples at the end only", must=AT_LEAST_0
     )
     sample_prompt: str | None = setting(
         None, "prompt that the model continues (default: how the validation text begins)"
     )
-    sample_tokens: int = setting(100, "tokens of that continuation")
+    sample_tokens: int = setting(100, "tokens of that continuation", must=AT_LEAST_0)
 
     def __post_init__(self):
-        for name in (
-            "batch_size",
-            "accumulation_steps",
-            "epochs",
-            "log_interval",
-            "profile_interval",
-        ):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in (
-            "eval_interval",
-            "eval_samples",
-            "save_interval",
-            "num_workers",
-            "seed",
-            "sample_interval",
-            "sample_tokens",
-            "keep_last",
-        ):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("seed", self.seed < 2**32, "below 2**32")
-        self._require("max_bad_steps", self.max_bad_steps >= 1, "at least 1")
-        limit_holds = self.time_limit is None or 0 < self.time_limit < math.inf
-        self._require("time_limit", limit_holds, "positive and finite")
-        self._require("max_steps", self.max_steps is None or self.max_steps >= 1, "at least 1")
-        self._require(
-            "warmup_steps", self.warmup_steps is None or self.warmup_steps >= 0, "at least 0"
-        )
-        for name in ("learning_rate", "muon_learning_rate"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        for name in ("weight_decay", "grad_clip"):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
-        for name in ("min_lr_ratio", "decay_fraction"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("beta1", "beta2", "muon_momentum"):
-            self._require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
-        if self.run_name is not None:
-            plain = (
-                self.run_name.strip()
-                and "/" not in self.run_name
-                and self.run_name not in (".", "..")
-            )
-            self._require("run_name", plain, "a plain folder name")
-        unknown = set(self.trackers) - set(TRACKERS)
-        self._require("log_with", not unknown, f"a list of {', '.join(TRACKERS)}")
+        for item in fields(self):
+            value, must = getattr(self, item.name), item.metadata.get("must")
+            if must and value is not None and not must.holds(value):
+                raise UsageError(f"--{item.name} must be {must.be}, not {value!r}")
 
     @property
     def trackers(self) -> list[str]:
-        return [name.strip() for name in self.log_with.split(",")]
-
-    def _require(self, name: str, holds, what: str) -> None:
-        if not holds:
-            raise UsageError(f"--{name} must be {what}, not {getattr(self, name)!r}")
+        return split(self.log_with)
 
 
 def _flags(dataclass_type):
@@ -224,7 +231,8 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, d
 
 def flag_table() -> str:
     """All flags as Markdown, one table per group."""
-    lines, last = [], None
+    lines = []
+    last = None
     for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
         if title != last:
             lines += [

@@ -7,6 +7,7 @@ copy.
 
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,39 +25,20 @@ from training.engine.state import TrainingState
 from training.log import TrainingLog
 
 
+@dataclass(kw_only=True)
 class Checkpointer:
-    """Saves checkpoints of a run and keeps the newest `keep_last` and the best by validation loss.
+    """Saves checkpoints; keeps the newest `keep_last` and the best by validation loss."""
 
-    Args:
-        run: where they go.
-        state: what they hold.
-        keep_last: how many to keep; 0 keeps all.
-        config: of the model; recorded.
-        identity: what else a run that resumes must have in common, see `resume.run_identity`.
-        compiled: recorded, so that a run that resumes computes as this one does.
-        log: tells what happened, and has a state of its own to save.
-    """
+    run: RunFolder
+    engine: Engine
+    state: TrainingState
+    keep_last: int  # 0 keeps all
+    config: LMConfig  # recorded like the next two
+    identity: dict  # what else a run that resumes must have in common, see `resume.run_identity`
+    compiled: bool  # a run that resumes computes as this one does
+    log: TrainingLog  # tells what happened, and has a state of its own to save
 
-    def __init__(
-        self,
-        *,
-        run: RunFolder,
-        engine: Engine,
-        state: TrainingState,
-        keep_last: int,
-        config: LMConfig,
-        identity: dict,
-        compiled: bool,
-        log: TrainingLog,
-    ):
-        self.run, self.engine, self.state = run, engine, state
-        self.keep_last, self.log = keep_last, log
-        self.recorded = {
-            "model": config.to_dict(),
-            "identity": identity,
-            "processes": engine.processes,
-            "compiled": compiled,
-        }
+    def __post_init__(self):
         self._writer: threading.Thread | None = None
         self._last_one_saved = True
         self._outcome: str | Exception | None = None
@@ -77,7 +59,14 @@ class Checkpointer:
         scalars = self.state.scalars()
         if not self.engine.is_main:
             return
-        state = {"step": step, "val_loss": val_loss} | self.recorded | scalars
+        state = {
+            "step": step,
+            "val_loss": val_loss,
+            "model": self.config.to_dict(),
+            "identity": self.identity,
+            "processes": self.engine.processes,
+            "compiled": self.compiled,
+        } | scalars
         stalled = time.perf_counter() - started
         self._outcome = None
         self._writer = threading.Thread(target=self._write, args=(tensors, state, stalled))
@@ -120,7 +109,8 @@ class Checkpointer:
 
     def _gather_random(self) -> dict[str, Tensor]:
         """Every process's random state and unfinished log line, keyed rank.what."""
-        mine, device = {"cpu": torch.get_rng_state()}, self.engine.accelerator.device
+        mine = {"cpu": torch.get_rng_state()}
+        device = self.engine.accelerator.device
         mine["log"] = self.log.state()
         if device.type == "cuda":
             mine["cuda"] = torch.cuda.get_rng_state(device)
@@ -153,7 +143,8 @@ def _restore_random(
     Args:
         saved: the number of processes that saved.
     """
-    rank, device = engine.accelerator.process_index, engine.accelerator.device
+    rank = engine.accelerator.process_index
+    device = engine.accelerator.device
     if saved == engine.processes:
         torch.set_rng_state(random[f"{rank}.cpu"])
         if device.type == "cuda" and f"{rank}.cuda" in random:

@@ -38,7 +38,8 @@ def finish(
         save_portable(folder, config, weights)
         shutil.copyfile(prompt_from.tokenizer_path, folder / TOKENIZER_FILE)
         # By the files just written: the proof that they can be used.
-        model, tokenizer = load_portable(folder), Tokenizer(folder / TOKENIZER_FILE)
+        model = load_portable(folder)
+        tokenizer = Tokenizer(folder / TOKENIZER_FILE)
         prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
         draw_losses([run.path], run.loss_picture)

@@ -65,7 +65,8 @@ class InitialWeights:
         """
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
-        tokenizer, room = self.source.tokenizer, self.settings["vocab_size"]
+        tokenizer = self.source.tokenizer
+        room = self.settings["vocab_size"]
         there = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
         if there is None and train_set.vocab_size != room:
             raise DataError(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,47 +19,36 @@ from common.progress import progress_bar
 from training.engine.device import device_name, mfu, peak_flops
 
 
+@dataclass
 class TrainingLog:
     """Collects each step's loss and reports every `log_interval` steps: the mean over all targets
     that counted since the last report, on all processes.
 
     Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts
     training only, not what happens inside `pause()`.
-
-    Args:
-        accelerator: after `prepare`; only its main process writes.
-        path: metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped.
-        log_interval: steps between reports; the first and the last step report too.
-        tokens_per_step: of all processes together.
-        flops_per_token: see `Transformer.flops_per_token`.
-        total_steps: of the run.
-        first_step: the first one of this start.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        path: Path,
-        log_interval: int,
-        tokens_per_step: int,
-        flops_per_token: int,
-        total_steps: int,
-        first_step: int,
-    ):
-        self.accelerator = accelerator
-        self.total_steps, self.first_step, self.log_interval = total_steps, first_step, log_interval
-        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
+    accelerator: Accelerator  # after `prepare`; only its main process writes
+    path: Path  # metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped
+    log_interval: int  # steps between reports; the first and the last step report too
+    tokens_per_step: int  # of all processes together
+    flops_per_token: int  # see `Transformer.flops_per_token`
+    total_steps: int  # of the run
+    first_step: int  # of this start
+
+    def __post_init__(self):
+        accelerator = self.accelerator
         self.peak = peak_flops(device_name(accelerator.device))
         self._file = None
         if accelerator.is_main_process:
-            drop_rows_from(path, first_step)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115, closed in close()
+            drop_rows_from(self.path, self.first_step)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, closed in close()
         self._unwritten = b""
         self.bar = progress_bar(
-            total_steps,
+            self.total_steps,
             desc="step",
             unit="step",
-            initial=first_step - 1,
+            initial=self.first_step - 1,
             disable=not accelerator.is_main_process,
         )
         self._loss_sum = torch.zeros((), device=accelerator.device)
@@ -66,7 +56,8 @@ class TrainingLog:
         self._weight = self._step_weight = 0.0
         self._steps = 0
         self.skipped_steps = self.bad_in_row = 0
-        self._last, self._paused = time.perf_counter(), 0.0
+        self._last = time.perf_counter()
+        self._paused = 0.0
 
     def micro_batch(self, loss: Tensor, weight: float = 1.0) -> None:
         """One micro-batch's mean loss over the targets that count, detached, still on the device.
@@ -83,7 +74,8 @@ class TrainingLog:
 
     def load_state(self, state: Tensor) -> None:
         self._loss_sum.fill_(state[0])
-        self._weight, self.skipped_steps = state[1].item(), int(state[2])
+        self._weight = state[1].item()
+        self.skipped_steps = int(state[2])
 
     def step(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
         """An optimizer step has ended. One with a non-finite gradient has changed no weights."""
@@ -134,8 +126,10 @@ class TrainingLog:
             f"loss {_show(loss, '.3f')}, {tokens_per_second:,.0f} tokens/s", refresh=False
         )
         self._loss_sum.zero_()
-        self._weight, self._steps = 0.0, 0
-        self._last, self._paused = time.perf_counter(), 0.0
+        self._weight = 0.0
+        self._steps = 0
+        self._last = time.perf_counter()
+        self._paused = 0.0
 
     def _mean_loss(self) -> float | None:
         """Of all processes; None if every step since the last report was skipped."""

@@ -145,7 +145,8 @@ class Muon(torch.optim.Optimizer):
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
         """Those of which this process steps any weights."""
-        weights, gradient = p.view(-1), p.grad
+        weights = p.view(-1)
+        gradient = p.grad
         if p not in self.layout:
             yield Update(gradient, weights, slice(None))
             return

@@ -14,7 +14,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from data.dataset import PackedDataset
-from data.errors import DataError
 from model import ConfigError
 from training.arguments import parse_arguments
 from training.engine.launch import deepspeed_plugin
@@ -32,7 +31,8 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
-        fields, path = list(section), section.get("deepspeed_config_file", "none")
+        fields = list(section)
+        path = section.get("deepspeed_config_file", "none")
     except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
@@ -55,5 +55,5 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors("run_accelerate.sh", UsageError, ConfigError, DataError):
+    with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
         check_launch(sys.argv[1], sys.argv[2], sys.argv[3:])

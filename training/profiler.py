@@ -32,7 +32,9 @@ class StepProfiler:
     """
 
     def __init__(self, accelerator: Accelerator, model, folder: Path, args: TrainingArguments):
-        self.accelerator, self.model, self.folder = accelerator, model, folder
+        self.accelerator = accelerator
+        self.model = model
+        self.folder = folder
         self.interval = args.profile_interval if args.profile else 0
         self.accumulation_steps = args.accumulation_steps
         self.seconds: dict[str, float] | None = None  # of the step being measured
@@ -59,7 +61,8 @@ class StepProfiler:
                 self._trace = self._context.__enter__()
         self._recorded = torch.profiler.record_function(name)
         self._recorded.__enter__()
-        self._phase, self._since = name, self._now()
+        self._phase = name
+        self._since = self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
         """In a measured step, the seconds of each phase and of all, and a report; else None."""

@@ -149,7 +149,8 @@ def resumed_arguments(
         UsageError: another model, tokenizer, data set, global batch, seed or optimizer; lists the
             differences.
     """
-    saved, current = start.state["identity"], run_identity(train_set, args, processes)
+    saved = start.state["identity"]
+    current = run_identity(train_set, args, processes)
     if processes != start.state["processes"] and saved["global_batch"] != current["global_batch"]:
         steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
         if rest or not steps:

@@ -5,67 +5,118 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
+from data.loader import micro_batches
 from data.order import MicroBatchSampler
-from model import IGNORE_INDEX, LMConfig
-from runs.folder import RunFolder
+from model import IGNORE_INDEX
+from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
-from training.checkpointing import Checkpointer
+from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
-from training.engine.state import TrainingState
 from training.finish import finish, say_stopped
+from training.initial_weights import InitialWeights
 from training.interruption import StopRequest
 from training.log import TrainingLog
 from training.optimizer import set_learning_rate
 from training.profiler import StepProfiler
+from training.resume import StartingPoint, run_identity
 from training.samples import SampleWriter
 from training.schedule import LearningRate
-from training.validation import validate
+from training.setup import BuiltModel
+from training.validation import validate, validation_loader
 
 
-@dataclass
 class Run:
     """One step is `begin`, then for each of the `micro_batches` a forward pass and `backward`, then
     `update`; `end` is what comes between two steps. The training programs spell it out.
 
-    `end` and `finish` need the second half of the fields, the verbs of a step do without.
+    Args:
+        start: where it writes, and the step that it goes on from.
+        built: the model. Its weights may be loaded later, until the first step.
+        val_set: None for no validation.
+        total_steps: of the whole run, those before `start` included.
+        started: when the program was, by `time.monotonic`; --time_limit counts from there.
     """
 
-    args: TrainingArguments
-    engine: Engine
-    model: torch.nn.Module  # as prepared, like the optimizer
-    optimizer: torch.optim.Optimizer
-    train_set: PackedDataset
-    sampler: MicroBatchSampler  # of this process, from first_step on
-    batches: Iterator[tuple[Tensor, Tensor]]  # what it samples, on the CPU
-    learning_rate: LearningRate
-    log: TrainingLog
-    profiler: StepProfiler
-    first_step: int = 1
+    def __init__(
+        self,
+        args: TrainingArguments,
+        engine: Engine,
+        start: StartingPoint,
+        built: BuiltModel,
+        train_set: PackedDataset,
+        val_set: PackedDataset | None,
+        total_steps: int,
+        started: float,
+    ):
+        self.args = args
+        self.engine = engine
+        self.accelerator = accelerator = engine.accelerator
+        self.folder = start.folder
+        self.start = start
+        self.first_step = start.step + 1
+        self.built = built
+        self.model = built.model
+        self.optimizer = built.optimizer
+        self.learning_rate = LearningRate.from_arguments(args, total_steps)
+        self.train_set = train_set
+        self.samples_per_step = args.batch_size * args.accumulation_steps * engine.processes
+        self.sampler = MicroBatchSampler(
+            len(train_set),
+            args.batch_size,
+            rank=accelerator.process_index,
+            world_size=engine.processes,
+            seed=args.seed,
+            start=start.step * self.samples_per_step,
+        )
+        on_gpu = accelerator.device.type == "cuda"
+        self.batches = micro_batches(train_set, self.sampler, args.num_workers, pin_memory=on_gpu)
+        self.log = TrainingLog(
+            accelerator,
+            self.folder.metrics,
+            log_interval=args.log_interval,
+            tokens_per_step=self.samples_per_step * built.config.max_seq_len,
+            flops_per_token=flops_per_token(built.config),
+            total_steps=total_steps,
+            first_step=self.first_step,
+        )
+        self.profiler = StepProfiler(accelerator, self.model, self.folder.profile, args)
+        self.val_set = val_set
+        self.val_loader = val_set and validation_loader(
+            val_set, args.batch_size, args.eval_samples, accelerator
+        )
+        prompt_from = val_set or train_set
+        self.samples = SampleWriter(args, self.folder.samples, self.model, prompt_from, self.log)
+        self.checkpointer = Checkpointer(
+            run=self.folder,
+            engine=engine,
+            state=built.state,
+            keep_last=args.keep_last,
+            config=built.config,
+            identity=run_identity(train_set, args, engine.processes),
+            compiled=built.compilation.on,
+            log=self.log,
+        )
+        self.stop = StopRequest(engine, args.time_limit, since=started)
 
-    config: LMConfig | None = None
-    folder: RunFolder | None = None
-    state: TrainingState | None = None
-    val_loader: DataLoader | None = None  # None: no validation
-    bytes_per_token: float = 0.0  # of the validation text
-    samples: SampleWriter | None = None
-    checkpointer: Checkpointer | None = None
-    stop: StopRequest | None = None
+    def load_weights(self, initial: InitialWeights) -> None:
+        """Put in the state of the checkpoint that it goes on from, or the weights of --init_from;
+        without either those drawn at random stay.
 
-    @property
-    def samples_per_step(self) -> int:
-        """The global batch, in sequences."""
-        return self.args.batch_size * self.args.accumulation_steps * self.engine.processes
+        Raises:
+            UsageError, ConfigError: files that are damaged or do not fit.
+        """
+        if self.start.checkpoint:
+            load_checkpoint(self.start.checkpoint, self.engine, self.built.state, self.log)
+        elif initial.source:
+            self.built.state.load_weights(initial.load(), str(initial.source.path))
 
     def steps(self) -> Iterator[int]:
         """The optimizer steps to take, counted from 1."""
@@ -80,7 +131,7 @@ class Run:
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(tokens, targets) of one step, on the device, each (batch_size, max_seq_len)."""
-        device = self.engine.accelerator.device
+        device = self.accelerator.device
         self.profiler.phase("data")
         step = islice(self.batches, self.args.accumulation_steps)
         for tokens, targets in step if self.train_set.all_targets_count else self._weigh(step):
@@ -93,7 +144,7 @@ class Run:
         """Around the forward pass and `backward` of a micro-batch: gradients are averaged over the
         step's micro-batches, and exchanged between processes as seldom as the engine can."""
         self.profiler.phase("forward")
-        with self.engine.accelerator.accumulate(self.model):
+        with self.accelerator.accumulate(self.model):
             yield
 
     def backward(self, loss: Tensor) -> None:
@@ -103,11 +154,11 @@ class Run:
         """
         self.profiler.phase("backward")
         if self.train_set.all_targets_count:
-            self.engine.accelerator.backward(loss)
+            self.accelerator.backward(loss)
             self.log.micro_batch(loss.detach())
             return
         loss = loss if self._count else loss.nan_to_num()  # the mean of nothing is not a number
-        self.engine.accelerator.backward(loss * (self._count / self._mean_count))
+        self.accelerator.backward(loss * (self._count / self._mean_count))
         full = self.args.batch_size * self.train_set.seq_len
         self.log.micro_batch(loss.detach(), weight=self._count / full)
 
@@ -128,9 +179,9 @@ class Run:
         it themselves.
         """
         self.profiler.phase("optimizer")
-        accelerator, max_norm = self.engine.accelerator, self.args.grad_clip or math.inf
-        self.grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
-        if math.isfinite(self.grad_norm) or accelerator.scaler is not None:
+        max_norm = self.args.grad_clip or math.inf
+        self.grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
+        if math.isfinite(self.grad_norm) or self.accelerator.scaler is not None:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -149,8 +200,8 @@ class Run:
         val_loss = None
         if self.val_loader and self._is_time(step, self.args.eval_interval):
             with log.pause():
-                accelerator = self.engine.accelerator
-                result = validate(self.model, self.val_loader, accelerator, self.bytes_per_token)
+                bytes_per_token = self.val_set.bytes_per_token
+                result = validate(self.model, self.val_loader, self.accelerator, bytes_per_token)
             log.validation(step, result)
             val_loss = result["loss"]
         with log.pause():
@@ -166,7 +217,7 @@ class Run:
         log.close()
         if self.engine.is_main:
             say_stopped(self.folder, step, reason, saved)
-        self.engine.accelerator.end_training()
+        self.accelerator.end_training()
         if not saved:
             sys.exit(1)
         return True
@@ -199,12 +250,12 @@ class Run:
             UsageError: they are there, but the last checkpoint is not.
         """
         saved = self.checkpointer.wait()
-        weights = self.state.weights()
+        weights = self.built.state.weights()
         self.log.close()
         if self.engine.is_main:
-            finish(self.args, self.folder, self.config, weights, self.samples.prompt_from)
+            finish(self.args, self.folder, self.built.config, weights, self.samples.prompt_from)
             if not saved:
                 raise UsageError(
                     f"{self.folder.path}: the weights are there, the last checkpoint is not"
                 )
-        self.engine.accelerator.end_training()
+        self.accelerator.end_training()

@@ -1,6 +1,7 @@
 """What the model writes, while it is trained and at the end."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,35 +43,25 @@ def prompt_and_continuation(
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 
+@dataclass
 class SampleWriter:
     """Writes a sample to samples.jsonl every --sample_interval steps, on the main process.
 
     It reads a copy of the weights, in the precision of training's forward pass, and draws from a
     generator of its own: training goes on as if nothing had happened. On a GPU the copy has to fit
     beside everything else.
-
-    Args:
-        args: sample_interval, sample_prompt, sample_tokens and seed count here.
-        path: samples.jsonl; rows of steps that this start takes again are dropped.
-        model: as prepared.
-        prompt_from: whose beginning is the prompt, if there is no other: the validation split, or
-            without one the training split.
-        log: tells what was written.
     """
 
-    def __init__(
-        self,
-        args: TrainingArguments,
-        path: Path,
-        model: nn.Module,
-        prompt_from: PackedDataset,
-        log: TrainingLog,
-    ):
-        self.args, self.path, self.model, self.log = args, path, model, log
-        self.accelerator, self.prompt_from = log.accelerator, prompt_from
+    args: TrainingArguments  # sample_interval, sample_prompt, sample_tokens and seed count here
+    path: Path  # samples.jsonl; rows of steps that this start takes again are dropped
+    model: nn.Module  # as prepared
+    prompt_from: PackedDataset  # whose beginning is the prompt, if there is no other
+    log: TrainingLog  # tells what was written
+
+    def __post_init__(self):
+        self.accelerator = self.log.accelerator
         if self.accelerator.is_main_process:
-            drop_rows_from(path, log.first_step)
-            self.tokenizer = Tokenizer(prompt_from.tokenizer_path)
+            drop_rows_from(self.path, self.log.first_step)
 
     def write(self, step: int) -> None:
         """If it is time. A disk that is full or refuses does not stop training."""
@@ -84,7 +75,7 @@ class SampleWriter:
         )
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
             prompt, text = prompt_and_continuation(
-                decoder, self.args, self.tokenizer, self.prompt_from
+                decoder, self.args, Tokenizer(self.prompt_from.tokenizer_path), self.prompt_from
             )
         row = {"step": step, "prompt": prompt, "text": text}
         try:

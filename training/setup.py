@@ -11,26 +11,15 @@ from torch import nn
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.loader import micro_batches
-from data.order import MicroBatchSampler
 from model import LMConfig, Transformer
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
-from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 from training.engine.state import TrainingState
-from training.initial_weights import InitialWeights
-from training.interruption import StopRequest
-from training.log import TrainingLog
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
-from training.profiler import StepProfiler
-from training.resume import StartingPoint, choose_run, resumed_arguments, run_identity
-from training.run import Run
-from training.samples import SampleWriter
-from training.schedule import LearningRate
-from training.validation import validation_loader
+from training.resume import StartingPoint, choose_run, resumed_arguments
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
@@ -99,8 +88,11 @@ def plan_compilation(
 
 @dataclass
 class BuiltModel:
+    config: LMConfig
+    compilation: Compilation
     model: nn.Module  # as prepared for the engine, like the optimizer
     optimizer: torch.optim.Optimizer
+    state: TrainingState  # of both
     # Counted before that: an engine may leave nothing to count.
     n_parameters: int
     n_muon_matrices: int
@@ -108,19 +100,16 @@ class BuiltModel:
 
 
 def build_model(
-    config: LMConfig, args: TrainingArguments, engine: Engine, compiled: bool
+    config: LMConfig, args: TrainingArguments, engine: Engine, compilation: Compilation
 ) -> BuiltModel:
     """Model and optimizer, prepared for the engine, and the random generators seeded."""
     accelerator = engine.accelerator
     seed_everything(args.seed)  # the same initial weights on every process
     model = Transformer(config)
+    n_parameters = model.num_parameters()
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
-    counts = (
-        model.num_parameters(),
-        len(matrices),
-        sum(matrix.numel() for matrix in matrices),
-    )
-    if compiled:
+    n_muon_parameters = sum(matrix.numel() for matrix in matrices)
+    if compilation.on:
         compile_blocks(model)
     optimizer = build_optimizer(model, args, engine)
     try:
@@ -129,93 +118,13 @@ def build_model(
         raise UsageError(f"the engine cannot be started: {error}") from error
     tell_layout(model, engine)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
-    return BuiltModel(model, optimizer, *counts)
-
-
-def build_run(
-    *,
-    args: TrainingArguments,
-    config: LMConfig,
-    engine: Engine,
-    start: StartingPoint,
-    built: BuiltModel,
-    train_set: PackedDataset,
-    val_set: PackedDataset | None,
-    learning_rate: LearningRate,
-    compiled: bool,
-    started: float,
-) -> Run:
-    """The run before its next step, with the weights that the model has now.
-
-    Args:
-        compiled: recorded in checkpoints.
-        started: when the program was, by `time.monotonic`.
-    """
-    accelerator, folder = engine.accelerator, start.folder
-    global_batch = args.batch_size * args.accumulation_steps * engine.processes
-    state = TrainingState(engine, built.model, built.optimizer)
-    log = TrainingLog(
-        accelerator,
-        folder.metrics,
-        log_interval=args.log_interval,
-        tokens_per_step=global_batch * config.max_seq_len,
-        flops_per_token=flops_per_token(config),
-        total_steps=learning_rate.total_steps,
-        first_step=start.step + 1,
-    )
-    sampler = MicroBatchSampler(
-        len(train_set),
-        args.batch_size,
-        rank=accelerator.process_index,
-        world_size=engine.processes,
-        seed=args.seed,
-        start=start.step * global_batch,
-    )
-    on_gpu = accelerator.device.type == "cuda"
-    val_loader = None
-    if val_set is not None:
-        val_loader = validation_loader(val_set, args.batch_size, args.eval_samples, accelerator)
-    checkpointer = Checkpointer(
-        run=folder,
-        engine=engine,
-        state=state,
-        keep_last=args.keep_last,
+    return BuiltModel(
         config=config,
-        identity=run_identity(train_set, args, engine.processes),
-        compiled=compiled,
-        log=log,
+        compilation=compilation,
+        model=model,
+        optimizer=optimizer,
+        state=TrainingState(engine, model, optimizer),
+        n_parameters=n_parameters,
+        n_muon_matrices=len(matrices),
+        n_muon_parameters=n_muon_parameters,
     )
-    return Run(
-        args=args,
-        engine=engine,
-        model=built.model,
-        optimizer=built.optimizer,
-        train_set=train_set,
-        sampler=sampler,
-        batches=micro_batches(train_set, sampler, args.num_workers, pin_memory=on_gpu),
-        learning_rate=learning_rate,
-        log=log,
-        profiler=StepProfiler(accelerator, built.model, folder.profile, args),
-        first_step=start.step + 1,
-        config=config,
-        folder=folder,
-        state=state,
-        val_loader=val_loader,
-        bytes_per_token=val_set.bytes_per_token if val_set else 0.0,
-        samples=SampleWriter(args, folder.samples, built.model, val_set or train_set, log),
-        checkpointer=checkpointer,
-        stop=StopRequest(engine, args.time_limit, since=started),
-    )
-
-
-def load_weights(run: Run, start: StartingPoint, initial: InitialWeights) -> None:
-    """Give the run the state of a checkpoint, or the weights of --init_from; without either it
-    keeps those drawn at random.
-
-    Raises:
-        UsageError, ConfigError: files that are damaged or do not fit.
-    """
-    if start.checkpoint:
-        load_checkpoint(start.checkpoint, run.engine, run.state, run.log)
-    elif initial.source:
-        run.state.load_weights(initial.load(), str(initial.source.path))

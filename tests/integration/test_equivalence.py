@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained, deepspeed_command, deepspeed_file, train
+from conftest import Trained, deepspeed_command, deepspeed_file, launch_command, train
+from masked_pretraining import MaskedDataset
 from torch.nn import functional as F
 
 from data.dataset import PackedDataset
 from data.order import MicroBatchSampler
-from model import LMConfig, Transformer
+from formats.portable import load_portable
+from model import IGNORE_INDEX, LMConfig, Transformer
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +47,7 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
-    averages: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
 
 
 @torch.no_grad()
@@ -63,9 +65,11 @@ def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float
     matrix -= rate * 0.1 * matrix + rate * max(1, rows / cols) ** 0.5 * x
 
 
-def plain_pytorch(data: Path, grad_clip: float, muon: bool = False) -> Reference:
+def plain_pytorch(
+    data: Path, grad_clip: float, muon: bool = False, dataset: type = PackedDataset
+) -> Reference:
     """Training by hand: one process, one batch, nothing of `training/`."""
-    train_set = PackedDataset(data, "train", SEQ_LEN)
+    train_set = dataset(data, "train", SEQ_LEN)
     torch.manual_seed(SEED)
     model = Transformer(
         LMConfig(
@@ -102,13 +106,13 @@ def plain_pytorch(data: Path, grad_clip: float, muon: bool = False) -> Reference
         losses.append(loss.item())
         grad_norms.append(norm.item())
     parameters = dict(model.named_parameters())
-    averages = {
+    moments = {
         f"{name}.{key}": optimizer.state[p][key]
         for name, p in parameters.items()
         if p not in momenta
         for key in ("exp_avg", "exp_avg_sq")
     } | {f"{name}.momentum_buffer": momenta[p] for name, p in parameters.items() if p in momenta}
-    return Reference(losses, grad_norms, {n: p.detach() for n, p in parameters.items()}, averages)
+    return Reference(losses, grad_norms, {n: p.detach() for n, p in parameters.items()}, moments)
 
 
 @pytest.fixture(scope="module")
@@ -151,16 +155,16 @@ def largest_difference(a: dict, b: dict) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def relative(averages: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict:
+def relative(moments: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict:
     """In units of the largest one of each tensor: squares of gradients are tiny numbers."""
-    return {name: value / reference[name].abs().max() for name, value in averages.items()}
+    return {name: value / reference[name].abs().max() for name, value in moments.items()}
 
 
 def assert_same_end(run: Trained, reference: Reference) -> None:
     assert largest_difference(run.tensors(), reference.weights) <= TOLERANCE
-    by_hand = reference.averages
-    averages = relative(run.tensors("optimizer"), by_hand)
-    assert largest_difference(averages, relative(by_hand, by_hand)) <= 10 * TOLERANCE
+    by_hand = reference.moments
+    moments = relative(run.tensors("optimizer"), by_hand)
+    assert largest_difference(moments, relative(by_hand, by_hand)) <= 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("grad_clip", [CLIPPED, UNCLIPPED])
@@ -175,9 +179,9 @@ def test_every_engine_trains_as_plain_pytorch_does(name, grad_clip, runs, refere
 def test_the_clipping_that_was_tested_does_clip(reference):
     clipped, unclipped = reference[CLIPPED], reference[UNCLIPPED]
     assert min(clipped.grad_norms) > 2 * CLIPPED
-    # AdamW divides by the size of gradients, so it shows in the averages rather than in weights.
-    averages = [relative(r.averages, unclipped.averages) for r in (clipped, unclipped)]
-    assert largest_difference(*averages) > 0.5
+    # AdamW divides by the size of gradients, so it shows in the moments rather than in weights.
+    moments = [relative(r.moments, unclipped.moments) for r in (clipped, unclipped)]
+    assert largest_difference(*moments) > 0.5
 
 
 def test_validation_does_not_depend_on_who_shares_it(runs):
@@ -257,3 +261,52 @@ def test_muons_checkpoint_goes_on_with_another_engine_and_number_of_processes(
     resumed = train(command, processes, packed, tmp_path / "moved", here)
     assert resumed.column("loss") == pytest.approx(muon_reference.losses[3:], abs=TOLERANCE)
     assert_same_end(resumed, muon_reference)
+
+
+MASKED = {
+    "plain 8": ("plain", 1, 8, 1),
+    "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
+    "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
+    "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def masked_reference(packed):
+    return plain_pytorch(packed, CLIPPED, dataset=MaskedDataset)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_target_that_counts_weighs_the_same(name, packed, masked_reference, tmp_path):
+    """In losses and gradients, wherever its micro-batch is, and however many others count there."""
+    engine, processes, *sizes = MASKED[name]
+    program = ["-m", "tests.integration.masked_pretraining"]
+    command = [*launch_command(engine, processes)[:-1], *program]
+    run = train(command, processes, packed, tmp_path / "run", flags(*sizes, CLIPPED))
+    assert run.column("loss") == pytest.approx(masked_reference.losses, abs=1e-5)
+    assert run.column("grad_norm") == pytest.approx(masked_reference.grad_norms, abs=1e-5)
+    assert_same_end(run, masked_reference)
+    # Without the weights, means of micro-batches would be averaged.
+    (val,) = run.rows("val_loss")
+    assert val["val_loss"] == pytest.approx(validated_by_hand(run, packed), abs=1e-5)
+
+
+def validated_by_hand(run: Trained, data: Path) -> float:
+    """The mean over all targets that count, of the model that the run has left."""
+    model, val_set = load_portable(run.path / "weights"), MaskedDataset(data, "val", SEQ_LEN)
+    with torch.no_grad():
+        samples = [val_set[i] for i in range(len(val_set))]
+        tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+        return model(tokens, targets).loss.item()
+
+
+def test_some_micro_batches_had_no_target_at_all(packed):
+    """Otherwise less would have been proven."""
+    train_set = MaskedDataset(packed, "train", SEQ_LEN)
+    batches = iter(MicroBatchSampler(len(train_set), 2, seed=SEED))
+    counts = [
+        sum(int((train_set[i][1] != IGNORE_INDEX).sum()) for i in next(batches))
+        for _ in range(STEPS * 4)
+    ]
+    assert 0 in counts
+    assert len(set(counts)) > 5

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Trained, launch_command, run, train
+from conftest import TINY, Trained, launch_command, run_warm, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -72,7 +72,7 @@ def test_the_same_command_starts_from_weights_and_later_from_its_checkpoint(
 def refused(packed: Path, out_dir: Path, flags: str) -> str:
     """The one line that a start which cannot work ends in."""
     where = ["--data", str(packed), "--out_dir", str(out_dir), "--run_name", "run"]
-    ended = run([*launch_command("plain", 1), *TINY, *where, *flags.split()])
+    ended = run_warm([*launch_command("plain", 1), *TINY, *where, *flags.split()])
     assert ended.code == 2, ended.out
     assert "Traceback" not in ended.out
     (line,) = [line for line in ended.out.splitlines() if "error:" in line]

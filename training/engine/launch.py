@@ -88,7 +88,8 @@ def build_engine(args: TrainingArguments) -> Engine:
     if not has_gpu:
         keep_freed_memory()
     # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
-    plugin, handlers = None, [InitProcessGroupKwargs(timeout=timedelta(hours=1))]
+    plugin = None
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=1))]
     if deepspeed:
         plugin = deepspeed_plugin(args)
         if "RANK" not in os.environ:

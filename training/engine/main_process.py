@@ -7,7 +7,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from common.errors import UsageError
-from data.errors import DataError
 from model import ConfigError
 
 Answer = TypeVar("Answer")
@@ -17,13 +16,13 @@ def on_main_process(accelerator: Accelerator, decide: Callable[[], Answer]) -> A
     """What `decide` returns on the main process, on all of them; all must call this.
 
     Raises:
-        UsageError, ConfigError, DataError: what `decide` raised there.
+        UsageError, ConfigError: what `decide` raised there.
     """
     answer: list = [None, None]
     if accelerator.is_main_process:
         try:
             answer[0] = decide()
-        except (UsageError, ConfigError, DataError) as error:
+        except (UsageError, ConfigError) as error:
             answer[1] = error
     if accelerator.num_processes > 1:
         broadcast_object_list(answer)

@@ -22,7 +22,8 @@ def state_keys(group: dict) -> tuple[str, ...]:
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
     """The optimizer's state of a tensor that it steps, made now if it has not stepped yet."""
-    state, keys = optimizer.state[stepped], state_keys(group)
+    state = optimizer.state[stepped]
+    keys = state_keys(group)
     if keys[0] not in state:
         if keys == ADAMW_STATE:
             state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
@@ -53,7 +54,8 @@ class TrainingState:
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
-        self.accelerator, self.model = engine.accelerator, model
+        self.accelerator = engine.accelerator
+        self.model = model
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 

@@ -1,5 +1,4 @@
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -8,10 +7,11 @@ import torch
 
 from common.errors import UsageError
 from data.errors import DataError
-from formats.portable import save_portable, save_tensors
+from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import _write_manifest
-from runs.weights import find_run, load_trained
+from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from runs.folder import RunFolder
+from runs.weights import WeightsFolder, load_trained
 from tests.conftest import VOCAB_SIZE
 
 SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "vocab_size": VOCAB_SIZE}
@@ -26,28 +26,22 @@ def weights_of(model: Transformer) -> dict:
     return {name: p.data for name, p in model.named_parameters()}
 
 
-def write_checkpoint(run: Path, step: int) -> Path:
-    """One of a model seeded with its step."""
-    folder = run / "checkpoints" / f"step-{step:08d}"
-    folder.mkdir(parents=True)
-    save_tensors(folder / "weights.safetensors", weights_of(model_of(step)))
-    for name in ("optimizer", "random"):
-        save_tensors(folder / f"{name}.safetensors", {"nothing": torch.zeros(1)})
-    state = {"step": step, "identity": SHAPE, "processes": 1, "optimizer_step": step}
-    (folder / "state.json").write_text(json.dumps(state))
-    _write_manifest(folder)
-    return folder
+def save(run: Path, step: int, **state) -> None:
+    """A checkpoint of a model seeded with its step."""
+    tensors = {WEIGHTS: weights_of(model_of(step)), OPTIMIZER: {}, RANDOM: {}}
+    state = {"step": step, "processes": 1, "optimizer_step": step, "identity": {}} | state
+    write_checkpoint(RunFolder(run), tensors, state)
 
 
 @pytest.fixture
 def run(tmp_path, packed) -> Path:
-    """A run under way, with two checkpoints."""
+    """A run under way, with two checkpoints, the older one in the old form."""
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("")
     shutil.copy(packed / "tokenizer.model", run)
-    write_checkpoint(run, 10)
-    write_checkpoint(run, 20)
+    save(run, 10, identity=SHAPE)
+    save(run, 20, model=LMConfig(**SHAPE).to_dict())
     return run
 
 
@@ -84,6 +78,34 @@ def test_of_a_run_under_way_it_is_the_newest_checkpoint(run):
     assert seed_of(run / "checkpoints" / "step-00000010") == 10
 
 
+def test_where_the_weights_come_from_is_told_and_where_their_tokenizer_belongs(run, packed):
+    checkpoint = run / "checkpoints" / "step-00000020"
+    assert load_trained(str(run)).folder == checkpoint
+    (run / "tokenizer.model").unlink()
+    found = WeightsFolder.find(str(run))
+    assert (found.path, found.is_checkpoint) == (checkpoint, True)
+    assert found.tokenizer == run / "weights" / "tokenizer.model"
+    assert not found.tokenizer.exists()
+    save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
+    shutil.copy(packed / "tokenizer.model", run / "weights")
+    assert load_trained(str(run)).folder == run / "weights"
+    assert not WeightsFolder.find(str(run)).is_checkpoint
+    assert load_trained(str(checkpoint)).folder == checkpoint  # with the weights' tokenizer
+
+
+@pytest.mark.parametrize("step", [10, 20])
+def test_the_shape_is_known_before_anything_is_loaded(run, weights, step):
+    for path in (run / "checkpoints" / f"step-{step:08d}", weights):
+        assert WeightsFolder.find(str(path)).config() == LMConfig(**SHAPE)
+
+
+@pytest.mark.parametrize("shape", [{"dim": 15}, {"depth": 3}, 7])
+def test_a_checkpoint_whose_shape_cannot_be_built_is_named(run, shape):
+    save(run, 30, model=shape)
+    with pytest.raises(ConfigError, match=r"step-00000030/state.json: "):
+        load_trained(str(run))
+
+
 def test_a_damaged_checkpoint_is_passed_over_but_refused_when_named(run):
     newest = run / "checkpoints" / "step-00000020"
     (newest / "weights.safetensors").write_bytes(b"cut")
@@ -97,31 +119,6 @@ def test_a_run_with_nothing_but_damaged_checkpoints_says_so(run):
         path.unlink()
     with pytest.raises(UsageError, match=r"every checkpoint of .* is damaged"):
         load_trained(str(run))
-
-
-def test_auto_is_the_run_written_to_last(run, tmp_path):
-    older = tmp_path / "runs" / "older"
-    older.mkdir()
-    (older / "metrics.jsonl").write_text("")
-    os.utime(older / "metrics.jsonl", (1, 1))
-    assert find_run("auto", tmp_path / "runs") == run
-
-
-def test_auto_without_any_run_says_how_to_get_one(tmp_path):
-    with pytest.raises(UsageError, match=r"no run in .* yet: bash run_accelerate.sh"):
-        find_run("auto", tmp_path / "runs")
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("atuo", "auto"), ("mime", "runs/mine"), ("out/mines", "runs/mine")]
-)
-def test_a_name_that_is_nearly_one_is_answered_with_it(run, tmp_path, monkeypatch, typed, meant):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as error:
-        find_run(typed, Path("runs"))
-    assert str(error.value) == f"{typed}: no such folder: did you mean '{meant}'?"
-    with pytest.raises(UsageError, match=r"zebra: no such folder$"):
-        find_run("zebra", Path("runs"))
 
 
 def test_a_path_that_is_not_there_or_a_file_or_something_else_is_refused(tmp_path, packed):

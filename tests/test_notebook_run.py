@@ -1,10 +1,7 @@
 """main(argv) as a function of a program that lives on."""
 
-import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +10,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import TINY
 
-import train_pretrain_accelerate
 from runs.checkpoint import read_state
 from runs.lock import RunLock
 from train_pretrain_accelerate import main
+from training import interruption
 from training.interruption import SAME_REQUEST_SECONDS
-from training.notebook import guest
+from training.notebook import in_notebook, leave_as_found
+from training.run import Run
 
 
 @pytest.fixture
@@ -65,9 +63,19 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
         return x * 2
 
     for _ in range(2):
-        with guest("program", []):
+        with leave_as_found("program", []):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
+
+
+def test_a_process_is_one_that_lives_on_only_while_flags_were_given_to_it():
+    assert not in_notebook()
+    with leave_as_found("program", ["--flag"]):
+        assert in_notebook()
+        assert sys.argv == ["program", "--flag"]
+    assert not in_notebook()
+    with leave_as_found("program", None):
+        assert not in_notebook()
 
 
 def test_a_run_may_be_gone_on_with_in_the_same_process(flags, tmp_path):
@@ -101,40 +109,67 @@ def test_the_settings_tell_the_flags_and_not_the_hosts_command_line(flags, tmp_p
     assert sys.argv[0] not in settings
 
 
-def interrupt(run: Path, times: int, apart: float) -> None:
-    """Ctrl-C, once the run is in its first steps."""
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
-        time.sleep(0.02)
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(apart)
+class Clock:
+    """In place of the module `time` where signals are noted: stands still until told otherwise."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
 
 
-def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(flags, tmp_path, capsys):
-    run = tmp_path / "a"
-    threading.Thread(target=interrupt, args=(run, 1, 0)).start()
+@pytest.fixture
+def press(monkeypatch):
+    """Has Ctrl-C pressed within a step; returns the steps that were begun.
+
+    Args:
+        step: which one.
+        apart: for every further time, how many seconds after the one before.
+    """
+    clock, steps = Clock(), []
+    monkeypatch.setattr(interruption, "time", clock)
+
+    def at(step: int, *apart: float) -> list:
+        update = Run.update
+
+        def interrupted(run: Run) -> None:
+            steps.append(run)
+            if len(steps) == step:
+                signal.raise_signal(signal.SIGINT)
+                for seconds in apart:
+                    clock.now += seconds
+                    signal.raise_signal(signal.SIGINT)
+            update(run)
+
+        monkeypatch.setattr(Run, "update", interrupted)
+        return steps
+
+    return at
+
+
+def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
+    flags, tmp_path, capsys, press
+):
+    run, steps = tmp_path / "a", press(3)
     main(flags("a", "--max_steps", "100000"))
-    step = saved_steps(run)
-    stopped = f"stopped by SIGINT after step {step}, saved; to go on:\n"
+    assert len(steps) == saved_steps(run) == 3
+    stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
     _, found, command = capsys.readouterr().out.partition(stopped)
     assert found
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
-    main(flags("a", "--max_steps", str(step + 1), "--resume", str(run)))
-    assert saved_steps(run) == step + 1
+    main(flags("a", "--max_steps", "4", "--resume", str(run)))
+    assert saved_steps(run) == 4
 
 
-def test_a_second_interrupt_ends_the_run_and_not_the_process(flags, tmp_path, monkeypatch):
-    take_step, steps = train_pretrain_accelerate.optimizer_step, []
+def test_an_interrupt_that_comes_twice_at_once_is_one(flags, tmp_path, press):
+    """From the terminal and from a launcher, say."""
+    steps = press(2, SAME_REQUEST_SECONDS)
+    main(flags("a", "--max_steps", "100000"))
+    assert len(steps) == saved_steps(tmp_path / "a") == 2
 
-    def stuck(run):
-        steps.append(run)
-        if len(steps) == 2:
-            time.sleep(60)
-        return take_step(run)
 
-    monkeypatch.setattr(train_pretrain_accelerate, "optimizer_step", stuck)
-    apart = SAME_REQUEST_SECONDS + 0.3
-    threading.Thread(target=interrupt, args=(tmp_path / "a", 2, apart)).start()
+def test_a_second_interrupt_ends_the_run_and_not_the_process(flags, press):
+    steps = press(2, SAME_REQUEST_SECONDS + 0.1)
     with pytest.raises(KeyboardInterrupt):
         main(flags("a", "--max_steps", "100000"))
     assert len(steps) == 2

@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPOSITORY
+from torch.distributed import ReduceOp
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.launch import (
+    Engine,
     _check_launch,
     _name,
     build_engine,
     deepspeed_plugin,
-    use_all_cores,
 )
 
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
@@ -132,37 +133,52 @@ def test_more_processes_than_gpus_are_refused(environ, monkeypatch):
     ],
 )
 def test_the_engine_has_a_name_for_people(processes, zero_stage, says):
-    assert says in _name(SimpleNamespace(num_processes=processes), zero_stage)
+    deepspeed = zero_stage and {"zero_optimization": {"stage": zero_stage}}
+    assert says in _name(deepspeed, processes)
 
 
 def test_ddp_names_the_flag_that_gives_deepspeed():
-    assert "--use_deepspeed" in _name(SimpleNamespace(num_processes=2), None)
+    assert "--use_deepspeed" in _name(None, 2)
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def test_an_engine_answers_for_its_own_configuration():
+    deepspeed = {
+        "zero_optimization": {"stage": 1},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": 8,
+    }
+    accelerator = SimpleNamespace(
+        num_processes=2, is_main_process=False, gradient_accumulation_steps=1
+    )
+    engine = Engine(accelerator, "DeepSpeed ZeRO-1", deepspeed)
+    assert (engine.zero_stage, engine.processes, engine.is_main) == (1, 2, False)
+    assert Engine(accelerator, "DDP", None).zero_stage is None
+    engine.set_accumulation(3)
+    assert accelerator.gradient_accumulation_steps == 3
+    assert deepspeed["gradient_accumulation_steps"] == 3
+    assert deepspeed["train_batch_size"] == 24
 
 
-@pytest.mark.parametrize(
-    ("local_world_size", "cores", "used"), [(1, 6, 6), (2, 6, 3), (4, 6, 1), (8, 6, 1)]
-)
-def test_the_cores_are_divided_among_the_processes(
-    environ, monkeypatch, threads, local_world_size, cores, used
-):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    environ |= {"LOCAL_WORLD_SIZE": str(local_world_size), "OMP_NUM_THREADS": "1"}
-    use_all_cores()
-    assert torch.get_num_threads() == used
+def test_a_process_that_is_alone_agrees_with_itself(accelerator):
+    engine = Engine(accelerator, "single process", None)
+    assert engine.over_all(7) == engine.over_all(7, ReduceOp.SUM) == 7
 
 
-def test_a_number_of_threads_that_the_user_chose_stays(environ, threads):
-    environ["OMP_NUM_THREADS"] = "3"
-    use_all_cores()
-    assert torch.get_num_threads() == 1  # as it was
+@pytest.mark.parametrize(("operation", "expected"), [(None, 9), (ReduceOp.SUM, 17)])
+def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, operation, expected):
+    others, group = torch.tensor([3, 9]), object()
+
+    def all_reduce(tensor, op, asked) -> None:
+        assert asked is group
+        everyone = torch.cat([tensor, others])
+        tensor.fill_(everyone.sum() if op == ReduceOp.SUM else everyone.max())
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    engine = Engine(SimpleNamespace(num_processes=3), "DDP", None, cpu_group=group)
+    answer = engine.over_all(5) if operation is None else engine.over_all(5, operation)
+    assert answer == expected
+    assert type(answer) is int
 
 
 @pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
@@ -173,6 +189,7 @@ def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerato
     assert engine.zero_stage is None
     assert engine.accelerator.mixed_precision == precision
     assert engine.accelerator.num_processes == 1
+    assert engine.cpu_group is None
 
 
 def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import log as metrics
+from training import log as log_module
 from training.log import TrainingLog
 
 FLOPS_PER_TOKEN = 1000
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(log_module, "time", clock)
     return clock
 
 
@@ -143,18 +143,108 @@ def test_a_line_cut_short_by_a_kill_is_dropped(start, clock, tmp_path):
     assert [row["step"] for row in rows(tmp_path)] == [1, 3]
 
 
-def test_losses_of_other_processes_are_averaged_in(start, accelerator, clock, tmp_path):
-    others = SimpleNamespace(
-        device=accelerator.device,
-        is_main_process=True,
-        num_processes=2,
-        reduce=lambda mine, how: (mine + torch.tensor(7.0)) / 2 if how == "mean" else None,
-        log=lambda values, step: None,
-    )
-    log = start(accelerator=others)
+class TwoProcesses:
+    """An accelerator of two processes, of which the other one has collected this much."""
+
+    is_main_process, num_processes, device = True, 2, torch.device("cpu")
+
+    def __init__(self, losses: list[float], weight: float = 1.0):
+        self.loss_sum, self.weight = weight * sum(losses), weight * len(losses)
+        self.asked = []
+
+    def reduce(self, mine: torch.Tensor, how: str) -> torch.Tensor:
+        """Of the weights first, and then of the losses by the mean weight."""
+        assert how == "mean"
+        theirs = self.loss_sum / self.asked[0] if self.asked else self.weight
+        self.asked.append((mine + theirs) / 2)
+        return self.asked[-1]
+
+    def log(self, values: dict, step: int) -> None:
+        pass
+
+
+def test_losses_of_other_processes_are_averaged_in(start, clock, tmp_path):
+    log = start(accelerator=TwoProcesses([6.0, 8.0]))
     clock.now += 1
     feed(log, 1, [1.0, 3.0])
     assert rows(tmp_path)[0]["loss"] == pytest.approx((2.0 + 7.0) / 2)
+
+
+def test_a_process_with_fewer_targets_counts_for_less(start, clock, tmp_path):
+    log = start(accelerator=TwoProcesses([6.0, 8.0], weight=0.25))
+    clock.now += 1
+    feed(log, 1, [1.0, 3.0])
+    assert rows(tmp_path)[0]["loss"] == pytest.approx((2 * 2.0 + 0.5 * 7.0) / 2.5)
+
+
+def test_a_process_without_any_target_counts_for_nothing(start, clock, tmp_path):
+    log = start(accelerator=TwoProcesses([6.0, 8.0], weight=0.0))
+    clock.now += 1
+    feed(log, 1, [1.0, 3.0])
+    assert rows(tmp_path)[0]["loss"] == 2.0
+
+
+def test_the_logged_loss_is_the_mean_over_targets_that_count(start, clock, tmp_path):
+    """However few of a micro-batch's do."""
+    log = start(log_interval=2)
+    collected = [[(1.0, 0.25), (3.0, 1.0)], [(5.0, 0.5), (7.0, 1.0)], [(2.0, 0.0), (4.0, 0.125)]]
+    for step, micro_batches in enumerate(collected, 1):
+        clock.now += 1
+        for loss, weight in micro_batches:
+            log.micro_batch(torch.tensor(loss), weight=weight)
+        log.step(step, learning_rate=1e-3, grad_norm=0.5, epoch=0.0)
+    clock.now += 1
+    feed(log, 4, [9.0])
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [
+        (1, pytest.approx((0.25 * 1 + 3) / 1.25)),
+        (2, pytest.approx((0.5 * 5 + 7) / 1.5)),
+        (4, pytest.approx((0.125 * 4 + 9) / 1.125)),
+    ]
+
+
+def test_where_no_target_counts_there_is_no_loss(start, clock, tmp_path, capsys):
+    log = start()
+    clock.now += 1
+    log.micro_batch(torch.tensor(0.0), weight=0.0)
+    log.step(1, learning_rate=1e-3, grad_norm=0.5, epoch=0.0)
+    assert rows(tmp_path)[0]["loss"] is None
+    assert "loss n/a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("accumulation_steps", "log_interval"), [(1, 1), (3, 1), (3, 7), (8, 10)])
+def test_where_all_targets_count_it_is_the_plain_mean_to_the_bit(
+    start, clock, tmp_path, accumulation_steps, log_interval
+):
+    """Summed step by step in fp32, and divided by how many micro-batches there were."""
+    log = start(log_interval=log_interval, total_steps=20)
+    generator = torch.Generator().manual_seed(0)
+    total, count, expected = torch.zeros(()), 0, []
+    for step in range(1, 21):
+        clock.now += 1
+        losses = 4 * torch.rand(accumulation_steps, generator=generator)
+        for loss in losses:
+            log.micro_batch(loss)
+        log.step(step, learning_rate=1e-3, grad_norm=0.5, epoch=0.0)
+        of_step = torch.zeros(())
+        for loss in losses:
+            of_step += loss
+        total, count = total + of_step, count + accumulation_steps
+        if step % log_interval == 0 or step in (1, 20):
+            expected.append((total / count).item())
+            total, count = torch.zeros(()), 0
+    assert [row["loss"] for row in rows(tmp_path)] == expected
+
+
+def test_weights_are_kept_through_a_resume(start, clock, tmp_path):
+    interrupted = start(log_interval=4, first_step=2)
+    for step, loss, weight in ((2, 1.0, 0.25), (3, 2.0, 1.0)):
+        interrupted.micro_batch(torch.tensor(loss), weight=weight)
+        interrupted.step(step, learning_rate=1e-3, grad_norm=0.5, epoch=0.0)
+    resumed = start(log_interval=4, first_step=4)
+    resumed.load_state(interrupted.state())
+    clock.now += 1
+    feed(resumed, 4, [3.0])
+    assert rows(tmp_path)[0]["loss"] == pytest.approx((0.25 * 1 + 2 + 3) / 2.25)
 
 
 def test_other_processes_write_nothing(start, accelerator, clock, tmp_path, capsys):

@@ -1,0 +1,207 @@
+"""The kinds of data that can be scored: prepared sequences, raw text, multiple-choice questions."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common.errors import UsageError
+from common.progress import progress_bar
+from data.corpus import Record, find_files, is_jsonl, load_json, read_records
+from data.dataset import PackedDataset
+from data.errors import DataError
+from data.shards import DESCRIPTION_FILE, read_description
+from evaluation.language_modelling import document_rows, packed_sums, summary, text_sums
+from evaluation.multiple_choice import ChoiceCounts, answer, question_rows
+from evaluation.scoring import Scorer
+from formats.portable import read_json
+from model.config import ConfigError
+from runs.folder import RunFolder
+from runs.weights import Trained
+from training.engine.device import device_name
+
+FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
+
+
+@dataclass
+class EvaluationSettings:
+    """What is scored, and how. What is None is filled in while scoring, if it applies.
+
+    Raises:
+        UsageError: a flag that means nothing for this kind of data.
+    """
+
+    data: str  # a prepared folder, or files of text or questions
+    task: str  # packed, text or choice
+    split: str | None
+    stride: int | None  # tokens from one window to the next
+    delimiter: str | None  # between a question and a choice
+    limit: int  # sequences, documents or questions; 0 takes all
+
+    def __post_init__(self):
+        for name, task in FLAG_BELONGS_TO.items():
+            if getattr(self, name) is not None and self.task != task:
+                raise UsageError(f"--{name} is for --task {task}, but {self.data} is {self.task}")
+
+
+def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
+    """All numbers, and what was scored with what, for who reads them a month later.
+
+    Raises:
+        UsageError, DataError: there is nothing to score, or the model is broken.
+    """
+    start = time.perf_counter()
+    score = {"packed": score_packed, "text": score_text, "choice": score_choices}[settings.task]
+    result = score(settings, trained, scorer)
+    result["seconds"] = seconds = time.perf_counter() - start
+    if "tokens" in result:
+        result["tokens_per_second"] = result["tokens"] / seconds
+    about = {
+        "model": str(trained.folder),
+        "parameters": trained.model.num_parameters(),
+        "max_seq_len": trained.model.config.max_seq_len,
+        **asdict(settings),
+        "batch_size": scorer.batch_size,
+        "dtype": str(scorer.dtype).removeprefix("torch."),
+        "device": device_name(scorer.accelerator.device),
+        "processes": scorer.accelerator.num_processes,
+        "packages": {name: version(name) for name in ("torch", "accelerate", "sentencepiece")},
+    }
+    return about | result
+
+
+def data_of_run(source: Path) -> str:
+    """The data that the run of these weights was trained on.
+
+    Raises:
+        UsageError: it is not recorded, or no longer there.
+    """
+    weights = source.resolve()
+    for folder in (weights.parent, weights.parent.parent):  # of weights/, of checkpoints/step-N/
+        try:
+            data = str(read_json(RunFolder(folder).settings)["arguments"]["data"])
+        except (ConfigError, KeyError, TypeError):
+            continue
+        if not Path(data).exists():
+            raise UsageError(f"the run was trained on {data}, which is not there: give --data")
+        return data
+    raise UsageError(f"{source} does not tell which data it was trained on: give --data")
+
+
+def detect_task(data: str) -> str:
+    """What the path is, by its files and the first line of the first.
+
+    Raises:
+        DataError: nothing there that could be scored.
+    """
+    if (Path(data) / DESCRIPTION_FILE).exists():
+        return "packed"
+    files = find_files(data)
+    first = next(read_records(files), None)
+    if first is None:
+        raise DataError(f"{files[0]}: an empty file" if len(files) == 1 else f"{data}: no text")
+    if not is_jsonl(first.path):
+        return "text"
+    fields = load_json(first)
+    if isinstance(fields, dict) and ("question" in fields or "text" in fields):
+        return "choice" if "question" in fields else "text"
+    raise DataError(f'{first.place}: neither a "text" nor a "question"')
+
+
+def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
+    """Sequences as training reads them.
+
+    Raises:
+        DataError: prepared with another tokenizer, or shorter than one sequence.
+    """
+    settings.split = settings.split or "val"
+    data, split, seq_len = settings.data, settings.split, trained.model.config.max_seq_len
+    check_tokenizer(data, trained)
+    if not PackedDataset.fits(data, split, seq_len):
+        raise DataError(
+            f"{data}: the {split} split is shorter than one sequence of {seq_len} tokens"
+        )
+    dataset = PackedDataset(data, split, seq_len)
+    total = min(settings.limit or len(dataset), len(dataset))
+    with progress(scorer, total, "sequence") as bar:
+        bos_id = trained.tokenizer.bos_id
+        sums = packed_sums(scorer, dataset, settings.limit, bos_id, bar.update)
+    return {"sequences": total} | summary(sums)
+
+
+def check_tokenizer(folder: str, trained: Trained) -> None:
+    """Raises DataError: the data was prepared with another tokenizer than the model's."""
+    ours = hashlib.sha256(Path(trained.tokenizer.path).read_bytes()).hexdigest()
+    if read_description(folder).get("tokenizer_sha256") != ours:
+        raise DataError(
+            f"{folder} was prepared with another tokenizer than that of {trained.folder}: prepare "
+            f"the text with --tokenizer {trained.tokenizer.path}, or give the text itself"
+        )
+
+
+def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
+    """Documents, with a sliding window.
+
+    Raises:
+        UsageError: a stride longer than the context.
+        DataError: files that cannot be read, or hold no text.
+    """
+    seq_len = trained.model.config.max_seq_len
+    settings.stride = settings.stride or max(1, seq_len // 2)
+    if settings.stride > seq_len:
+        raise UsageError(
+            f"--stride {settings.stride} leaves tokens out: at most {seq_len}, the context"
+        )
+    with records(settings, scorer, "document") as documents:
+        rows = document_rows(documents, trained.tokenizer, seq_len, settings.stride)
+        sums = text_sums(scorer, rows)
+    if not sums.n:
+        raise DataError(f"{settings.data}: no document with any text to score")
+    return summary(sums)
+
+
+def score_choices(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
+    """Questions, answered with the likeliest choice.
+
+    Raises:
+        DataError: files that cannot be read, or hold no questions.
+    """
+    settings.delimiter = " " if settings.delimiter is None else settings.delimiter
+    counts, seq_len = ChoiceCounts(), trained.model.config.max_seq_len
+    with records(settings, scorer, "question") as lines:
+        rows = question_rows(lines, trained.tokenizer, seq_len, settings.delimiter, counts)
+        answer(scorer, rows, counts)
+    if not counts.n:
+        raise DataError(f"{settings.data}: no question in it")
+    result = {"units": counts.n, "unit": "questions", "truncated": counts.truncated}
+    return result | {"metrics": counts.metrics()}
+
+
+def progress(scorer: Scorer, total: int | None, unit: str, scale: bool = False) -> tqdm:
+    """A bar that one process of all shows."""
+    hidden = not scorer.accelerator.is_main_process
+    return progress_bar(total, desc="scoring", unit=unit, scale=scale, disable=hidden)
+
+
+@contextmanager
+def records(settings: EvaluationSettings, scorer: Scorer, unit: str) -> Iterator[Iterable[Record]]:
+    """The first `limit` records of the files, with a progress bar over them, or their bytes."""
+    files = find_files(settings.data)
+    packed = any(path.endswith(".gz") for path in files)
+    n_bytes = None if packed else sum(map(os.path.getsize, files))
+    total, unit = (settings.limit, unit) if settings.limit else (n_bytes, "B")
+    with progress(scorer, total, unit, scale=not settings.limit) as bar:
+
+        def read() -> Iterator[Record]:
+            for record in islice(read_records(files), settings.limit or None):
+                yield record
+                bar.update(1 if settings.limit else len(record.raw))
+
+        yield read()

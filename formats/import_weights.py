@@ -1,0 +1,109 @@
+"""A Llama of others as portable weights: what its files say, what was asked for, its tokenizer."""
+
+import shutil
+from pathlib import Path
+
+from common.atomic import new_folder
+from common.errors import UsageError
+from common.numbers import counted
+from data.errors import DataError
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_portable
+from formats.state_dicts import DEFAULTS, SETTINGS, read_foreign, to_ours
+from model.config import ConfigError
+
+
+def import_weights(
+    source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **settings
+) -> str:
+    """Read somebody's weights and write this project's; returns what to tell.
+
+    Args:
+        source: see `read_foreign`.
+        tokenizer: a SentencePiece model; None takes the one beside the weights, if there is one.
+        overwrite: whether an older import may be replaced.
+        settings: those of SETTINGS that the files leave open; None is as good as none.
+
+    Raises:
+        UsageError: no such source, a place that must not be replaced, or see `choose_settings`.
+        ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve here.
+        OSError: the disk is full or refuses.
+    """
+    if not source.exists():
+        raise UsageError(f"{source}: no such file or folder")
+    if is_import(source):
+        raise UsageError(f"{source} is in this project's form already")
+    with new_folder(out, "import", is_import, overwrite) as folder:
+        foreign = read_foreign(source)
+        settings, said = choose_settings(source, settings, foreign.settings)
+        config, weights = to_ours(foreign, settings, str(source))
+        save_portable(folder, config, weights)
+        copied = copy_tokenizer(source, tokenizer, config.vocab_size, folder)
+    millions = sum(weight.numel() for weight in weights.values()) / 1e6
+    layers, kv_heads = counted(config.n_layers, "layers"), counted(config.n_kv_heads, "kv heads")
+    shape = f"dim {config.dim}, {layers}, {kv_heads}, vocabulary {config.vocab_size:,}"
+    return (
+        f"{out}: {millions:.2f} million parameters from {source}\n"
+        f"  shape:     {shape}, embeddings {'tied' if config.tie_embeddings else 'not tied'}\n"
+        f"  settings:  {', '.join(said)}\n"
+        f"  tokenizer: {copied}"
+    )
+
+
+def is_import(folder: Path) -> bool:
+    """Whether this folder holds portable weights, and nothing besides."""
+    try:
+        ours = "n_layers" in read_json(folder / CONFIG_FILE)
+    except ConfigError:
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE}
+
+
+def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:
+    """Every setting that shapes do not tell, and a word for each on where it comes from.
+
+    Raises:
+        UsageError: the number of heads is unknown, or what is asked contradicts the files.
+    """
+    settings, said = {}, []
+    for name in SETTINGS:
+        flag = asked.get(name)
+        # Positions need no weights, so the context may be another than in training.
+        if flag is not None and name != "max_seq_len" and given.get(name, flag) != flag:
+            raise UsageError(f"--{name} {flag}, but {source} says {given[name]}")
+        if flag is not None:
+            settings[name], origin = flag, "as asked"
+        elif name in given:
+            settings[name], origin = given[name], "from the files"
+        elif name in DEFAULTS:
+            settings[name], origin = DEFAULTS[name], f"assumed, --{name} for another"
+        else:
+            raise UsageError(f"{source} does not say how many heads it has: pass --{name}")
+        said.append(f"{name} {settings[name]:g} ({origin})")
+    return settings, said
+
+
+def copy_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Path) -> str:
+    """Put the tokenizer beside the weights if there is one; says what was done.
+
+    Raises:
+        DataError: the file that was asked for is none, or one has more pieces than the model.
+    """
+    path = asked or (source if source.is_dir() else source.parent) / TOKENIZER_FILE
+    need = "text needs one: pass --tokenizer FILE"
+    if asked is None and not path.exists():
+        return f"none: there is no {path} (SentencePiece); {need}"
+    try:
+        tokenizer = Tokenizer(path)
+    except DataError as error:
+        if asked:
+            raise
+        return f"none: {error}; {need}"
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"{path} has {tokenizer.vocab_size} pieces, the model only {vocab_size}: they do not "
+            "belong together"
+        )
+    shutil.copyfile(path, folder / TOKENIZER_FILE)
+    return f"{path}, {tokenizer.vocab_size:,} pieces"

@@ -1,0 +1,23 @@
+"""train_pretrain_accelerate.py on data of which many targets do not count: half of the sequences
+have none, the others as many as their number says. Started by test_equivalence.py."""
+
+import train_pretrain_accelerate
+from data.dataset import PackedDataset
+from model import IGNORE_INDEX
+from training import setup
+
+
+class MaskedDataset(PackedDataset):
+    all_targets_count = False
+
+    def __getitem__(self, i: int):
+        tokens, targets = super().__getitem__(i)
+        targets = targets.clone()
+        targets[0 if i % 2 else 1 + i % self.seq_len :] = IGNORE_INDEX
+        return tokens, targets
+
+
+if __name__ == "__main__":
+    setup.PackedDataset = MaskedDataset
+    train_pretrain_accelerate.main()
+    train_pretrain_accelerate.leave()

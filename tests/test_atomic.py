@@ -1,0 +1,290 @@
+"""Whatever goes wrong: the old file or folder or the new one, whole, and nothing beside it."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common import atomic
+from common.atomic import new_folder, remove, whole_file, whole_folder, write_whole
+from common.errors import UsageError
+
+DEAD = 2**22 + 1  # larger than any process's number
+
+
+class BreakError(Exception):
+    pass
+
+
+def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:
+    """With an error: which comes before all is written."""
+    with whole_file(path) as partial:
+        partial.write_text(text)
+        if error:
+            raise error
+
+
+def write_folder(path: Path, text: str, error: type[BaseException] | None = None) -> None:
+    """The same with a folder that has this in a file of it."""
+    with whole_folder(path) as partial:
+        (partial / "file").write_text(text)
+        if error:
+            raise error
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def folder_of(path: Path, text: str) -> Path:
+    """A folder with this in a file of it."""
+    path.mkdir(parents=True)
+    (path / "file").write_text(text)
+    return path
+
+
+def text_of(path: Path) -> str:
+    """What `folder_of` or a test has written."""
+    assert names(path) == ["file"]
+    return (path / "file").read_text()
+
+
+@pytest.fixture
+def synced(tmp_path, monkeypatch) -> list[tuple[Path, bool]]:
+    """What was forced to the disk, and whether tmp_path/new was there by then."""
+    calls = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        calls.append((path, (tmp_path / "new").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return calls
+
+
+@pytest.fixture
+def live():
+    """The number of a process that runs."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path):
+    with whole_file(tmp_path / "new") as partial:
+        partial.write_text("half")
+        assert names(tmp_path) == [f"new.partial-{os.getpid()}"]
+        partial.write_text("whole")
+    assert names(tmp_path) == ["new"]
+    assert (tmp_path / "new").read_text() == "whole"
+
+
+def test_a_file_takes_the_place_of_an_older_one(tmp_path):
+    (tmp_path / "new").write_text("old")
+    with whole_file(tmp_path / "new") as partial:
+        partial.write_text("whole")
+        assert (tmp_path / "new").read_text() == "old"
+    assert names(tmp_path) == ["new"]
+    assert (tmp_path / "new").read_text() == "whole"
+
+
+@pytest.mark.parametrize("error", [BreakError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("before", [[], ["new"]], ids=["nothing before", "a file before"])
+def test_a_file_that_does_not_get_whole_leaves_nothing_and_the_old_one(tmp_path, error, before):
+    for name in before:
+        (tmp_path / name).write_text("old")
+    with pytest.raises(error):
+        write_file(tmp_path / "new", "half", error)
+    assert names(tmp_path) == before
+    assert all((tmp_path / name).read_text() == "old" for name in before)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_path, synced):
+    write_whole(tmp_path / "new", "whole")
+    assert synced == [(tmp_path / f"new.partial-{os.getpid()}", False), (tmp_path, True)]
+
+
+@pytest.mark.parametrize("content", ["第1句\n", "第1句\n".encode(), b"\xff\x00", ""])
+def test_text_and_bytes_are_written_whole(tmp_path, content):
+    write_whole(tmp_path / "new", "old")
+    write_whole(tmp_path / "new", content)
+    written = content.encode() if isinstance(content, str) else content
+    assert (tmp_path / "new").read_bytes() == written
+    assert names(tmp_path) == ["new"]
+
+
+def test_a_disk_that_refuses_leaves_the_old_file(tmp_path, monkeypatch):
+    write_whole(tmp_path / "new", "old")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "new", "whole")
+    assert (tmp_path / "new").read_text() == "old"
+    assert names(tmp_path) == ["new"]
+
+
+def test_a_folder_appears_when_it_is_whole_and_its_parents_with_it(tmp_path):
+    out = tmp_path / "parent" / "new"
+    with whole_folder(out) as partial:
+        (partial / "file").write_text("whole")
+        assert names(out.parent) == [f"new.partial-{os.getpid()}"]
+    assert names(out.parent) == ["new"]
+    assert text_of(out) == "whole"
+
+
+def test_a_folder_may_take_the_place_of_itself_again_and_again(tmp_path):
+    for text in ("first", "second", "third"):
+        write_folder(tmp_path / "new", text)
+        assert names(tmp_path) == ["new"]
+        assert text_of(tmp_path / "new") == text
+
+
+def test_a_folder_takes_the_place_of_an_older_one_and_of_all_that_was_in_it(tmp_path):
+    (folder_of(tmp_path / "new", "old") / "more").write_text("old")
+    with whole_folder(tmp_path / "new") as partial:
+        (partial / "file").write_text("whole")
+        assert names(tmp_path / "new") == ["file", "more"]
+    assert names(tmp_path) == ["new"]
+    assert text_of(tmp_path / "new") == "whole"
+
+
+@pytest.mark.parametrize("error", [BreakError, KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("before", [[], ["new"]], ids=["nothing before", "a folder before"])
+def test_a_folder_that_does_not_get_whole_leaves_nothing_and_the_old_one(tmp_path, error, before):
+    for name in before:
+        folder_of(tmp_path / name, "old")
+    with pytest.raises(error):
+        write_folder(tmp_path / "new", "half", error)
+    assert names(tmp_path) == before
+    assert all(text_of(tmp_path / name) == "old" for name in before)
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, synced):
+    folder_of(tmp_path / "elsewhere", "something else")
+    with whole_folder(tmp_path / "new") as partial:
+        (partial / "file").write_text("whole")
+        folder_of(partial / "inside", "whole")
+    *before, after = synced
+    all_of_it = (partial, partial / "file", partial / "inside", partial / "inside" / "file")
+    assert sorted(before) == sorted((path, False) for path in all_of_it)
+    assert after == (tmp_path, True)
+
+
+def test_a_folder_whose_files_cannot_be_forced_to_the_disk_does_not_come(tmp_path, monkeypatch):
+    folder_of(tmp_path / "new", "old")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        write_folder(tmp_path / "new", "whole")
+    assert names(tmp_path) == ["new"]
+    assert text_of(tmp_path / "new") == "old"
+
+
+def test_what_killed_processes_left_goes_and_what_live_ones_write_stays(tmp_path, live):
+    folder_of(tmp_path / "new", "old")
+    for kind in ("partial", "old"):
+        for pid in (DEAD, live, os.getpid()):  # a container may give every run the same number
+            folder_of(tmp_path / f"new.{kind}-{pid}", "of another")
+    others = ("newer.partial-7", f"my.new.partial-{DEAD}", "new.partial-mine", f"new-{DEAD}")
+    for other in others:
+        folder_of(tmp_path / other, "of a person")
+    write_folder(tmp_path / "new", "whole")
+    kept = (f"new.partial-{live}", f"new.old-{live}")
+    assert names(tmp_path) == sorted(["new", *kept, *others])
+
+
+def test_leftovers_go_even_where_the_new_folder_does_not_get_whole(tmp_path):
+    folder_of(tmp_path / f"new.partial-{DEAD}", "half")
+    with pytest.raises(BreakError):
+        write_folder(tmp_path / "new", "half", BreakError)
+    assert names(tmp_path) == []
+
+
+def test_an_old_folder_stays_if_the_new_one_never_came(tmp_path, monkeypatch):
+    """Killed between two renames: the old one has another name, and nobody takes it away."""
+    folder_of(tmp_path / "new", "old")
+    rename = Path.rename
+
+    def killed_at_the_second(path: Path, target: Path) -> Path:
+        if target == tmp_path / "new":
+            raise BreakError
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed_at_the_second)
+        patch.setattr(atomic, "remove", lambda path: None)  # nothing is tidied up either
+        with pytest.raises(BreakError):
+            write_folder(tmp_path / "new", "whole")
+    for kind in ("old", "partial"):  # of a process that has died since
+        (tmp_path / f"new.{kind}-{os.getpid()}").rename(tmp_path / f"new.{kind}-{DEAD}")
+    with pytest.raises(BreakError):
+        write_folder(tmp_path / "new", "half", BreakError)
+    assert names(tmp_path) == [f"new.old-{DEAD}"]
+    assert text_of(tmp_path / f"new.old-{DEAD}") == "old"
+    for text in ("whole", "newer"):  # once a new one is there, the next one takes it away
+        write_folder(tmp_path / "new", text)
+    assert names(tmp_path) == ["new"]
+
+
+def test_a_folder_that_goes_has_lost_its_name_before_it_loses_a_file(tmp_path, monkeypatch):
+    folder_of(tmp_path / "doomed", "text")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
+        remove(tmp_path / "doomed")
+    assert names(tmp_path) == [f"doomed.old-{os.getpid()}"]
+    remove(tmp_path / f"doomed.old-{os.getpid()}")
+    assert names(tmp_path) == []
+
+
+def test_a_file_is_removed_and_what_is_not_there_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    remove(tmp_path / "file")
+    remove(tmp_path / "file")
+    assert names(tmp_path) == []
+
+
+def new(out: Path, overwrite: bool = False) -> None:
+    """Make it, a folder with "mine" in it."""
+    with new_folder(out, "heap", lambda path: (path / "mine").exists(), overwrite) as partial:
+        (partial / "mine").write_text("whole")
+
+
+def test_a_new_folder_may_be_where_nothing_is_or_an_empty_one(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("none", "empty"):
+        new(tmp_path / name)
+        assert names(tmp_path / name) == ["mine"]
+
+
+def test_a_folder_of_the_same_kind_is_replaced_when_a_person_says_so(tmp_path):
+    new(tmp_path / "out")
+    (tmp_path / "out" / "more").touch()
+    with pytest.raises(UsageError, match="exists: pass --overwrite to replace it"):
+        new(tmp_path / "out")
+    assert names(tmp_path / "out") == ["mine", "more"]
+    new(tmp_path / "out", overwrite=True)
+    assert names(tmp_path / "out") == ["mine"]
+
+
+def test_nothing_else_is_ever_replaced(tmp_path, monkeypatch):
+    folder_of(tmp_path / "other" / "inside", "of a person")
+    (tmp_path / "text").write_text("of a person")
+    with pytest.raises(UsageError, match="exists and is no heap"):
+        new(tmp_path / "other", overwrite=True)
+    with pytest.raises(UsageError, match="is a file"):
+        new(tmp_path / "text", overwrite=True)
+    monkeypatch.chdir(tmp_path / "other" / "inside")
+    for out in (".", "..", "../..", tmp_path / "other"):
+        with pytest.raises(UsageError, match="is the working folder or above it"):
+            new(Path(out), overwrite=True)
+    assert names(tmp_path) == ["other", "text"]
+    assert text_of(tmp_path / "other" / "inside") == "of a person"

@@ -1,0 +1,118 @@
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from training import interruption
+from training.engine.launch import Engine
+from training.interruption import SAME_REQUEST_SECONDS, SIGNALS, StopRequest, how_to_resume
+
+
+class Clock:
+    """In place of the module `time`: stands still until told otherwise."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(interruption, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def left(monkeypatch) -> list[int]:
+    """The exit codes with which the process would have ended at once."""
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+@pytest.fixture
+def request_of(clock):
+    """Makes a StopRequest; signals are put back in the end."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    alone = Engine(SimpleNamespace(num_processes=1), "single process", None)
+
+    def make(time_limit: float | None = None, engine: Engine = alone) -> StopRequest:
+        return StopRequest(engine, time_limit, since=clock.now)
+
+    yield make
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, left, number):
+    stop = request_of()
+    assert stop.reason() is None
+    signal.raise_signal(number)
+    assert [stop.reason(), stop.reason()] == [signal.Signals(number).name] * 2
+    assert left == []
+
+
+def test_the_same_signal_from_two_sides_is_one_request(request_of, clock, left):
+    stop = request_of()
+    signal.raise_signal(signal.SIGINT)
+    clock.now += SAME_REQUEST_SECONDS
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.reason() == "SIGINT"
+    assert left == []
+
+
+def test_a_second_request_ends_the_process_at_once(request_of, clock, left):
+    request_of()
+    signal.raise_signal(signal.SIGINT)
+    clock.now += SAME_REQUEST_SECONDS + 0.1
+    signal.raise_signal(signal.SIGTERM)
+    assert left == [128 + signal.SIGTERM]
+
+
+def test_the_time_limit_counts_minutes_from_the_programs_start(request_of, clock):
+    stop, never = request_of(1.5), request_of(None)
+    clock.now += 90
+    assert stop.reason() is None
+    clock.now += 0.1
+    assert stop.reason() == "the time limit"
+    clock.now += 1e9
+    assert never.reason() is None
+
+
+def test_all_ranks_stop_for_what_one_of_them_was_told(request_of, monkeypatch):
+    """And for the time limit rather than for a signal, where both have come."""
+    engine = Engine(SimpleNamespace(num_processes=2), "DDP", None)
+    others = []
+    monkeypatch.setattr(Engine, "over_all", lambda self, mine: max(mine, *others))
+    stop = request_of(engine=engine)
+    for told, reason in ((0, None), (signal.SIGTERM, "SIGTERM"), (1000, "the time limit")):
+        others[:] = [0, int(told)]
+        assert stop.reason() == reason
+
+
+@pytest.mark.parametrize(
+    ("typed", "again"),
+    [
+        (["train.py", "--dim", "8"], "train.py --dim 8 --resume 'my runs/a'"),
+        (["train.py", "--resume", "auto", "--dim", "8"], "train.py --dim 8 --resume 'my runs/a'"),
+    ],
+)
+def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, typed, again):
+    monkeypatch.delenv("RESUME_WITH", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", typed)
+    assert how_to_resume(Path("my runs/a")) == f"{sys.executable} {again}"
+
+
+def test_a_launchers_command_is_named_where_it_is_known(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("RESUME_WITH", raising=False)
+    assert how_to_resume(Path("runs/a")) == "the same command with --resume runs/a"
+    monkeypatch.setenv("RESUME_WITH", "bash run_accelerate.sh")
+    assert how_to_resume(Path("runs/a")) == "bash run_accelerate.sh --resume runs/a"

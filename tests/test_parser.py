@@ -1,0 +1,74 @@
+import argparse
+
+import pytest
+
+from common.errors import UsageError
+from common.parser import ELSEWHERE, OneLineParser
+from training.arguments import build_parser
+
+
+def guess(*typed: str) -> str:
+    """What a parser with a few flags says to unknown words."""
+    parser = OneLineParser(prog="prog")
+    parser.add_argument("--data")
+    parser.add_argument("--dim", type=int)
+    parser.add_argument("--learning_rate", type=float)
+    parser.add_argument("--help_me")
+    parser.add_argument("--fast", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--greedy", action="store_true")
+    with pytest.raises(UsageError) as error:
+        parser.parse_args(typed)
+    return str(error.value).removesuffix(" (see --help)")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--lr 3", "--lr: did you mean --learning_rate?"),
+        ("--learning-rate 3", "--learning-rate: did you mean --learning_rate?"),
+        ("--hidden_size=64", "--hidden_size=64: did you mean --dim?"),
+        ("--bs 3", "--bs"),  # --batch_size is no flag of this program
+        ("dim 512", "dim: did you mean --dim?"),
+        ("--fast dim 512", "dim: did you mean --dim?"),
+        ("--fast false", "false: --fast takes no value, --no-fast switches it off"),
+        ("--greedy true", "true: --greedy takes no value"),
+        ("my.txt", "my.txt: text is given as DATA=my.txt or --data my.txt"),
+        ("--data my.txt more.txt", "more.txt: text is given as DATA=more.txt or --data more.txt"),
+        ("--data_ x", "--data_: did you mean --data?"),
+    ],
+)
+def test_an_unknown_word_is_answered_with_what_was_meant(typed, said):
+    assert guess(*typed.split()) == f"unrecognized argument {said}"
+
+
+def test_help_is_never_what_was_meant():
+    parser = OneLineParser(prog="prog")
+    for typed in ("--lr", "--hel_", "-H"):
+        with pytest.raises(UsageError) as error:
+            parser.parse_args([typed])
+        assert str(error.value) == f"unrecognized argument {typed} (see --help)"
+
+
+def test_every_name_from_elsewhere_leads_to_a_flag_of_some_program():
+    of_generate = {"--max_new_tokens", "--num_samples"}
+    known = of_generate | set(build_parser()._option_string_actions)
+    for ours, theirs in ELSEWHERE.items():
+        assert f"--{ours}" in known
+        assert not {f"--{name}" for name in theirs.split()} & known - {"--out"}
+
+
+def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
+    parser = OneLineParser(prog="prog", description="First line.\n\n    an example")
+    parser.add_argument("--a", type=int, default=0, help="how many")
+    parser.add_argument("--b", help="what (default: as it looks)")
+    parser.add_argument("--c", type=float, default=1.5, help="how much (default: 1.5)")
+    parser.add_argument("--d", action="store_true", help="whether")
+    parser.print_help()
+    lines = capsys.readouterr().out.splitlines()
+    assert "    an example" in lines
+    assert [line[11:].strip() for line in lines[-4:]] == [
+        "how many (default: 0)",
+        "what (default: as it looks)",
+        "how much (default: 1.5)",
+        "whether",
+    ]

@@ -1,0 +1,90 @@
+"""No room imports from one above it, so that each can be read with what lies below alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+# From the ground up, as README's "Where things are" has them from the top down.
+ROOMS = (
+    *("common", "model", "data", "formats", "inference", "runs", "report"),
+    *("training/arguments", "training/engine", "training", "evaluation", "train", "scripts"),
+    "benchmarks",
+)
+# What a room may not even reach by way of libraries.
+ALONE = {"common": {"common"}, "model": {"model"}, "data": {"common", "model", "data"}}
+# Loaded by programs that must answer at once.
+LIGHT = ("common.parser", "common.atomic", "data.packing", "runs.folder", "runs.find", "report.page")
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module of this project; None for a library."""
+    parts = module.split(".")
+    if parts[0] == "training" and "/".join(parts[:2]) in ROOMS:
+        return "/".join(parts[:2])
+    if parts[0].startswith("train_"):
+        return "train"
+    return parts[0] if parts[0] in ROOMS else None
+
+
+def sources() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = [name for name in listed.stdout.split() if not name.startswith("tests/")]
+    return [REPOSITORY / name for name in names if (REPOSITORY / name).exists()]
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def test_every_import_goes_down_or_stays():
+    upward = []
+    for path in sources():
+        here = room_of(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
+        for module in imports(path):
+            there = room_of(module)
+            if there and ROOMS.index(there) > ROOMS.index(here):
+                upward.append(f"{path.relative_to(REPOSITORY)} imports {module}")
+            if there and there not in ALONE.get(here, ROOMS):
+                upward.append(f"{path.relative_to(REPOSITORY)} imports {module}")
+    assert upward == []
+
+
+def test_the_model_imports_torch_alone():
+    known = set(sys.stdlib_module_names) | {"torch", "model"}
+    for path in (REPOSITORY / "model").glob("*.py"):
+        assert {module.split(".")[0] for module in imports(path)} <= known, path
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in ("train", "training/arguments")])
+def test_the_readme_names_every_room(room):
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    table = text.split("## Where things are")[1].split("\n## ")[0]
+    assert f"`{room}/`" in table
+
+
+def test_no_file_is_longer_than_350_lines():
+    long = {str(path): n for path in sources() if (n := len(path.read_text().splitlines())) > 350}
+    assert long == {}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_some_answer_without_waiting_for_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

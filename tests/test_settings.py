@@ -1,0 +1,71 @@
+import json
+
+import pytest
+import torch
+
+from model import LMConfig
+from runs.folder import RunFolder
+from training.arguments import TrainingArguments
+from training.engine.launch import Engine
+from training.settings import changed_arguments, saved_arguments, write_settings
+
+
+@pytest.fixture
+def write(tmp_path, accelerator):
+    """Writes settings of a model with 32 dimensions into tmp_path; returns its run folder."""
+
+    def write(args: TrainingArguments, deepspeed: dict | None = None) -> RunFolder:
+        (tmp_path / "elsewhere.model").write_bytes(b"pieces")
+        engine = Engine(accelerator, "single process, no engine", deepspeed)
+        run, config = RunFolder(tmp_path), LMConfig(dim=32, n_heads=4)
+        write_settings(run, args, config, engine, tmp_path / "elsewhere.model")
+        return run
+
+    return write
+
+
+def test_settings_tell_what_was_asked_and_what_ran_it(write):
+    run = write(TrainingArguments(batch_size=3))
+    assert run.tokenizer.read_bytes() == b"pieces"
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    assert settings["arguments"]["batch_size"] == 3
+    assert settings["model"] == LMConfig(dim=32, n_heads=4).to_dict()
+    assert (settings["engine"], settings["processes"]) == ("single process, no engine", 1)
+    assert settings["deepspeed"] is None
+    assert settings["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_settings_tell_what_deepspeed_was_told(write):
+    told = {"zero_optimization": {"stage": 2}, "train_batch_size": 24}
+    settings = json.loads(write(TrainingArguments(), told).settings.read_text(encoding="utf-8"))
+    assert settings["deepspeed"] == told
+
+
+def test_the_arguments_come_back_as_they_were(write):
+    args = TrainingArguments(batch_size=3, run_name="mine", time_limit=1.5)
+    assert saved_arguments(write(args)) == vars(args)
+
+
+@pytest.mark.parametrize("settings", [None, b"", b"\xff", b"[]", b"{}", b'{"arguments": 1}'])
+def test_settings_that_cannot_be_read_hold_no_arguments(tmp_path, settings):
+    run = RunFolder(tmp_path)
+    if settings is not None:
+        run.settings.write_bytes(settings)
+    assert saved_arguments(run) == {}
+    assert changed_arguments(run, TrainingArguments()) == []
+
+
+def test_flags_that_changed_are_told_with_both_values_but_for_those_that_name_the_run(write):
+    run = write(TrainingArguments(batch_size=3, learning_rate=1e-3))
+    now = TrainingArguments(
+        batch_size=4, learning_rate=1e-3, time_limit=2.0, resume="auto", run_name="mine"
+    )
+    assert changed_arguments(run, now) == ["--time_limit None → 2.0", "--batch_size 3 → 4"]
+
+
+def test_a_flag_that_the_settings_do_not_know_has_not_changed(write):
+    run = write(TrainingArguments(seed=7))
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    del settings["arguments"]["seed"]
+    run.settings.write_text(json.dumps(settings), encoding="utf-8")
+    assert changed_arguments(run, TrainingArguments(seed=8)) == []
