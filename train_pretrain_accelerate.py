@@ -57,10 +57,7 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     """Build everything, resume where asked, and say what is in use; None if the run is finished.
-
-    Raises:
-        UsageError, ConfigError: this cannot be trained.
-    """
+    Raises UsageError, ConfigError: this cannot be trained."""
     started = time.monotonic()  # --time_limit counts from here
     require_trackers(args.trackers)
     engine = build_engine(args)
@@ -91,7 +88,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     run = Run(args, engine, start, built, train_set, val_set, total_steps, started)
     run.load_weights(initial)
 
-    # From here on something is written over: whatever could go wrong has not.
+    # What is in use, said and written down; what belongs to a course not taken is set aside.
     run.log.say(start_block(run, initial))
     for warning in warnings(run):
         run.log.say(warning)

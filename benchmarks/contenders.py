@@ -23,7 +23,7 @@ class Contender:
     """One way to do the work.
 
     The engine "alone" is as many processes as the other engines have, each with its share of the
-    machine, that know nothing of each other: what the others would reach if they exchanged nothing.
+    cores, that know nothing of each other: what the others would reach if they exchanged nothing.
     """
 
     family: str  # "ours" or a key of PEERS
@@ -54,11 +54,12 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
 
     Args:
         processes: of the engines that can have several.
-        has_gpu: then there is no allocator to choose: GPU memory does not come from the C library.
+        has_gpu: then there is no allocator to choose, for GPU memory does not come from the C
+            library, and nobody is "alone".
     """
     engines = ["single", "zero1", "zero2"]
     if processes > 1:
-        engines[1:1] = ["alone", "ddp"]
+        engines[1:1] = ["ddp"] if has_gpu else ["alone", "ddp"]
     found = [
         Contender("ours", compiled, engine, 1 if engine == "single" else processes)
         for engine in engines
@@ -119,7 +120,8 @@ def environments(
     if contender.engine == "single":
         return [common]
     if contender.engine == "alone":
-        return [common | own_share(rank, contender.processes) for rank in ranks]
+        cores = available_cores() // contender.processes
+        return [common | {"OMP_NUM_THREADS": str(max(1, cores))} for _ in ranks]
     common |= {
         "WORLD_SIZE": str(contender.processes),
         "LOCAL_WORLD_SIZE": str(contender.processes),
@@ -135,13 +137,3 @@ def environments(
         common["ACCELERATE_USE_DEEPSPEED"] = "true"
         common["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
-
-
-def own_share(rank: int, processes: int) -> dict[str, str]:
-    """Environment of a process that has a GPU, or its part of the cores, to itself."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(processes)))).split(",")
-    cores = available_cores() // processes
-    return {
-        "CUDA_VISIBLE_DEVICES": gpus[rank] if rank < len(gpus) else "",
-        "OMP_NUM_THREADS": str(max(1, cores)),
-    }

@@ -8,21 +8,19 @@ Prints Markdown tables; what it is at goes to stderr. Nothing stays on the disk.
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
-from statistics import median
 
-from benchmarks import data_padding
-from benchmarks.data_loader import loader_speed, training_steps
-from benchmarks.data_padding import Positions
-from benchmarks.data_preparation import Preparation, copies, prepare
-from benchmarks.flags import at_least, numbers
+from benchmarks.data_loader import Training, loader_row, train_for_a_while
+from benchmarks.data_padding import padding_table
+from benchmarks.data_preparation import copies, preparation_table, prepare
+from benchmarks.flags import at_least, new_parser, numbers
 from benchmarks.markdown import heading, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset
-from data.errors import DataError
 from model import ConfigError
 
 PROGRAM = "benchmarks.data"
@@ -34,19 +32,19 @@ SHAPES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors(PROGRAM, UsageError, ConfigError, DataError, OSError):
+    with one_line_errors(PROGRAM, UsageError, ConfigError, OSError):
         args = parse_arguments(argv)
         find_files(args.data)  # wrong names are refused before the work
         # On the disk where prepared data lives: /tmp may be in memory.
         out = Path("out").absolute()
         out.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix="benchmark-data-") as folder:
-            tables = measure(args, Path(folder))
+            tables = list(measure(args, Path(folder)))
         print(heading(PROGRAM, argv), *tables, sep="\n\n", flush=True)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog=f"python -m {PROGRAM}", description=__doc__, allow_abbrev=False)
+    parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
     text = "prepare it so many times over, a run for each"
@@ -65,156 +63,40 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> list[str]:
+def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """The three tables; everything is written into the folder."""
-    workers, preparations = available_cores(), {}
+    preparations = {}
     for repeat in args.repeat:
         say(f"preparing the text, {repeat} times over")
         source = copies(args.data, repeat, folder / f"text-{repeat}")
-        preparations[repeat] = prepare(source, folder / f"packed-{repeat}", workers)
+        preparations[repeat] = prepare(source, folder / f"packed-{repeat}", available_cores())
+    yield preparation_table(preparations)
+
     packed = folder / f"packed-{args.repeat[0]}"
-    check_length(args, packed)
-    settings = [(length, n) for length in args.loader_seq_lens for n in args.num_workers]
+    for seq_len in [*args.loader_seq_lens, args.seq_len]:
+        PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
+    rows, trained = [], {}
+    for setting in product(args.loader_seq_lens, args.num_workers):
+        training = trained[setting] = train(args, packed, *setting)
+        say("loader at {} tokens, --num_workers {}".format(*setting))
+        rows.append(loader_row(packed, BATCH_SIZE, *setting, args.seconds, training))
+    yield (
+        f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
+        "is what it would be with nothing loaded ahead.\n\n" + table(rows)
+    )
+
     compared = args.seq_len, args.num_workers[0]
-    training = {
-        setting: training_speed(args, packed, *setting)
-        for setting in dict.fromkeys([*settings, compared])
-    }
-    loader = [loader_row(args, packed, *setting, *training[setting]) for setting in settings]
-    speed, _ = training[compared]
-    return [
-        preparation_table(preparations, workers),
-        loader_table(args, loader),
-        padding_table(args.seq_len, data_padding.document_lengths(packed), speed),
-    ]
+    training = trained.get(compared) or train(args, packed, *compared)
+    yield padding_table(packed, args.seq_len, BATCH_SIZE, training.tokens_per_second)
 
 
-def check_length(args: argparse.Namespace, packed: Path) -> None:
-    """Raises UsageError: the text does not make one micro-batch of the longest sequences."""
-    for flag, lengths in ("loader_seq_lens", args.loader_seq_lens), ("seq_len", [args.seq_len]):
-        needed = max(lengths) * BATCH_SIZE
-        if not PackedDataset.fits(packed, "train", needed):
-            raise UsageError(
-                f"{args.data} does not make {BATCH_SIZE} sequences of {max(lengths)} tokens: use "
-                f"a smaller --{flag}, or a larger first --repeat"
-            )
-
-
-def training_speed(
-    args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int
-) -> tuple[float, float | None]:
-    """Tokens/s of training, and the share of its time in which it waits for data.
-
-    As given by the flag, and then nothing is known of the share; or measured.
-    """
+def train(args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int) -> Training:
+    """As the flags say, or what they say of it."""
     if args.model_tokens_per_second is not None:
-        return args.model_tokens_per_second, None
+        return Training(args.model_tokens_per_second)
     say(f"training on sequences of {seq_len}, --num_workers {num_workers}")
     flags = f"{SHAPES[args.shape]} --batch_size {BATCH_SIZE} --max_seq_len {seq_len}"
-    words = [*flags.split(), "--num_workers", str(num_workers)]
-    steps = training_steps(packed, words, args.steps)
-    waited = sum(waited for _, waited in steps) / sum(seconds for seconds, _ in steps)
-    return BATCH_SIZE * seq_len / median(seconds for seconds, _ in steps), waited
-
-
-def loader_row(
-    args: argparse.Namespace,
-    packed: Path,
-    seq_len: int,
-    num_workers: int,
-    training: float,
-    waiting: float | None,
-) -> list[str | int]:
-    """The loader's tokens/s alone against training's, and the share of a step that it costs.
-
-    Where training was not timed, the share is what it would be if nothing were loaded ahead.
-    """
-    say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
-    settings = packed, seq_len, BATCH_SIZE, num_workers, args.seconds
-    cold = loader_speed(*settings, cold=True)
-    warm = loader_speed(*settings, cold=False)
-    if waiting is None:
-        waiting = training / (training + warm)
-    return [
-        seq_len,
-        num_workers,
-        f"{warm:,.0f}",
-        "n/a" if cold is None else f"{cold:,.0f}",
-        f"{training:,.0f}",
-        f"{warm / training:,.0f} ×",
-        f"{waiting:.3%}",
-    ]
-
-
-def loader_table(args: argparse.Namespace, rows: list[list]) -> str:
-    titles = ["max_seq_len", "num_workers", "loader, tokens/s", "the same, shards not in memory"]
-    titles += ["training, tokens/s", "loader / training", "waiting for data, share of a step"]
-    how = "beside a speed of training that was given; the share is what it would be with nothing "
-    how += "loaded ahead"
-    if args.model_tokens_per_second is None:
-        how = f"and in {args.steps} steps of training the {args.shape} shape, where the share was "
-        how += "measured"
-    return f"Loader, batches of {BATCH_SIZE}, alone, {how}.\n\n" + table(titles, rows)
-
-
-def preparation_table(preparations: dict[int, Preparation], workers: int) -> str:
-    """Of preparations by how often the text was repeated."""
-    titles = ["text", "MB", "documents", "bytes each", "tokens", "seconds", "tokenizer", "packing"]
-    titles += ["MB/s", "MB/s per process", "MB per CPU second", "peak RAM", "sum of peaks"]
-    rows = []
-    for repeat, done in preparations.items():
-        megabytes, peaks = done.bytes / 1e6, (done.peak_pss, done.sum_of_peaks)
-        rows.append(
-            [
-                f"{repeat} ×",
-                f"{megabytes:.1f}",
-                f"{done.documents:,}",
-                f"{done.bytes / done.documents:,.0f}",
-                f"{done.tokens:,}",
-                f"{done.seconds:.1f}",
-                f"{done.tokenizer_seconds:.1f}",
-                f"{done.packing_seconds:.1f}",
-                f"{megabytes / done.seconds:.2f}",
-                f"{megabytes / done.seconds / workers:.2f}",
-                f"{megabytes / done.cpu_seconds:.2f}",
-                *("n/a" if peak is None else f"{peak / 1e6:,.0f} MB" for peak in peaks),
-            ]
-        )
-    return (
-        f"Preparation with {workers} processes, the start of Python and the training of the "
-        "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
-        "all processes' Pss, looked at ten times a second; sum of peaks adds up each one's own.\n\n"
-        + table(titles, rows)
-    )
-
-
-def padding_table(seq_len: int, lengths, speed: float) -> str:
-    """Of documents of these lengths, trained at this speed, in positions per second."""
-    ways: dict[str, Positions] = {
-        "packed": data_padding.packed(lengths, seq_len),
-        f"padded to {seq_len}": data_padding.padded(lengths, seq_len),
-        f"padded to the longest of {BATCH_SIZE}": data_padding.padded_to_longest(
-            lengths, seq_len, BATCH_SIZE
-        ),
-    }
-    useful = {way: positions.useful / positions.computed for way, positions in ways.items()}
-    rows = [
-        [
-            way,
-            f"{useful[way]:.4f}",
-            f"{positions.lost:,} ({positions.lost / int((lengths - 1).sum()):.2%})",
-            f"{speed:,.0f}",
-            f"{useful[way] * speed:,.0f}",
-            f"{useful[way] / useful[f'padded to {seq_len}']:.2f} ×",
-        ]
-        for way, positions in ways.items()
-    ]
-    titles = ["way", "useful tokens per position", "tokens of text lost", "training, positions/s"]
-    return (
-        f"Packing against padding at max_seq_len {seq_len}. A position is useful if its target is "
-        "a token or the end of a document. A position is taken to cost the same in all ways.\n\n"
-        + table([*titles, "useful tokens/s", "against padding"], rows)
-    )
+    return train_for_a_while(packed, f"{flags} --num_workers {num_workers}".split(), args.steps)
 
 
 def say(what: str) -> None:

@@ -11,8 +11,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from torch import Tensor
@@ -27,6 +29,42 @@ from training.arguments import parse_arguments
 from training.run import Run
 
 WARM_UP_STEPS = 2
+
+
+@dataclass
+class Training:
+    """How fast it went."""
+
+    tokens_per_second: float
+    waiting: float | None = None  # for data, as a share of the time; None: not measured
+
+
+def loader_row(
+    folder: Path,
+    batch_size: int,
+    seq_len: int,
+    num_workers: int,
+    seconds: float,
+    training: Training,
+) -> dict:
+    """The loader's speed alone against training's, and the share of a step that it costs.
+
+    Where that was not measured, it is what it would be if nothing were loaded ahead.
+    """
+    settings = folder, seq_len, batch_size, num_workers, seconds
+    cold, warm = loader_speed(*settings, cold=True), loader_speed(*settings, cold=False)
+    trained, waiting = training.tokens_per_second, training.waiting
+    if waiting is None:
+        waiting = trained / (trained + warm)
+    return {
+        "max_seq_len": seq_len,
+        "num_workers": num_workers,
+        "loader, tokens/s": f"{warm:,.0f}",
+        "the same, shards not in memory": "n/a" if cold is None else f"{cold:,.0f}",
+        "training, tokens/s": f"{trained:,.0f}",
+        "loader / training": f"{warm / trained:,.0f} ×",
+        "waiting for data, share of a step": f"{waiting:.3%}",
+    }
 
 
 def loader_speed(
@@ -79,38 +117,33 @@ def resident_pages(path: Path) -> np.ndarray:
     return flags & 1 == 1
 
 
-class Timed:
-    """An iterator that adds up the seconds for which it is waited."""
-
-    def __init__(self, batches: Iterator[tuple[Tensor, Tensor]]):
-        self.batches, self.waited = batches, 0.0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
+def timed(batches: Iterator[tuple[Tensor, Tensor]], waits: list[float]) -> Iterator:
+    """The same; the seconds for which each was waited go into `waits`."""
+    while True:
         start = time.perf_counter()
-        batch = next(self.batches)
-        self.waited += time.perf_counter() - start
-        return batch
+        batch = next(batches)
+        waits.append(time.perf_counter() - start)
+        yield batch
 
 
-Steps = list[tuple[float, float]]  # seconds of each step, and how many of them waiting for data
-
-
-def timed_steps(run: Run, number: int) -> Steps:
-    """The first optimizer steps of a run after those that warm it up."""
-    times, run.batches = [], Timed(run.batches)
+def timed_steps(run: Run, number: int) -> Training:
+    """Of the first optimizer steps of a run, after those that warm it up."""
+    seconds, waits = [], []
+    run.batches = timed(run.batches, waits)
     for step in islice(run.steps(), WARM_UP_STEPS + number):
-        start, run.batches.waited = time.perf_counter(), 0.0
+        if step == WARM_UP_STEPS + 1:
+            seconds.clear()
+            waits.clear()
+        start = time.perf_counter()
         compute_gradient(run, step)
         run.update()  # asks for the gradient's norm, and so waits for a GPU
-        times.append((time.perf_counter() - start, run.batches.waited))
-    return times[WARM_UP_STEPS:]
+        seconds.append(time.perf_counter() - start)
+    tokens = run.samples_per_step * run.train_set.seq_len
+    return Training(tokens / median(seconds), waiting=sum(waits) / sum(seconds))
 
 
-def training_steps(folder: Path, flags: list[str], number: int) -> Steps:
-    """Times of real training steps on prepared data, in a process of their own.
+def train_for_a_while(folder: Path, flags: list[str], number: int) -> Training:
+    """So many optimizer steps on prepared data, in a process of their own.
 
     Args:
         flags: of the training script, but for --data.
@@ -124,13 +157,13 @@ def training_steps(folder: Path, flags: list[str], number: int) -> Steps:
         return pool.submit(_train, [*flags, "--data", str(folder)], number).result()
 
 
-def _train(flags: list[str], number: int) -> Steps:
+def _train(flags: list[str], number: int) -> Training:
     # What the run says must not come between the tables.
     with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):
         # So many steps that --compile auto finds compiling worth its time.
         own = ["--out_dir", out, "--log_with", "none", "--max_steps", "1000000"]
         run = set_up(*parse_arguments([*own, *flags]))
         stop_in_order()  # a run only notes a signal, to save; there is nothing to save
-        times = timed_steps(run, number)
+        training = timed_steps(run, number)
         run.log.close()
-    return times
+    return training

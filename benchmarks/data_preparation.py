@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import REPOSITORY
+from benchmarks.markdown import table
 from data.corpus import BUILTIN, find_files, is_jsonl
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
@@ -23,6 +24,7 @@ SAMPLE_SECONDS = 0.1  # between looks at the memory: each costs about a millisec
 class Preparation:
     """One run of the command."""
 
+    workers: int
     documents: int
     bytes: int  # of UTF-8 text, without the JSON around it
     tokens: int
@@ -61,6 +63,7 @@ def prepare(source: str, out: Path, workers: int) -> Preparation:
     splits = read_description(out)["splits"].values()
     tokenizer_done = (out / TOKENIZER_FILE).stat().st_mtime
     return Preparation(
+        workers=workers,
         **{key: sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")},
         seconds=seconds,
         tokenizer_seconds=tokenizer_done - started,
@@ -124,3 +127,33 @@ def copies(source: str, count: int, folder: Path) -> str:
             suffix += ".gz" * path.endswith(".gz")
             (folder / f"{n:04d}-{i:06d}{suffix}").symlink_to(os.path.abspath(path))
     return str(folder)
+
+
+def preparation_table(preparations: dict[int, Preparation]) -> str:
+    """Of preparations by how often the text was repeated."""
+    rows = []
+    for repeat, done in preparations.items():
+        megabytes = done.bytes / 1e6
+        row = {
+            "text": f"{repeat} ×",
+            "MB": f"{megabytes:.1f}",
+            "documents": f"{done.documents:,}",
+            "bytes each": f"{done.bytes / done.documents:,.0f}",
+            "tokens": f"{done.tokens:,}",
+            "seconds": f"{done.seconds:.1f}",
+            "tokenizer": f"{done.tokenizer_seconds:.1f}",
+            "packing": f"{done.packing_seconds:.1f}",
+            "MB/s": f"{megabytes / done.seconds:.2f}",
+            "MB/s per process": f"{megabytes / done.seconds / done.workers:.2f}",
+            "MB per CPU second": f"{megabytes / done.cpu_seconds:.2f}",
+        }
+        for title, peak in ("peak RAM", done.peak_pss), ("sum of peaks", done.sum_of_peaks):
+            row[title] = "n/a" if peak is None else f"{peak / 1e6:,.0f} MB"
+        rows.append(row)
+    workers = next(iter(preparations.values())).workers
+    return (
+        f"Preparation with {workers} processes, the start of Python and the training of the "
+        "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
+        "all processes' Pss, looked at ten times a second; sum of peaks adds up each one's own.\n\n"
+        + table(rows)
+    )

@@ -1,7 +1,13 @@
-"""Types of flags, for argparse: what cannot work is said before anything is measured."""
+"""Flags of the benchmarks: what cannot work is said before anything is measured."""
 
 import argparse
 from collections.abc import Callable, Iterable
+
+from common.parser import OneLineParser
+
+
+def new_parser(program: str, text: str) -> OneLineParser:
+    return OneLineParser(prog=f"python -m {program}", description=text, allow_abbrev=False)
 
 
 def at_least(least: int) -> Callable[[str], int]:

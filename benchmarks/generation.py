@@ -5,18 +5,19 @@ untrained weights, in turns in one process, greedy.
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
+from itertools import product
+from operator import truediv
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.flags import at_least, names, numbers
-from benchmarks.markdown import heading, row, table
+from benchmarks.flags import at_least, names, new_parser, numbers
+from benchmarks.markdown import heading, table
 from benchmarks.work import VOCAB_SIZE
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
 from formats.llama import DTYPES, llama_config, to_llama
 from inference.decoder import Decoder
 from inference.generation import generate
@@ -30,26 +31,24 @@ SIZES = {  # dim, layers, heads; 3m is what run_accelerate.sh trains on a CPU
     "104m": (768, 16, 8),
 }
 PROMPT_TOKENS, NEW_TOKENS = 16, 128
-TITLES = ["model", "precision", "prompts", "ours, tokens/s", "transformers", "ratio", "same text"]
 
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError):
         args = parse_arguments(argv)
         print(heading(PROGRAM, argv))
-        print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones, greedy\n")
-        print(table(TITLES, []))
-        for size in args.sizes:
-            model = untrained(size, PROMPT_TOKENS + NEW_TOKENS)
-            for dtype in args.dtypes:
-                for batch_size in args.batch_sizes:
-                    prompts = torch.randint(3, VOCAB_SIZE, (batch_size, PROMPT_TOKENS))
-                    cells = measure(contenders(model, dtype, prompts), batch_size, args.rounds)
-                    print(row([size, dtype, batch_size, *cells]), flush=True)
+        print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones, greedy\n", flush=True)
+        rows = []
+        for size, dtype, batch_size in product(args.sizes, args.dtypes, args.batch_sizes):
+            prompts = torch.randint(3, VOCAB_SIZE, (batch_size, PROMPT_TOKENS))
+            runs = contenders(untrained(size), dtype, prompts)
+            row = {"model": size, "precision": dtype, "prompts": batch_size}
+            rows.append(row | measure(runs, batch_size, args.rounds))
+            print(*table(rows).splitlines()[-1 if len(rows) > 1 else 0 :], sep="\n", flush=True)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(prog=f"python -m {PROGRAM}", description=__doc__, allow_abbrev=False)
+    parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--sizes", type=names(SIZES), default="3m,26m", help=f"of {', '.join(SIZES)}")
     add("--dtypes", type=names(DTYPES), default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
@@ -58,9 +57,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def untrained(size: str, context: int) -> Transformer:
+def untrained(size: str) -> Transformer:
     dim, n_layers, n_heads = SIZES[size]
     torch.manual_seed(0)
+    context = PROMPT_TOKENS + NEW_TOKENS
     shape = {"n_layers": n_layers, "n_heads": n_heads, "max_seq_len": context}
     model = Transformer(LMConfig(dim=dim, vocab_size=VOCAB_SIZE, **shape)).eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,9 +103,9 @@ def contenders(
     return {"ours": ours, "transformers": theirs}
 
 
-def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> list[str]:
-    """The cells of a row: medians over rounds in which both take their turn, after one round that
-    does not count; the ratio is taken within a round."""
+def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str, str]:
+    """Cells of a row: medians over rounds in which both take their turn, after one round that does
+    not count; the ratio is taken within a round."""
     texts = {name: run() for name, run in runs.items()}
     speeds = {name: [] for name in runs}
     for _ in range(rounds):
@@ -113,10 +113,13 @@ def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> list[str
             started = time.perf_counter()
             run()
             speeds[name].append(batch_size * NEW_TOKENS / (time.perf_counter() - started))
-    pairs = zip(speeds["ours"], speeds["transformers"], strict=True)
-    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    medians = [f"{statistics.median(speeds[name]):,.0f}" for name in runs]
-    return [*medians, f"{ratio:.2f}", "yes" if texts["ours"] == texts["transformers"] else "no"]
+    ours, theirs = speeds.values()
+    return {
+        "ours, tokens/s": f"{median(ours):,.0f}",
+        "transformers": f"{median(theirs):,.0f}",
+        "ratio": f"{median(map(truediv, ours, theirs)):.2f}",
+        "same text": "yes" if texts["ours"] == texts["transformers"] else "no",
+    }
 
 
 if __name__ == "__main__":

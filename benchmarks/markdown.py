@@ -38,9 +38,8 @@ def cpu_name() -> str:
     return found[0] if found else platform.processor() or platform.machine()
 
 
-def row(cells: list) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def table(titles: list[str], rows: list[list]) -> str:
-    return "\n".join(map(row, [titles, ["---"] * len(titles), *rows]))
+def table(rows: list[dict]) -> str:
+    """Rows of a cell by its column's title, the same titles in all."""
+    titles = list(rows[0])
+    lines = [titles, ["---"] * len(titles), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

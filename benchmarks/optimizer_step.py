@@ -11,13 +11,12 @@ import time
 
 import torch
 
-from benchmarks.flags import at_least
+from benchmarks.flags import at_least, new_parser
 from benchmarks.markdown import heading
 from benchmarks.matmul import synchronize
 from benchmarks.ours import OurStep
 from benchmarks.work import Work
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
 from model import ConfigError
 from training.arguments import OPTIMIZERS
 from training.engine.compilation import obstacle
@@ -43,9 +42,7 @@ def parse_options(argv: list[str] | None) -> tuple[Work, int]:
     Raises:
         UsageError, ConfigError: a value that cannot work.
     """
-    parser = OneLineParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = new_parser(PROGRAM, __doc__)
     shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 512, "batch_size": 8}
     for name, value in shape.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=value, help="of the step")

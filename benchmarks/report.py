@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from benchmarks.contenders import Contender
 from benchmarks.markdown import table
 from benchmarks.work import Work
+from training.engine.device import peak_flops
 from training.engine.memory import GIB
 
 NOTE = (
@@ -23,8 +24,8 @@ class Result:
     contender: Contender
     tokens_per_step: int  # of all its processes together
     first_step_seconds: float = 0.0  # from the start of the process
-    losses: list[float] = field(default_factory=list)  # at the first step, after the last
     peak_bytes: int = 0  # of one process, the largest
+    losses: list[float] = field(default_factory=list)  # at the first step, after each turn
     step_seconds: dict[int, float] = field(default_factory=dict)  # round → median of its steps
 
     @property
@@ -38,24 +39,34 @@ class Result:
 
 @dataclass
 class SizeReport:
-    """One model size: results in the order of the table, and why others are missing."""
+    """What was measured of one model size, until now."""
 
     size: str
     work: Work
-    baseline: str  # name of the contender that the others are compared with
-    results: list[Result]
-    missing: dict[str, str]  # name → reason, one line
-    matrix_products: list[tuple[float, str]]  # (FLOP/s, shape): at the start, each round, the end
-    sheet_peak: float | None  # FLOP/s that a GPU's data sheet states for this precision
-    devices_shared: bool  # whether all processes share one device, the CPU
-    stopped_after: int | None = None  # the round that was interrupted, if one was
+    gpu: str | None = None  # name of the GPUs that all run on; None: all processes share the CPU
+    results: list[Result] = field(default_factory=list)  # as they were started, the baseline first
+    missing: dict[str, str] = field(default_factory=dict)  # name → reason, one line
+    matrix_products: list[tuple[float, str]] = field(default_factory=list)  # (FLOP/s, shape)
+    rounds: int = 0  # begun
+    finished: bool = False
+
+    @property
+    def played(self) -> list[Result]:
+        return [result for result in self.results if result.step_seconds]
+
+    @property
+    def baseline(self) -> Result:
+        """Whom the others are compared with."""
+        return self.played[0]
 
     @property
     def measured_peak(self) -> float:
         return statistics.median(flops for flops, _ in self.matrix_products)
 
-    def by_name(self, name: str) -> Result:
-        return next(result for result in self.results if result.name == name)
+    @property
+    def sheet_peak(self) -> float | None:
+        """FLOP/s that a GPU's data sheet states for bfloat16."""
+        return peak_flops(self.gpu) if self.gpu and self.work.dtype == "bfloat16" else None
 
 
 def ratios(a: Result, b: Result) -> list[float]:
@@ -66,37 +77,31 @@ def ratios(a: Result, b: Result) -> list[float]:
 
 
 def compare(report: SizeReport, a: Result, b: Result) -> float:
-    """The median of `ratios`; of contenders that never met, by way of the baseline that met both.
-
-    If that has failed on the way, median speeds must do.
-    """
+    """The median of `ratios`; of contenders that never met, by way of the baseline."""
     if met := ratios(a, b):
         return statistics.median(met)
-    baseline = report.by_name(report.baseline)
-    first, second = ratios(a, baseline), ratios(baseline, b)
-    if first and second:
-        return statistics.median(first) * statistics.median(second)
-    return statistics.median(a.speeds()) / statistics.median(b.speeds())
+    if report.baseline in (a, b):  # it has failed since, and this is another one
+        return statistics.median(a.speeds()) / statistics.median(b.speeds())
+    return compare(report, a, report.baseline) * compare(report, report.baseline, b)
 
 
-def fastest(report: SizeReport, **wanted) -> Result | None:
-    """The fastest contender with one process and these attributes, e.g. is_ours=False."""
-    found = [
-        result
-        for result in report.results
-        if result.contender.processes == 1
-        and all(getattr(result.contender, name) == value for name, value in wanted.items())
-    ]
-    baseline = report.by_name(report.baseline) if found else None
-    return max(found, key=lambda result: compare(report, result, baseline), default=None)
+def fastest(report: SizeReport, is_ours: bool, our_allocator: bool = False) -> Result | None:
+    """The fastest of ours, or of the peers with or without our allocator, with one process."""
+    wanted = 1, is_ours, our_allocator
+    found = []
+    for result in report.played:
+        contender = result.contender
+        if (contender.processes, contender.is_ours, contender.our_allocator) == wanted:
+            found.append(result)
+    return max(found, key=lambda result: compare(report, result, report.baseline), default=None)
 
 
 def closing_line(report: SizeReport) -> str:
     """Our fastest mode against the fastest peer, as its users run it and with our allocator."""
     ours = fastest(report, is_ours=True)
-    line = f"{report.size}, ours / fastest peer: "
-    peer = fastest(report, is_ours=False, our_allocator=False)
+    peer = fastest(report, is_ours=False)
     same = fastest(report, is_ours=False, our_allocator=True)
+    line = f"{report.size}, ours / fastest peer: "
     if not ours or not (peer or same):
         return line + "n/a, one of the two was not measured"
     line += f"{compare(report, ours, peer):.2f} ({ours.name} / {peer.name})" if peer else "n/a"
@@ -108,7 +113,7 @@ def closing_line(report: SizeReport) -> str:
 def size_table(report: SizeReport) -> str:
     """The Markdown section of one size."""
     missing = [f"- {name}: {reason}" for name, reason in report.missing.items()]
-    if not report.results:
+    if not report.played:
         return "\n".join([f"### {report.size}\n\nNothing could be measured:\n", *missing])
     work, n_parameters = report.work, report.work.counts[0]
     parts = [
@@ -117,10 +122,10 @@ def size_table(report: SizeReport) -> str:
         f"heads; {work.batch_size} × {work.seq_len} tokens × {work.accumulation_steps} "
         f"accumulation per process and step; {work.dtype}.",
         _peak_line(report),
-        _results_table(report),
+        table([_row(report, result) for result in report.played]),
     ]
-    if report.stopped_after is not None:
-        parts.append(f"STOPPED in round {report.stopped_after}, before the end.")
+    if not report.finished:
+        parts.append(f"STOPPED in round {report.rounds}, before the end.")
     if missing:
         parts += ["Not measured:", "\n".join(missing)]
     return "\n\n".join([*parts, f"**{closing_line(report)}**\n"])
@@ -138,28 +143,21 @@ def _peak_line(report: SizeReport) -> str:
     return line
 
 
-def _results_table(report: SizeReport) -> str:
-    share = "MFU" if report.sheet_peak else "of measured peak"
-    titles = ["contender", "processes", "tokens/s", f"against {report.baseline}", "TFLOP/s", share]
-    baseline = report.by_name(report.baseline)
-    rows = []
-    for result in report.results:
-        flops = statistics.median(result.speeds()) * report.work.counts[1]  # per second
-        devices = 1 if report.devices_shared else result.contender.processes
-        peak = (report.sheet_peak or report.measured_peak) * devices
-        rows.append(
-            [
-                result.name,
-                result.contender.processes,
-                _spread(result.speeds(), ",.0f"),
-                "1" if result is baseline else _spread(ratios(result, baseline), ".3f"),
-                _tera(flops),
-                f"{flops / peak:.1%}",
-                f"{result.peak_bytes / GIB:.2f}",
-                f"{result.first_step_seconds:.1f}",
-            ]
-        )
-    return table([*titles, "memory, GiB", "first step, s"], rows)
+def _row(report: SizeReport, result: Result) -> dict:
+    flops = statistics.median(result.speeds()) * report.work.counts[1]  # per second
+    devices = result.contender.processes if report.gpu else 1
+    peak = (report.sheet_peak or report.measured_peak) * devices
+    against = _spread(ratios(result, report.baseline), ".3f")
+    return {
+        "contender": result.name,
+        "processes": result.contender.processes,
+        "tokens/s": _spread(result.speeds(), ",.0f"),
+        f"against {report.baseline.name}": "1" if result is report.baseline else against,
+        "TFLOP/s": _tera(flops),
+        "MFU" if report.sheet_peak else "of measured peak": f"{flops / peak:.1%}",
+        "memory, GiB": f"{result.peak_bytes / GIB:.2f}",
+        "first step, s": f"{result.first_step_seconds:.1f}",
+    }
 
 
 def _spread(values: list[float], form: str) -> str:

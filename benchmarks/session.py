@@ -14,7 +14,6 @@ from benchmarks.matmul import MatrixProducts
 from benchmarks.report import Result, SizeReport
 from benchmarks.team import Team, TeamError
 from benchmarks.work import Work
-from training.engine.device import device_name, peak_flops
 from training.engine.memory import free_memory
 
 BASELINES = ("ours-compiled", "ours-eager")  # the first of them that takes part, or anybody
@@ -44,14 +43,12 @@ class Session:
     """
 
     def __init__(self, size: str, work: Work, options: argparse.Namespace, folder: Path):
-        self.size, self.work, self.options, self.folder = size, work, options, folder
+        self.work, self.options, self.folder = work, options, folder
         self._products = MatrixProducts(getattr(torch, work.dtype))
-        self._peaks = [self._products.peak()]
-        self._round = 0
+        on_gpu = self._products.device.type == "cuda"
+        self.report = SizeReport(size, work, torch.cuda.get_device_name() if on_gpu else None)
         self._teams: dict[Contender, Team] = {}  # alive, the baseline first
-        self._results: dict[Contender, Result] = {}  # in the order in which they were started
-        self._missing: dict[str, str] = {}
-        self._finished = False
+        self._results: dict[Contender, Result] = {}  # of theirs
 
     def close(self) -> None:
         """End every process."""
@@ -60,24 +57,28 @@ class Session:
         self._teams = {}
 
     def measure(self) -> None:
-        """Everything, in the order described above; `report` tells the result."""
+        """Everything, in the order described above, into `report`."""
         waiting = self._able()
+        self._measure_products()
         while waiting:
             while waiting and self._has_room():
                 self._start(waiting.pop(0))
             self._play_rounds()
             for contender in list(self._teams)[1 if waiting else 0 :]:
                 self._teams.pop(contender).close()
-        self._peaks.append(self._products.peak())
-        self._finished = True
+        self._measure_products()
+        self.report.finished = True
 
     def _able(self) -> list[Contender]:
         """Those that nothing known stands in the way of, the baseline first."""
         reasons = {contender: obstacle(contender) for contender in self.options.contenders}
-        self._missing = {c.name: reason for c, reason in reasons.items() if reason}
+        self.report.missing = {c.name: reason for c, reason in reasons.items() if reason}
         able = [contender for contender, reason in reasons.items() if reason is None]
         rank = {name: position for position, name in enumerate(BASELINES)}
         return sorted(able, key=lambda contender: rank.get(contender.name, len(rank)))
+
+    def _measure_products(self) -> None:
+        self.report.matrix_products.append(self._products.peak())
 
     def _has_room(self) -> bool:
         """Whether one more can join those that are alive, judged by the largest so far.
@@ -85,13 +86,13 @@ class Session:
         On a CPU there must be room for two: what peers give back after a turn they take again in
         the next. The baseline never stays alone: what does not fit beside it fails.
         """
-        device = self._products.device
-        free = free_memory(device)
+        free = free_memory(self._products.device)
         if free is None or len(self._teams) < 2:
             return True
-        if device.type == "cuda":
-            return free > 1.3 * max(result.peak_bytes for result in self._results.values())
-        return free > 2 * max(r.peak_bytes * r.contender.processes for r in self._results.values())
+        results = self._results.values()
+        if self.report.gpu:
+            return free > 1.3 * max(result.peak_bytes for result in results)
+        return free > 2 * max(result.peak_bytes * result.contender.processes for result in results)
 
     def _start(self, contender: Contender) -> None:
         folder = self.folder / contender.name
@@ -111,14 +112,15 @@ class Session:
             self._drop(contender, error)
             return
         tokens = self.work.tokens * contender.processes
-        result = Result(contender, tokens, seconds, [first["loss"]], first["peak_bytes"])
+        result = Result(contender, tokens, seconds, first["peak_bytes"], [first["loss"]])
         self._results[contender] = result
+        self.report.results.append(result)
         self._say(f"{contender.name}: first step after {seconds:.1f} s")
 
     def _play_rounds(self) -> None:
         for number in range(1, self.options.rounds + 1):
-            self._round += 1
-            self._peaks.append(self._products.peak())
+            self.report.rounds += 1
+            self._measure_products()
             said = []
             for contender in list(self._teams):
                 try:
@@ -134,40 +136,23 @@ class Session:
         answers = self._teams[contender].ask(self.options.steps)
         # A step is over when its slowest rank is done.
         steps = map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
-        result.step_seconds[self._round] = statistics.median(steps)
-        result.losses[1:] = [answers[0]["loss"]]
+        result.step_seconds[self.report.rounds] = statistics.median(steps)
+        result.losses.append(answers[0]["loss"])
         result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
 
     def _drop(self, contender: Contender, error: TeamError) -> None:
         """Count it out, and show why."""
         if team := self._teams.pop(contender, None):
             team.close()
-        self._results.pop(contender, None)
-        self._missing[contender.name] = str(error)
+        if result := self._results.pop(contender, None):
+            self.report.results.remove(result)
+        self.report.missing[contender.name] = str(error)
         self._say(f"{contender.name} failed: {error}")
         if error.log:
             print("    " + error.log.replace("\n", "\n    "), file=sys.stderr, flush=True)
 
-    def report(self) -> SizeReport:
-        """What was measured; after an interruption, the rounds up to it."""
-        order = self.options.contenders.index
-        played = [result for result in self._results.values() if result.step_seconds]
-        device = self._products.device
-        peak_known = device.type == "cuda" and self.work.dtype == "bfloat16"
-        return SizeReport(
-            size=self.size,
-            work=self.work,
-            baseline=played[0].name if played else "",
-            results=sorted(played, key=lambda result: order(result.contender)),
-            missing=self._missing,
-            matrix_products=self._peaks,
-            sheet_peak=peak_flops(device_name(device)) if peak_known else None,
-            devices_shared=device.type == "cpu",
-            stopped_after=None if self._finished else self._round,
-        )
-
     def _say(self, text: str) -> None:
-        print(f"{self.size}: {text}", file=sys.stderr, flush=True)
+        print(f"{self.report.size}: {text}", file=sys.stderr, flush=True)
 
 
 def free_port() -> int:

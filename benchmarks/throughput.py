@@ -17,13 +17,12 @@ import torch
 
 from benchmarks import stop_in_order
 from benchmarks.contenders import all_contenders, select
-from benchmarks.flags import at_least, names
+from benchmarks.flags import at_least, names, new_parser
 from benchmarks.markdown import heading
 from benchmarks.report import NOTE, SizeReport, size_table
 from benchmarks.session import Session
 from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
 
 PROGRAM = "benchmarks.throughput"
 
@@ -35,9 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_parser(n_gpus: int) -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = new_parser(PROGRAM, __doc__)
     add, number = parser.add_argument, at_least(1)
     sizes = "26m,104m,360m" if n_gpus else "26m,104m"
     add("--sizes", type=names(SIZES), default=sizes, help=f"of {', '.join(SIZES)}")
@@ -92,8 +89,8 @@ def run(options: argparse.Namespace, argv: list[str] | None) -> None:
                 session.measure()
             finally:
                 session.close()
-                reports.append(session.report())
-                print(size_table(reports[-1]), flush=True)
+                reports.append(session.report)
+                print(size_table(session.report), flush=True)
                 if options.json:
                     numbers = [dataclasses.asdict(report) for report in reports]
                     options.json.write_text(json.dumps(numbers, indent=1), encoding="utf-8")

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import stop_in_order
+from benchmarks.flags import new_parser
 from benchmarks.markdown import heading, table
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser
-from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
 
 PROGRAM = "benchmarks.time_to_loss"
@@ -44,9 +43,6 @@ QUIET = (
     "--log_interval 10 --log_with none --eval_samples 0 --save_interval 0 --keep_last 1 "
     "--sample_tokens 1 --compile on"
 )
-TITLES = ["seed", "AdamW's final loss", "its seconds", "challenger: steps to it", "tokens"]
-TITLES += ["seconds", "share of steps", "time per step", "share of time"]
-TITLES += ["challenger's final loss"]
 
 
 @dataclass
@@ -92,30 +88,28 @@ class Race:
     def share_of_time(self) -> float | None:
         return None if self.steps is None else self.share_of_steps * self.step_ratio
 
-    def row(self) -> list[str | int]:
+    def row(self) -> dict:
         reached = self.steps is not None
-        return [
-            self.seed,
-            f"{self.adamw.final:.4f}",
-            f"{max(self.adamw.losses) * self.adamw.step_seconds:.1f}",
-            self.steps if reached else f"not in {max(self.challenger.losses)}",
-            f"{self.steps * self.challenger.tokens_per_step:,}" if reached else "",
-            f"{self.steps * self.challenger.step_seconds:.1f}" if reached else "",
-            f"{self.share_of_steps:.1%}" if reached else "",
-            f"{self.step_ratio:.3f}",
-            f"{self.share_of_time:.1%}" if reached else "",
-            f"{self.challenger.final:.4f}",
-        ]
+        return {
+            "seed": self.seed,
+            "AdamW's final loss": f"{self.adamw.final:.4f}",
+            "its seconds": f"{max(self.adamw.losses) * self.adamw.step_seconds:.1f}",
+            "challenger: steps to it": self.steps or f"not in {max(self.challenger.losses)}",
+            "tokens": f"{self.steps * self.challenger.tokens_per_step:,}" if reached else "",
+            "seconds": f"{self.steps * self.challenger.step_seconds:.1f}" if reached else "",
+            "share of steps": f"{self.share_of_steps:.1%}" if reached else "",
+            "time per step": f"{self.step_ratio:.3f}",
+            "share of time": f"{self.share_of_time:.1%}" if reached else "",
+            "challenger's final loss": f"{self.challenger.final:.4f}",
+        }
 
 
 def main(argv: list[str] | None = None) -> None:
     stop_in_order()
-    parser = OneLineParser(
-        prog=f"python -m {PROGRAM}", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = new_parser(PROGRAM, __doc__)
     default, text = [Path("out/data/builtin")], "folders of packed data"
     parser.add_argument("--data", nargs="+", type=Path, default=default, help=text)
-    with one_line_errors(PROGRAM, UsageError, DataError):
+    with one_line_errors(PROGRAM, UsageError):
         folders = parser.parse_args(argv).data
         for data in folders:  # one that is missing is said before the first run
             read_description(data)
@@ -140,7 +134,7 @@ def compare(data: Path) -> str:
         f"### {data.name}: `{CHALLENGER}` against AdamW\n\nModel and batch: `{MODEL}`. "
         f"AdamW's validation loss after {STEPS} steps by learning rate: {rates}; {best:g} is used. "
         "Seconds are steps times the median step of the run, without validation and compilation."
-        f"\n\n{table(TITLES, [race.row() for race in races])}\n{closing_line(data.name, races)}"
+        f"\n\n{table([race.row() for race in races])}\n{closing_line(data.name, races)}"
     )
 
 

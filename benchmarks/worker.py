@@ -32,7 +32,7 @@ def serve(connection: Connection) -> int:
     try:
         contender, work = connection.recv()
         task = build(contender, work)
-        connection.send(take_first_step(task, contender))
+        connection.send(take_first_step(task))
         while True:
             connection.send(take_steps(task, connection.recv()))
     except EOFError:
@@ -54,25 +54,16 @@ def build(contender: Contender, work: Work):
     return PeerStep(contender.family, work, contender.compiled, contender.our_allocator)
 
 
-def take_first_step(task, contender: Contender) -> dict:
+def take_first_step(task) -> dict:
     """What `take_steps` says of it, and the engine's name.
 
     Raises:
-        ValueError, RuntimeError: this is not the work that was asked for.
+        ValueError: it does not begin where an untrained model does.
     """
     first = take_steps(task, 1)
     if abs(first["loss"] - math.log(VOCAB_SIZE)) > LOSS_TOLERANCE:
         raise ValueError(f"the loss starts at {first['loss']:.3f}, not near ln({VOCAB_SIZE})")
-    if contender.compiled and not compiled_graphs():
-        raise RuntimeError("asked for compiled, but nothing was compiled")
     return first | {"engine": task.engine}
-
-
-def compiled_graphs() -> int:
-    """How many graphs torch.compile has made in this process."""
-    from torch._dynamo.utils import counters  # would take an eager contender a second
-
-    return counters["stats"]["unique_graphs"]
 
 
 def take_steps(task, number: int) -> dict:

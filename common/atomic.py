@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from common.errors import UsageError
@@ -13,6 +14,7 @@ from common.errors import UsageError
 def whole_file(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to. It becomes `path` at the end, or goes if that is not
     reached."""
+    _remove_abandoned(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
         yield partial
@@ -63,8 +65,7 @@ def new_folder(
         what: what the folder will be, as in "export".
         is_one: whether a folder that exists is such a thing; nothing else is ever replaced.
 
-    Raises:
-        UsageError: `out` must not be replaced.
+    Raises UsageError: `out` must not be replaced.
     """
     if out.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"{out} is the working folder or above it: choose another")
@@ -98,11 +99,11 @@ def remove(path: Path) -> None:
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Partial folders of processes that no longer run, and old ones where the new one is there."""
+    """What processes that no longer run were writing, and old ones where the new one is there."""
     for kind in ("partial", "old") if out.exists() else ("partial",):
-        for leftover in out.parent.glob(f"{out.name}.{kind}-*"):
+        for leftover in out.parent.glob(f"{escape(out.name)}.{kind}-*"):
             pid = leftover.name.rpartition("-")[2]
             # Our own number: in a container every run may have the same one.
             lives = pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
             if pid.isdigit() and Path("/proc").exists() and not lives:
-                shutil.rmtree(leftover, ignore_errors=True)
+                remove(leftover)

@@ -48,8 +48,7 @@ def is_jsonl(path: str) -> bool:
 def find_files(source: str) -> list[str]:
     """The files of a corpus: of a file, a folder, or "builtin".
 
-    Raises:
-        DataError: nothing there, or nothing of a kind that can be read.
+    Raises DataError: nothing there, or nothing of a kind that can be read.
     """
     if source == BUILTIN:
         return _builtin_files()
@@ -85,11 +84,8 @@ def _builtin_files() -> list[str]:
 
 
 def read_records(files: Iterable[str]) -> Iterator[Record]:
-    """Every document of every file, in order, in memory bounded by one line or section.
-
-    Raises:
-        DataError: a file cannot be opened, or is no sound gzip file.
-    """
+    """Every document of every file, in order, in memory bounded by one line or section. Raises
+    DataError: a file cannot be opened, or is no sound gzip file."""
     for path in files:
         try:
             with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
@@ -121,12 +117,8 @@ def _sections(path: str, file) -> Iterator[Record]:
 
 
 def parse(record: Record) -> str:
-    """The text of a document.
-
-    Raises:
-        DataError: invalid UTF-8, a line that is not JSON, or JSON without a text; names file and
-            place.
-    """
+    """The text of a document. Raises DataError: invalid UTF-8, a line that is not JSON, or JSON
+    without a text; names file and place."""
     if not is_jsonl(record.path):
         return decode(record)
     document = load_json(record)
@@ -137,11 +129,8 @@ def parse(record: Record) -> str:
 
 
 def decode(record: Record) -> str:
-    """The record as characters, without a byte order mark at the start of its file.
-
-    Raises:
-        DataError: invalid UTF-8; names file and place.
-    """
+    """The record as characters, without a byte order mark at the start of its file. Raises
+    DataError: invalid UTF-8; names file and place."""
     try:
         return record.raw.decode(
             "utf-8-sig" if record.position == is_jsonl(record.path) else "utf-8"
@@ -157,11 +146,8 @@ def decode(record: Record) -> str:
 
 
 def load_json(record: Record) -> Any:
-    """What a line of a .jsonl file holds.
-
-    Raises:
-        DataError: invalid UTF-8 or a line that is not JSON; names file and place.
-    """
+    """What a line of a .jsonl file holds. Raises DataError: invalid UTF-8 or a line that is not
+    JSON; names file and place."""
     text = decode(record)
     try:
         return json.loads(text)

@@ -22,9 +22,8 @@ class PackedDataset(Dataset):
     does not care where one shard ends and the next begins. Shards are memory-mapped: what is read
     can be dropped again by the system, so memory does not grow with the corpus.
 
-    Raises:
-        DataError: the folder is not sound prepared data (see `read_description`), or shorter than
-            one sequence.
+    Raises DataError: the folder is not sound prepared data (see `read_description`), or shorter
+    than one sequence.
     """
 
     all_targets_count = True  # none is IGNORE_INDEX
@@ -59,11 +58,8 @@ class PackedDataset(Dataset):
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), both int64 of shape (seq_len,).
-
-        Raises:
-            DataError: a token is outside the vocabulary.
-        """
+        """(tokens, targets), both int64 of shape (seq_len,). Raises DataError: a token is outside
+        the vocabulary."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
@@ -82,11 +78,7 @@ class PackedDataset(Dataset):
 
     def scan(self) -> None:
         """Look for ids outside the vocabulary in the whole split, unless it is larger than
-        SCAN_BYTES.
-
-        Raises:
-            DataError: there is one.
-        """
+        SCAN_BYTES. Raises DataError: there is one."""
         if self.n_tokens * self._shards()[0].itemsize <= SCAN_BYTES:
             for shard in self._shards():
                 self._check(shard)

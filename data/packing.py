@@ -77,10 +77,8 @@ def prepare(
     Returns:
         The contents of dataset.json.
 
-    Raises:
-        DataError: about the text; without skip_bad_lines, at the first document that cannot be
-            read.
-        OSError: about the disk. In either case nothing is left behind.
+    Raises DataError: about the text; without skip_bad_lines, at the first document that cannot be
+    read. OSError: about the disk. In either case nothing is left behind.
     """
     fingerprint = describe_sources(
         files, options

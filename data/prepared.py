@@ -20,9 +20,8 @@ def find_prepared(
         reuse: whether the same text with other settings serves too.
         overwrite: whether data from other text may be replaced.
 
-    Raises:
-        UsageError: `out` is something that must not be written over.
-        DataError, OSError: the text or tokenizer cannot be read.
+    Raises UsageError: `out` is something that must not be written over. DataError, OSError: the
+    text or tokenizer cannot be read.
     """
     source = describe_sources(files, options)
     stored = prepared_from(out, source["vocab_size"])

@@ -70,9 +70,8 @@ class ShardWriter:
 def read_description(folder: str | Path) -> dict:
     """The contents of a prepared folder's dataset.json, checked against the files beside it.
 
-    Raises:
-        DataError: no prepared data there, a description that makes no sense, a shard missing or cut
-            short.
+    Raises DataError: no prepared data there, a description that makes no sense, a shard missing or
+    cut short.
     """
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE

@@ -18,11 +18,8 @@ SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
 
 
 class Tokenizer:
-    """Text to ids and back; decoding what was encoded returns the text exactly.
-
-    Raises:
-        DataError: the file is missing or no SentencePiece model with begin and end pieces.
-    """
+    """Text to ids and back; decoding what was encoded returns the text exactly. Raises DataError:
+    the file is missing or no SentencePiece model with begin and end pieces."""
 
     def __init__(self, path: str | Path):
         if not Path(path).is_file():
@@ -88,8 +85,7 @@ def train_tokenizer(
     Args:
         may_shrink: where the texts do not suffice for vocab_size pieces, take as many as they do.
 
-    Raises:
-        DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
+    Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
     """
     if vocab_size < LEAST_VOCABULARY:
         raise DataError(

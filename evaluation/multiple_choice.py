@@ -43,8 +43,7 @@ def encode_choices(
     encoded whole, and context is what the question alone and all of its choices have in common:
     behind it every choice is scored from the same place.
 
-    Raises:
-        DataError: a choice that adds no token; names file and line.
+    Raises DataError: a choice that adds no token; names file and line.
     """
     texts = [question.text + delimiter + choice for choice in question.choices]
     encoded = tokenizer.encode_batch([question.text, *texts])
@@ -74,8 +73,7 @@ def question_rows(
     """One row per choice; the unit is its Question. Where a question with a choice is longer than
     the context, its beginning is left out, and counted.
 
-    Raises:
-        DataError: a line that is no question, or a choice that alone is longer than the context.
+    Raises DataError: a line that is no question, or a choice that alone is longer than the context.
     """
     for record in records:
         question = parse_question(record)

@@ -19,11 +19,8 @@ class Question(NamedTuple):
 
 
 def parse_question(record: Record) -> Question:
-    """The question in one line.
-
-    Raises:
-        DataError: the line holds no such question; names file, line and what is wrong.
-    """
+    """The question in one line. Raises DataError: the line holds no such question; names file, line
+    and what is wrong."""
     fields = load_json(record)
     if not isinstance(fields, dict) or not isinstance(fields.get("question"), str):
         raise DataError(f'{record.place}: no "question" with a string in it')

@@ -58,8 +58,7 @@ class Scorer:
         Args:
             loader: of (tokens, targets), both (B, T) int64.
 
-        Raises:
-            UsageError: NaN or infinity.
+        Raises UsageError: NaN or infinity.
         """
         device = self.accelerator.device.type
         autocast = torch.autocast(device, torch.bfloat16, self.dtype == torch.bfloat16)
@@ -111,8 +110,7 @@ def build_scorer(
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU, float32 on a CPU.
 
-    Raises:
-        UsageError: device, precision and launcher do not go together.
+    Raises UsageError: device, precision and launcher do not go together.
     """
     n_gpus, environ = torch.cuda.device_count(), os.environ
     if device == "cuda" and not n_gpus:

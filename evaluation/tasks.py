@@ -32,11 +32,8 @@ FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
 
 @dataclass
 class EvaluationSettings:
-    """What is scored, and how. What is None is filled in while scoring, if it applies.
-
-    Raises:
-        UsageError: a flag that means nothing for this kind of data.
-    """
+    """What is scored, and how. What is None is filled in while scoring, if it applies. Raises
+    UsageError: a flag that means nothing for this kind of data."""
 
     data: str  # a prepared folder, or files of text or questions
     task: str  # packed, text or choice
@@ -52,11 +49,8 @@ class EvaluationSettings:
 
 
 def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """All numbers, and what was scored with what, for who reads them a month later.
-
-    Raises:
-        UsageError, DataError: there is nothing to score, or the model is broken.
-    """
+    """All numbers, and what was scored with what, for who reads them a month later. Raises
+    UsageError, DataError: there is nothing to score, or the model is broken."""
     start = time.perf_counter()
     score = {"packed": score_packed, "text": score_text, "choice": score_choices}[settings.task]
     result = score(settings, trained, scorer)
@@ -78,11 +72,8 @@ def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> 
 
 
 def data_of_run(source: Path) -> str:
-    """The data that the run of these weights was trained on.
-
-    Raises:
-        UsageError: it is not recorded, or no longer there.
-    """
+    """The data that the run of these weights was trained on. Raises UsageError: it is not recorded,
+    or no longer there."""
     weights = source.resolve()
     for folder in (weights.parent, weights.parent.parent):  # of weights/, of checkpoints/step-N/
         try:
@@ -96,11 +87,8 @@ def data_of_run(source: Path) -> str:
 
 
 def detect_task(data: str) -> str:
-    """What the path is, by its files and the first line of the first.
-
-    Raises:
-        DataError: nothing there that could be scored.
-    """
+    """What the path is, by its files and the first line of the first. Raises DataError: nothing
+    there that could be scored."""
     if (Path(data) / DESCRIPTION_FILE).exists():
         return "packed"
     files = find_files(data)
@@ -116,11 +104,8 @@ def detect_task(data: str) -> str:
 
 
 def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """Sequences as training reads them.
-
-    Raises:
-        DataError: prepared with another tokenizer, or shorter than one sequence.
-    """
+    """Sequences as training reads them. Raises DataError: prepared with another tokenizer, or
+    shorter than one sequence."""
     settings.split = settings.split or "val"
     data, split, seq_len = settings.data, settings.split, trained.model.config.max_seq_len
     check_tokenizer(data, trained)
@@ -149,9 +134,8 @@ def check_tokenizer(folder: str, trained: Trained) -> None:
 def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
     """Documents, with a sliding window.
 
-    Raises:
-        UsageError: a stride longer than the context.
-        DataError: files that cannot be read, or hold no text.
+    Raises UsageError: a stride longer than the context. DataError: files that cannot be read, or
+    hold no text.
     """
     seq_len = trained.model.config.max_seq_len
     settings.stride = settings.stride or max(1, seq_len // 2)
@@ -168,11 +152,8 @@ def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -
 
 
 def score_choices(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """Questions, answered with the likeliest choice.
-
-    Raises:
-        DataError: files that cannot be read, or hold no questions.
-    """
+    """Questions, answered with the likeliest choice. Raises DataError: files that cannot be read,
+    or hold no questions."""
     settings.delimiter = " " if settings.delimiter is None else settings.delimiter
     counts, seq_len = ChoiceCounts(), trained.model.config.max_seq_len
     with records(settings, scorer, "question") as lines:

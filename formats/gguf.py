@@ -85,11 +85,8 @@ def read_tensors(model: Transformer, wanted: str) -> dict[str, Tensor]:
 
 
 def read_vocabulary(tokenizer: Tokenizer) -> ModelProto:
-    """The tokenizer's pieces, and how it was made.
-
-    Raises:
-        DataError: not a tokenizer that llama.cpp can follow.
-    """
+    """The tokenizer's pieces, and how it was made. Raises DataError: not a tokenizer that llama.cpp
+    can follow."""
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer = model.trainer_spec
     if trainer.model_type != trainer.BPE:
@@ -148,11 +145,8 @@ def write(writer: gguf.GGUFWriter, path: Path) -> None:
 
 
 def largest_difference(path: Path, tensors: dict[str, Tensor]) -> float:
-    """Read the file back, and compare every tensor with the model's.
-
-    Raises:
-        UsageError: one is missing, of another type, or further off than its type explains.
-    """
+    """Read the file back, and compare every tensor with the model's. Raises UsageError: one is
+    missing, of another type, or further off than its type explains."""
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     if different := sorted(stored.keys() ^ tensors.keys()):
         raise UsageError(f"the file and the model do not both hold {', '.join(different)}")
@@ -178,9 +172,8 @@ def export_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, file_type: 
     Args:
         file_type: of the matrices, one of TYPES.
 
-    Raises:
-        UsageError, DataError: nothing that the file can hold.
-        OSError: the disk is full or refuses.
+    Raises UsageError, DataError: nothing that the file can hold. OSError: the disk is full or
+    refuses.
     """
     vocabulary, tensors = read_vocabulary(tokenizer), read_tensors(model, file_type)
     writer = gguf.GGUFWriter(None, "llama")

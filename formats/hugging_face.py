@@ -59,8 +59,7 @@ def write_model(
         dtype: of the weights, as torch calls it.
         name: of the model, for the card.
 
-    Raises:
-        OSError: the disk is full or refuses.
+    Raises OSError: the disk is full or refuses.
     """
     config = model.config
     kind = getattr(torch, dtype)
@@ -76,11 +75,8 @@ def write_model(
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
-    """tokenizer.json, what transformers wants beside it, and the SentencePiece model itself.
-
-    Raises:
-        DataError: a tokenizer that has no exact equal.
-    """
+    """tokenizer.json, what transformers wants beside it, and the SentencePiece model itself. Raises
+    DataError: a tokenizer that has no exact equal."""
     try:
         converted = convert(tokenizer)
     except DataError as error:

@@ -49,8 +49,7 @@ def check(
         tokenizer: None if it was not exported.
         dtype: of the weights, as torch calls it.
 
-    Raises:
-        UsageError: something differs.
+    Raises UsageError: something differs.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -64,8 +63,7 @@ def check_model(folder: Path, model: Transformer, dtype: str) -> str:
     """Logits of AutoModelForCausalLM on the folder against ours, both computing in fp32 with the
     weights as they were stored; says how far apart. `model` is left with those weights.
 
-    Raises:
-        UsageError: further than TOLERANCE.
+    Raises UsageError: further than TOLERANCE.
     """
     kind = getattr(torch, dtype)
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -89,11 +87,8 @@ def check_model(folder: Path, model: Transformer, dtype: str) -> str:
 
 
 def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> str:
-    """What AutoTokenizer makes of the folder against ours, on many texts; says how many.
-
-    Raises:
-        UsageError: ids or decoded text differ.
-    """
+    """What AutoTokenizer makes of the folder against ours, on many texts; says how many. Raises
+    UsageError: ids or decoded text differ."""
     loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     chooser = random.Random(0)
     ids = range(tokenizer.vocab_size)

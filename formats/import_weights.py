@@ -24,10 +24,9 @@ def import_weights(
         overwrite: whether an older import may be replaced.
         settings: those of SETTINGS that the files leave open; None is as good as none.
 
-    Raises:
-        UsageError: no such source, a place that must not be replaced, or see `choose_settings`.
-        ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve here.
-        OSError: the disk is full or refuses.
+    Raises UsageError: no such source, a place that must not be replaced, or see `choose_settings`.
+    ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve here.
+    OSError: the disk is full or refuses.
     """
     if not source.exists():
         raise UsageError(f"{source}: no such file or folder")
@@ -61,11 +60,8 @@ def is_import(folder: Path) -> bool:
 
 
 def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:
-    """Every setting that shapes do not tell, and a word for each on where it comes from.
-
-    Raises:
-        UsageError: the number of heads is unknown, or what is asked contradicts the files.
-    """
+    """Every setting that shapes do not tell, and a word for each on where it comes from. Raises
+    UsageError: the number of heads is unknown, or what is asked contradicts the files."""
     settings, said = {}, []
     for name in SETTINGS:
         flag = asked.get(name)
@@ -85,11 +81,8 @@ def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[
 
 
 def copy_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Path) -> str:
-    """Put the tokenizer beside the weights if there is one; says what was done.
-
-    Raises:
-        DataError: the file that was asked for is none, or one has more pieces than the model.
-    """
+    """Put the tokenizer beside the weights if there is one; says what was done. Raises DataError:
+    the file that was asked for is none, or one has more pieces than the model."""
     path = asked or (source if source.is_dir() else source.parent) / TOKENIZER_FILE
     need = "text needs one: pass --tokenizer FILE"
     if asked is None and not path.exists():

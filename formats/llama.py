@@ -65,11 +65,8 @@ def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_llama_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names → ours; the rows of wq and wk still lie as they did.
-
-    Raises:
-        ConfigError: a name that a Llama does not have.
-    """
+    """Hugging Face's names → ours; the rows of wq and wk still lie as they did. Raises ConfigError:
+    a name that a Llama does not have."""
     outer = {theirs: ours for ours, theirs in OUTER.items()}
     in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
     ours = {}
@@ -121,8 +118,7 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
 def config_from_llama(values: dict) -> LMConfig:
     """Inverse of `llama_config`. What is not given has the default of transformers' LlamaConfig.
 
-    Raises:
-        ConfigError: something that this model cannot compute; names the setting and its value.
+    Raises ConfigError: something that this model cannot compute; names the setting and its value.
     """
     rope = {}
     for name in ("rope_parameters", "rope_scaling"):  # of which the second wins in transformers

@@ -20,10 +20,7 @@ CONFIG_FILE = "config.json"
 
 def save_portable(folder: str | Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
     """Write the folder. Weights go by their names in `named_parameters()`, a tied matrix once.
-
-    Raises:
-        OSError: the disk is full or refuses.
-    """
+    Raises OSError: the disk is full or refuses."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
@@ -61,11 +58,8 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_config(folder: Path) -> LMConfig:
-    """The shape of the model in such a folder.
-
-    Raises:
-        ConfigError: missing, damaged, or no shape that can be built.
-    """
+    """The shape of the model in such a folder. Raises ConfigError: missing, damaged, or no shape
+    that can be built."""
     try:
         values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -78,12 +72,8 @@ def load_config(folder: Path) -> LMConfig:
 
 
 def load_portable(folder: str | Path) -> Transformer:
-    """The model of such a folder, in evaluation mode, on the CPU, in fp32.
-
-    Raises:
-        ConfigError: files missing or damaged, or weights that do not fit the config; names what is
-            wrong.
-    """
+    """The model of such a folder, in evaluation mode, on the CPU, in fp32. Raises ConfigError:
+    files missing or damaged, or weights that do not fit the config; names what is wrong."""
     folder = Path(folder)
     config = load_config(folder)
     try:
@@ -98,12 +88,8 @@ def load_portable(folder: str | Path) -> Transformer:
 
 
 def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) -> None:
-    """Copy weights into the model's parameters.
-
-    Raises:
-        ConfigError: a name or shape on one side has no equal on the other, or what is there are no
-            numbers.
-    """
+    """Copy weights into the model's parameters. Raises ConfigError: a name or shape on one side has
+    no equal on the other, or what is there are no numbers."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
         if not weights[name].is_floating_point() or not weights[name].isfinite().all():

@@ -42,10 +42,7 @@ class Foreign:
 
 def read_foreign(source: Path) -> Foreign:
     """A Hugging Face folder, Meta's folder (params.json, consolidated.*.pth) or one weights file.
-
-    Raises:
-        ConfigError: nothing of the kind, damaged, or a model with other arithmetic.
-    """
+    Raises ConfigError: nothing of the kind, damaged, or a model with other arithmetic."""
     if source.is_file():
         return read_state_dicts([source])
     if (source / CONFIG_FILE).exists():
@@ -84,11 +81,8 @@ def read_hf_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> dict:
-    """What a weights file holds.
-
-    Raises:
-        ConfigError: missing, damaged, of another kind, or with more than tensors and plain values.
-    """
+    """What a weights file holds. Raises ConfigError: missing, damaged, of another kind, or with
+    more than tensors and plain values."""
     if not path.exists():
         raise ConfigError(f"{path}: no such file")
     try:
@@ -152,8 +146,7 @@ def merge_shards(parts: list[dict[str, Tensor]], folder: Path) -> dict[str, Tens
     stream along their input, the others along their output, the embedding along its width (Llama 1
     and 2) or along the vocabulary (Llama 3).
 
-    Raises:
-        ConfigError: shards that do not hold the same weights.
+    Raises ConfigError: shards that do not hold the same weights.
     """
     if any(part.keys() != parts[0].keys() for part in parts) or "norm.weight" not in parts[0]:
         raise ConfigError(f"{folder}: the consolidated.*.pth files are not shards of one model")
@@ -177,8 +170,7 @@ def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, di
     Args:
         settings: every one of SETTINGS.
 
-    Raises:
-        ConfigError: weights that are missing, superfluous, or of another shape.
+    Raises ConfigError: weights that are missing, superfluous, or of another shape.
     """
     weights, config = foreign.weights, foreign.llama
     theirs = config is not None or any(name in weights for name in OUTER.values())
@@ -203,11 +195,8 @@ def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, di
 
 
 def config_from_shapes(weights: dict[str, Tensor], settings: dict) -> LMConfig:
-    """The shape of the model that has these weights (our names).
-
-    Raises:
-        ConfigError: a weight that says it is missing.
-    """
+    """The shape of the model that has these weights (our names). Raises ConfigError: a weight that
+    says it is missing."""
     needed = ["tok_embeddings.weight"]
     needed += [f"layers.0.{name}.weight" for name in ("attention.wk", "feed_forward.w1")]
     for name in needed:

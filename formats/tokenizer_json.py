@@ -35,8 +35,7 @@ def convert(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     Decoding them is the same too. Ids that no text encodes to are decoded otherwise where bytes are
     not valid UTF-8: the package writes U+FFFD for each byte of such a run, ours for the wrong ones.
 
-    Raises:
-        DataError: the model is of a kind that has no exact equal; names what is not supported.
+    Raises DataError: the model is of a kind that has no exact equal; names what is not supported.
     """
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     if problem := unsupported(model):

@@ -111,10 +111,7 @@ class Decoder:
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """One token for each sequence, (B,) int64 → fp32 logits of the next, (B, vocab_size).
-
-        Raises:
-            ValueError: a sequence has no room left.
-        """
+        Raises ValueError: a sequence has no room left."""
         if max(self.lengths) >= self.blocks[0].keys.shape[2]:
             raise ValueError(f"there is room for {self.blocks[0].keys.shape[2]} tokens only")
         x = self._pass(tokens[:, None], self.pos_cis[self._columns][:, None])

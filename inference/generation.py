@@ -1,6 +1,7 @@
 """Continue prompts, token by token."""
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
@@ -8,35 +9,30 @@ from inference.decoder import Decoder
 from inference.sampling import Sampler, Sampling
 from model.transformer import Transformer
 
+DEFAULT = Sampling()
 
+
+@dataclass
 class Generation:
     """Prompts that grow together. Iterating gives, for each step, {index of the prompt: its next
     token}, of the prompts that still grow.
 
-    Args:
-        model: a decoder, or a model to make one of.
-        prompts: token ids, at least one each.
-        max_new_tokens: at most so many for each prompt.
-        sampling: how to draw; prompt i has the random numbers of seed + i.
-        stop_ids: tokens that end a continuation and are not part of it.
-        slide: what happens at the end of the context. True: the later half of the sequence is read
-            anew and the text goes on from there. False: it ends, and `cut` has its index.
-
-    Raises:
-        ValueError: an empty prompt, one that is too long for the context (with `slide` it is cut to
-            its last half context), or ids that the model does not have.
+    Raises ValueError: an empty prompt, one that is too long for the context (with `slide` it is cut
+    to its last half context), or ids that the model does not have.
     """
 
-    def __init__(
-        self,
-        model: Decoder | Transformer,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        *,
-        stop_ids: tuple[int, ...] = (),
-        slide: bool = False,
-    ):
+    model: Decoder | Transformer  # a decoder, or a model to make one of
+    prompts: list[list[int]]  # token ids, at least one each
+    max_new_tokens: int  # at most so many for each prompt
+    sampling: Sampling = DEFAULT  # prompt i draws with seed + i
+    _: KW_ONLY
+    stop_ids: tuple[int, ...] = ()  # tokens that end a continuation and are not part of it
+    # What happens at the end of the context. True: the later half of the sequence is read anew and
+    # the text goes on from there. False: it ends, and `cut` has its index.
+    slide: bool = False
+
+    def __post_init__(self):
+        model, prompts = self.model, self.prompts
         self.decoder = model if isinstance(model, Decoder) else Decoder(model)
         config = self.decoder.config
         self.context = config.max_seq_len
@@ -45,18 +41,17 @@ class Generation:
                 raise ValueError("an empty prompt: begin with the begin-of-document token")
             if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
                 raise ValueError(f"token ids must be below the vocabulary of {config.vocab_size}")
-            if len(prompt) > self.context and not slide:
+            if len(prompt) > self.context and not self.slide:
                 raise ValueError(
                     f"a prompt of {len(prompt)} tokens, but the context has {self.context}"
                 )
         self.texts = [list(prompt) for prompt in prompts]  # with all that has been generated
         self.starts = [0] * len(prompts)  # where the part of it begins that the model sees
-        self.max_new_tokens, self.stop_ids, self.slide = max_new_tokens, set(stop_ids), slide
         self.live = list(range(len(prompts)))  # row of the decoder → index of the prompt
         self.ended: set[int] = set()
         self.cut: set[int] = set()
         device = self.decoder.device
-        self.sampler = Sampler(sampling or Sampling(), self.texts, config.vocab_size, device)
+        self.sampler = Sampler(self.sampling, self.texts, config.vocab_size, device)
 
     def end(self, index: int) -> None:
         """Let this prompt grow no further."""
@@ -111,7 +106,7 @@ def generate(
     model: Decoder | Transformer,
     prompts: list[list[int]],
     max_new_tokens: int,
-    sampling: Sampling | None = None,
+    sampling: Sampling = DEFAULT,
     *,
     stop_ids: tuple[int, ...] = (),
     slide: bool = True,

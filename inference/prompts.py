@@ -13,8 +13,7 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
     Args:
         path: a file of prompts, one in a line, or .jsonl; "-" is stdin.
 
-    Raises:
-        UsageError: none, an empty one, or a file that cannot be read.
+    Raises UsageError: none, an empty one, or a file that cannot be read.
     """
     prompts = list(given)
     if path:

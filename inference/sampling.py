@@ -9,11 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw. What is left out is left out in the order of the fields.
-
-    Raises:
-        ValueError: a value that cannot work; the message begins with its name.
-    """
+    """How to draw. What is left out is left out in the order of the fields. Raises ValueError: a
+    value that cannot work; the message begins with its name."""
 
     repetition_penalty: float = 1.0  # divides positive logits of tokens already in the text, and
     # multiplies negative ones. Source: Keskar et al., https://arxiv.org/abs/1909.05858

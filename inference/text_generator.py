@@ -42,11 +42,8 @@ class TextGenerator:
         return ids
 
     def write(self, prompts: list[str]) -> None:
-        """Continue every prompt, num_samples times each, and say how fast that was.
-
-        Raises:
-            UsageError: a prompt that does not fit into the context.
-        """
+        """Continue every prompt, num_samples times each, and say how fast that was. Raises
+        UsageError: a prompt that does not fit into the context."""
         asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
         ids = [self.encode(prompt) for prompt in asked]
         if any(prompt.endswith(" ") for prompt in prompts):
@@ -89,10 +86,7 @@ class TextGenerator:
 
     def converse(self) -> None:
         """Ask for prompts until the input ends. Ctrl-C ends a continuation, or the conversation.
-
-        Raises:
-            UsageError: input that is no text.
-        """
+        Raises UsageError: input that is no text."""
         say("A prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
         while True:
             try:
@@ -111,11 +105,7 @@ class TextGenerator:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device that was named, or the best there is.
-
-    Raises:
-        UsageError: no such device here.
-    """
+    """The device that was named, or the best there is. Raises UsageError: no such device here."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.split(":")[0] not in ("cpu", "cuda"):
@@ -132,18 +122,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+@dataclass
 class Printer:
-    """Prints continuations that grow together: the first as it comes, the others after it.
+    """Prints continuations that grow together: the first as it comes, the others after it."""
 
-    Args:
-        prompts: of the continuations, in order.
-        number: of the first one, of `total` in the whole.
-        jsonl: print whole continuations, each as a JSON object in a line.
-    """
+    prompts: list[str]  # of the continuations, in order
+    number: int  # of the first one, of `total` in the whole
+    total: int
+    jsonl: bool  # print whole continuations, each as a JSON object in a line
 
-    def __init__(self, prompts: list[str], *, number: int, total: int, jsonl: bool):
-        self.prompts, self.number, self.total, self.jsonl = prompts, number, total, jsonl
-        self.texts = [""] * len(prompts)
+    def __post_init__(self):
+        self.texts = [""] * len(self.prompts)
         self.ended: set[int] = set()
         self.current = 0
         self._begin()

@@ -24,8 +24,7 @@ class LMConfig:
     release: SwiGLU has three matrices where a plain feed-forward has two, so two thirds keep the
     parameters equal.
 
-    Raises:
-        ConfigError: a size that is not positive, or sizes that do not divide each other.
+    Raises ConfigError: a size that is not positive, or sizes that do not divide each other.
     """
 
     dim: int = setting(512, "width of the residual stream")
@@ -101,11 +100,8 @@ class LMConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":
-        """Inverse of `to_dict`.
-
-        Raises:
-            ConfigError: a field that this version does not know, or a value that cannot be right.
-        """
+        """Inverse of `to_dict`. Raises ConfigError: a field that this version does not know, or a
+        value that cannot be right."""
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"unknown model settings: {', '.join(sorted(unknown))}")

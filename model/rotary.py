@@ -43,8 +43,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
     Returns:
         The turned xq and xk in their own shapes and dtypes; the arithmetic is done in fp32.
 
-    Raises:
-        ValueError: pos_cis is not complex, or does not fit the sequence.
+    Raises ValueError: pos_cis is not complex, or does not fit the sequence.
     """
     if not pos_cis.is_complex():
         raise ValueError(

@@ -96,8 +96,7 @@ class Transformer(nn.Module):
             loss): the cross-entropy in nats, in fp32, a scalar or (B, T) by reduction. The logits
             are the largest tensor of a training step, so that step does not hand them out.
 
-        Raises:
-            ValueError: the sequence is longer than max_seq_len.
+        Raises ValueError: the sequence is longer than max_seq_len.
         """
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:

@@ -41,11 +41,8 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """The history of a run folder.
-
-    Raises:
-        UsageError: it is no run folder, or nothing has been logged yet.
-    """
+    """The history of a run folder. Raises UsageError: it is no run folder, or nothing has been
+    logged yet."""
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")

@@ -50,9 +50,8 @@ OTHERS = (
 def write_report(runs: list[Path], out: Path) -> None:
     """Read the runs as they are now and write the page.
 
-    Raises:
-        UsageError: one is no run folder, or has logged nothing yet.
-        OSError: the page cannot be written.
+    Raises UsageError: one is no run folder, or has logged nothing yet. OSError: the page cannot be
+    written.
     """
     html = page([read_history(path) for path in runs])
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,8 @@ from report.history import read_history, series
 def draw_losses(runs: list[Path], picture: Path) -> None:
     """Training and validation loss over steps, from metrics.jsonl to a PNG or SVG file.
 
-    Raises:
-        UsageError: one is no run folder, or has logged nothing yet.
-        OSError: the picture cannot be written.
+    Raises UsageError: one is no run folder, or has logged nothing yet. OSError: the picture cannot
+    be written.
     """
     # Takes half a second to load, and only the end of a run needs it. Without pyplot, which would
     # have to be told where to draw, a notebook's own pictures are left alone.

@@ -36,8 +36,7 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
         tensors: WEIGHTS, OPTIMIZER and RANDOM → what that file holds.
         state: for state.json.
 
-    Raises:
-        OSError: the disk is full or refuses; what was there before still is.
+    Raises OSError: the disk is full or refuses; what was there before still is.
     """
     path = run.checkpoint(state["step"])
     with whole_folder(path) as partial:
@@ -130,11 +129,8 @@ def read_state(path: Path) -> dict:
 
 
 def saved_config(checkpoint: Path) -> LMConfig:
-    """The shape of the model in a sound checkpoint.
-
-    Raises:
-        ConfigError: no shape that can be built.
-    """
+    """The shape of the model in a sound checkpoint. Raises ConfigError: no shape that can be
+    built."""
     try:
         shape = read_state(checkpoint)["model"]
         if not isinstance(shape, dict):

@@ -19,11 +19,8 @@ def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) 
 
 
 def find_run(name: str, runs: Path = RUNS) -> Path:
-    """The path that was named; for 'auto' the run that was written to last.
-
-    Raises:
-        UsageError: there is no such folder; with a guess at which one was meant.
-    """
+    """The path that was named; for 'auto' the run that was written to last. Raises UsageError:
+    there is no such folder; with a guess at which one was meant."""
     folders = [path for path in runs.glob("*") if path.is_dir()]
     if name == "auto":
         newest = newest_run([RunFolder(path) for path in folders], lambda run: run.metrics)

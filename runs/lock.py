@@ -19,8 +19,7 @@ class RunLock:
     obstacle.
     Processes forked off to read data do not inherit it: they outlive a killed parent by seconds.
 
-    Raises:
-        UsageError: a live process holds the folder; names it.
+    Raises UsageError: a live process holds the folder; names it.
     """
 
     def __init__(self, path: Path):

@@ -32,11 +32,8 @@ class WeightsFolder:
 
     @classmethod
     def find(cls, name: str) -> "WeightsFolder":
-        """Of a finished run its weights, of a run under way its newest sound checkpoint.
-
-        Raises:
-            UsageError: nothing there, or nothing sound.
-        """
+        """Of a finished run its weights, of a run under way its newest sound checkpoint. Raises
+        UsageError: nothing there, or nothing sound."""
         path = find_run(name)
         if (path / "weights").is_dir():
             path = path / "weights"
@@ -52,19 +49,12 @@ class WeightsFolder:
         return (self.path / STATE).exists()
 
     def config(self) -> LMConfig:
-        """The shape of the model.
-
-        Raises:
-            ConfigError: it cannot be read, or cannot be built.
-        """
+        """The shape of the model. Raises ConfigError: it cannot be read, or cannot be built."""
         return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
 
     def load(self) -> Transformer:
-        """The model, in evaluation mode, on the CPU, in fp32.
-
-        Raises:
-            ConfigError: files that are damaged or do not fit each other.
-        """
+        """The model, in evaluation mode, on the CPU, in fp32. Raises ConfigError: files that are
+        damaged or do not fit each other."""
         if not self.is_checkpoint:
             return load_portable(self.path)
         model = Transformer(self.config())
@@ -76,9 +66,8 @@ def load_trained(name: str) -> Trained:
     """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a
     checkpoint, or portable weights alone.
 
-    Raises:
-        UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
-            belong together.
+    Raises UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
+    belong together.
     """
     folder = WeightsFolder.find(name)
     trained = Trained(folder.load(), Tokenizer(folder.tokenizer), folder.path)
@@ -106,11 +95,8 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the newest sound one of a run folder.
-
-    Raises:
-        UsageError: neither, or nothing sound.
-    """
+    """The checkpoint itself, or the newest sound one of a run folder. Raises UsageError: neither,
+    or nothing sound."""
     if (path / STATE).exists():
         if problem := damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")

@@ -14,7 +14,6 @@ from pathlib import Path
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 from data.corpus import BUILTIN
-from data.errors import DataError
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
     from model.config import ConfigError  # not above: --help need not wait seconds for torch
 
-    with one_line_errors("evaluate", UsageError, ConfigError, DataError, OSError):
+    with one_line_errors("evaluate", UsageError, ConfigError, OSError):
         score(args)
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from data.errors import DataError
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     from model.config import ConfigError
     from runs.weights import load_trained
 
-    with one_line_errors("export_gguf", UsageError, ConfigError, DataError, OSError):
+    with one_line_errors("export_gguf", UsageError, ConfigError, OSError):
         trained = load_trained(args.run)
         said = export_gguf(trained.model, trained.tokenizer, args.out, args.type)
         print(f"{args.out}: {trained.folder} as {said}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from common.atomic import new_folder
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from data.errors import DataError
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
     from model.config import ConfigError  # not above: --help need not wait seconds for torch
 
-    with one_line_errors("export_hf", UsageError, ConfigError, DataError, OSError):
+    with one_line_errors("export_hf", UsageError, ConfigError, OSError):
         export(args)
 
 

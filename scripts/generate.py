@@ -10,10 +10,10 @@ The text goes to stdout as it comes, everything else to stderr.
 import argparse
 import os
 import sys
+from dataclasses import fields
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from data.errors import DataError
 from inference.prompts import read_prompts
 
 
@@ -55,9 +55,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def load_generator(args: argparse.Namespace):
     """The TextGenerator that these flags describe.
 
-    Raises:
-        UsageError: no such device or run, or a value that cannot work.
-        ConfigError, DataError: damaged weights or tokenizer.
+    Raises UsageError: no such device or run, or a value that cannot work. ConfigError, DataError:
+    damaged weights or tokenizer.
     """
     import torch
 
@@ -66,15 +65,11 @@ def load_generator(args: argparse.Namespace):
     from inference.text_generator import TextGenerator, choose_device, say
     from runs.weights import load_trained
 
+    settings = {field.name: getattr(args, field.name) for field in fields(Sampling)}
+    if args.greedy:
+        settings["temperature"] = 0.0
     try:
-        sampling = Sampling(
-            repetition_penalty=args.repetition_penalty,
-            temperature=0.0 if args.greedy else args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            seed=args.seed,
-        )
+        sampling = Sampling(**settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     device = choose_device(args.device)
@@ -101,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     from model.config import ConfigError  # not above: a mistake in a flag need not wait for torch
 
-    with one_line_errors("generate", UsageError, DataError, ConfigError):
+    with one_line_errors("generate", UsageError, ConfigError):
         generator = load_generator(args)
         if args.interactive:
             generator.converse()

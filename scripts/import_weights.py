@@ -10,7 +10,6 @@ from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from data.errors import DataError
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -36,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     from formats.import_weights import import_weights
     from model.config import ConfigError
 
-    with one_line_errors("import_weights", UsageError, ConfigError, DataError, OSError):
+    with one_line_errors("import_weights", UsageError, ConfigError, OSError):
         print(import_weights(**vars(args)))
 
 

@@ -15,7 +15,6 @@ from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
 from data.corpus import BUILTIN, SECTION_BYTES, SUFFIXES, find_files
-from data.errors import DataError
 from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, prepare
 from data.prepared import find_prepared
 
@@ -97,7 +96,7 @@ def describe_folder(folder: Path, files: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("prepare_data", UsageError, DataError, OSError):
+    with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
         files = find_files(args.data)
         options = PackingOptions(

@@ -3,20 +3,20 @@ import shlex
 
 import pytest
 from conftest import REPOSITORY
+from flag_table import flag_table
 
 from common.errors import UsageError
 from model import ConfigError, LMConfig
 from training.arguments import (
     TrainingArguments,
-    _flags,
     build_parser,
-    flag_table,
+    flags_of,
     parse_arguments,
 )
 from training.initial_weights import MAY_DIFFER
 
 README = REPOSITORY / "README.md"
-FLAGS = [item for item, _ in [*_flags(TrainingArguments), *_flags(LMConfig)]]
+FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 INTS = [item.name for item in FLAGS if item.type in (int, int | None)]
 FLOATS = [item.name for item in FLAGS if item.type is float]
 BOOLS = [item.name for item in FLAGS if item.type is bool]

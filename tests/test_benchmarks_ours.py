@@ -1,45 +1,77 @@
+import dataclasses
+import math
+
 import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
 
-from benchmarks.ours import check_extra, command_line
-from benchmarks.work import SIZES
-from common.errors import UsageError
-from training.arguments import parse_arguments
+from benchmarks.ours import OurStep
+from benchmarks.work import SIZES, VOCAB_SIZE
+from training import setup
+from training.engine import launch
 
-
-def test_ours_is_asked_for_the_same_work():
-    words = command_line(SIZES["104m"], False, "--no-use_flash_attn")
-    args, settings = parse_arguments(words)
-    assert (args.batch_size, args.grad_clip, args.dtype) == (8, 1.0, "bfloat16")
-    assert not settings["use_flash_attn"]
-    config = SIZES["104m"].config
-    assert {name: getattr(config, name) for name in ("dim", "n_layers", "n_heads")} == {
-        name: settings[name] for name in ("dim", "n_layers", "n_heads")
-    }
+WORK = SIZES["test"]
 
 
-FIXED = {
-    "--dim 128": "dim",
-    "--hidden_dim 64": "hidden_dim",
-    "--max_seq_len 64": "max_seq_len",
-    "--batch_size 1": "batch_size",
-    "--accumulation_steps 2": "accumulation_steps",
-    "--dtype float32": "dtype",
-    "--grad_clip 0": "grad_clip",
-    "--dropout 0.1": "dropout",
-    "--no-tie_embeddings": "tie_embeddings",
-    "--compile on": "compile",
-    "--profile": "profile",
-}
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """In an empty folder, without what an engine settles for this whole process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(launch, "use_all_cores", lambda: None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
-@pytest.mark.parametrize("extra", FIXED)
-def test_what_would_make_ours_another_work_is_refused(extra):
-    with pytest.raises(UsageError, match=f"--{FIXED[extra]} is the same for all contenders"):
-        check_extra(SIZES["test"], extra)
+def test_a_step_trains_the_whole_model_from_the_untrained_loss():
+    step = OurStep(WORK, compiled=False)
+    before = [p.detach().clone() for p in step.run.model.parameters()]
+    step.step()
+    assert step.loss() == pytest.approx(math.log(VOCAB_SIZE), abs=0.1)
+    after = step.run.model.parameters()
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize(
-    "extra", ["", "--optimizer muon --muon_momentum 0.9", "--no-use_flash_attn", "--batch_size 2"]
-)
-def test_what_changes_how_ours_does_the_work_is_allowed(extra):
-    check_extra(SIZES["test"], extra)
+def test_it_is_the_same_work_as_the_peers():
+    run = OurStep(WORK, compiled=False).run
+    args = run.args
+    assert (args.batch_size, args.grad_clip, args.dtype) == (WORK.batch_size, 1.0, "bfloat16")
+    assert run.built.n_parameters == WORK.counts[0]
+    tokens, targets = next(run.micro_batches())
+    same_tokens, same_targets = WORK.batches(0, torch.device("cpu"))[0]
+    assert torch.equal(tokens, same_tokens)
+    assert torch.equal(targets, same_targets)
+
+
+def test_a_step_of_several_micro_batches_updates_once(monkeypatch):
+    step = OurStep(dataclasses.replace(WORK, accumulation_steps=3), compiled=False)
+    done = []
+    step.run.model.register_forward_hook(lambda *_: done.append("forward"))
+    monkeypatch.setattr(step.run.optimizer, "step", lambda: done.append("update"))
+    step.step()
+    assert done == ["forward", "forward", "forward", "update"]
+
+
+def test_a_gradient_that_is_not_finite_is_no_step(monkeypatch):
+    step = OurStep(WORK, compiled=False)
+    monkeypatch.setattr(step.run.accelerator, "clip_grad_norm_", lambda *_: math.nan)
+    with pytest.raises(FloatingPointError, match="norm is nan"):
+        step.step()
+
+
+def test_a_run_leaves_nothing_on_the_disk(tmp_path):
+    step = OurStep(WORK, compiled=False)
+    step.step()
+    assert list(tmp_path.iterdir()) == []
+    assert not step.run.folder.path.exists()
+
+
+def test_only_compiled_contenders_compile(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(setup, "compile_blocks", compiled.append)
+    OurStep(WORK, compiled=False)
+    assert compiled == []
+    OurStep(WORK, compiled=True)
+    assert len(compiled) == 1

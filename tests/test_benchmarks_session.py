@@ -1,107 +1,129 @@
+from argparse import Namespace
 from typing import ClassVar
 
 import pytest
+import torch
 from test_benchmarks_contenders import LLAMA, LLAMA_COMPILED, OURS, OURS_COMPILED
 
 from benchmarks import session
 from benchmarks.contenders import Contender
 from benchmarks.report import size_table
-from benchmarks.session import Plan, Session
+from benchmarks.session import Session
 from benchmarks.team import TeamError
 from benchmarks.work import SIZES
+
+ROOM = 4  # contenders that memory holds, of which one is left for what a peer takes again
 
 
 class FakeTeam:
     """A contender that takes a second per step and a unit of memory; fails where it is told to."""
 
     alive: ClassVar[int]
-    told: ClassVar[list]  # (name, command) in order
-    fails_at: ClassVar[dict]  # (name, command) → reason
+    turns: ClassVar[list]  # names, in order
+    fails_at: ClassVar[dict]  # (name, "build" or "steps") → reason
 
     def __init__(self, environments, folder):
         self.name, self.started = folder.name, 0.0
         FakeTeam.alive += 1
 
-    def ask(self, command):
-        verb = command["command"]
-        if (self.name, verb) in FakeTeam.fails_at:
-            raise TeamError(FakeTeam.fails_at[self.name, verb], "end of its log")
-        FakeTeam.told.append((self.name, verb))
+    def ask(self, question):
+        what = "steps" if isinstance(question, int) else "build"
+        if (self.name, what) in FakeTeam.fails_at:
+            raise TeamError(FakeTeam.fails_at[self.name, what], "end of its log")
+        if what == "steps":
+            FakeTeam.turns.append(self.name)
         engine = next(
             (v for k, v in session.ENGINE_NAMES.items() if k in self.name), "single process"
         )
-        device = {"device": "cpu", "device_name": "CPU", "threads": 2}
-        return [{
-            "build": {**device, "loss": 8.8, "engine": engine},
-            "steps": {"seconds": [1.0] * command.get("number", 0), "loss": 8.0},
-            "peak": {"flops": 1e12, "shape": "2 × 2 × 2"},
-            "memory": {"peak": 2**30, "free": (5 - FakeTeam.alive) * 2**30},
-        }[verb]]  # fmt: skip
+        return [{"seconds": [1.0], "loss": 8.8, "engine": engine, "peak_bytes": 2**30}]
 
     def close(self):
         FakeTeam.alive -= 1
 
 
+class FakeProducts:
+    device = torch.device("cpu")
+
+    def __init__(self, dtype):
+        pass
+
+    def peak(self):
+        FakeTeam.turns.append("products")
+        return 1e12, "2 × 2 × 2"
+
+
 @pytest.fixture
 def fake_teams(monkeypatch):
-    FakeTeam.alive, FakeTeam.told, FakeTeam.fails_at = 0, [], {}
+    FakeTeam.alive, FakeTeam.turns, FakeTeam.fails_at = 0, [], {}
     monkeypatch.setattr(session, "Team", FakeTeam)
-    monkeypatch.setattr(session, "obstacle", lambda *_: None)
-    monkeypatch.setattr(Contender, "expected_bytes", lambda *_: 2**30)
+    monkeypatch.setattr(session, "MatrixProducts", FakeProducts)
+    monkeypatch.setattr(session, "obstacle", lambda _: None)
+    free = lambda _: (ROOM - FakeTeam.alive) * 2**30 + 1  # noqa: E731
+    monkeypatch.setattr(session, "free_memory", free)
     return FakeTeam
 
 
-def measure(folder, *chosen, rounds=2, baseline=None):
-    plan = Plan(list(chosen), baseline, rounds, 1, 0, "", True, 0)
-    running = Session("test", SIZES["test"], plan, folder)
+def new_session(folder, *chosen, rounds=2):
+    options = Namespace(
+        contenders=list(chosen), rounds=rounds, steps=1, warmup_steps=0, keep_compile_cache=False
+    )
+    return Session("test", SIZES["test"], options, folder)
+
+
+def measure(folder, *chosen, rounds=2):
+    running = new_session(folder, *chosen, rounds=rounds)
     running.measure()
     running.close()
     assert FakeTeam.alive == 0
-    return running.report()
+    return running.report
 
 
-def test_contenders_take_turns_with_the_yardstick_in_every_round(fake_teams, tmp_path):
+def rounds_of(found):
+    return {result.name: sorted(result.step_seconds) for result in found.played}
+
+
+def test_contenders_take_turns_with_matrix_products_in_every_round(fake_teams, tmp_path):
     found = measure(tmp_path, LLAMA, OURS)
-    turns = [name for name, verb in fake_teams.told if verb in ("steps", "peak")]
-    one_round = ["matmul", "ours-eager", "transformers-eager"]
-    assert turns == ["matmul", *one_round, *one_round, "matmul"]
-    assert (found.baseline, len(found.measured_peaks)) == ("ours-eager", 4)
-    assert [r.name for r in found.results] == ["transformers-eager", "ours-eager"]
+    one_round = ["products", "ours-eager", "transformers-eager"]
+    assert fake_teams.turns == ["products", *one_round, *one_round, "products"]
+    assert (found.baseline.name, len(found.matrix_products)) == ("ours-eager", 4)
 
 
 def test_where_not_all_fit_the_baseline_meets_every_one(fake_teams, tmp_path):
-    chosen = [LLAMA, LLAMA_COMPILED, OURS, OURS_COMPILED]
-    # Five fit: the yardstick, three of these, and room that the Llamas take again in their turns.
-    found = measure(tmp_path, *chosen, baseline="transformers-eager")
-    rounds = {r.name: sorted(r.step_seconds) for r in found.results}
-    assert rounds == {
-        "transformers-eager": [1, 2, 3, 4],
-        "transformers-compiled": [1, 2],
+    found = measure(tmp_path, LLAMA, LLAMA_COMPILED, OURS, OURS_COMPILED)
+    assert rounds_of(found) == {
+        "ours-compiled": [1, 2, 3, 4],
         "ours-eager": [1, 2],
-        "ours-compiled": [3, 4],
+        "transformers-eager": [1, 2],
+        "transformers-compiled": [3, 4],
     }
 
 
-def test_what_is_too_large_is_listed_and_does_not_stop_the_others(
-    fake_teams, tmp_path, monkeypatch
-):
-    def size(contender, *_):
-        return (9 if contender.compiled else 1) * 2**30
-
-    monkeypatch.setattr(Contender, "expected_bytes", size)
-    found = measure(tmp_path, OURS_COMPILED, OURS, LLAMA)
-    assert found.missing == {"ours-compiled": "takes about 9.0 GiB, and 4.0 GiB are free"}
-    assert [r.name for r in found.results] == ["ours-eager", "transformers-eager"]
+def test_beside_the_baseline_there_is_always_another(fake_teams, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "free_memory", lambda _: 0)
+    found = measure(tmp_path, OURS_COMPILED, OURS, LLAMA, rounds=1)
+    assert rounds_of(found) == {
+        "ours-compiled": [1, 2],
+        "ours-eager": [1],
+        "transformers-eager": [2],
+    }
 
 
-@pytest.mark.parametrize("command", ["build", "steps"])
-def test_a_failure_is_listed_with_its_log_shown(fake_teams, tmp_path, command, capsys):
-    fake_teams.fails_at = {("ours-eager", command): "OutOfMemoryError: no room"}
+@pytest.mark.parametrize("what", ["build", "steps"])
+def test_a_failure_is_listed_with_its_log_shown(fake_teams, tmp_path, what, capsys):
+    fake_teams.fails_at = {("ours-eager", what): "OutOfMemoryError: no room"}
     found = measure(tmp_path, OURS, LLAMA, Contender("litgpt", False))
     assert found.missing == {"ours-eager": "OutOfMemoryError: no room"}
-    assert [r.name for r in found.results] == ["transformers-eager", "litgpt-eager"]
+    assert [r.name for r in found.played] == ["transformers-eager", "litgpt-eager"]
     assert "    end of its log" in capsys.readouterr().err
     assert "ours-eager: OutOfMemoryError" in size_table(found)
+
+
+def test_what_stands_in_the_way_of_one_does_not_stop_the_others(fake_teams, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "obstacle", lambda c: None if c.is_ours else "not installed")
+    found = measure(tmp_path, LLAMA, OURS)
+    assert found.missing == {"transformers-eager": "not installed"}
+    assert rounds_of(found) == {"ours-eager": [1, 2]}
 
 
 def test_who_is_stopped_has_the_rounds_that_were_played(fake_teams, tmp_path, monkeypatch):
@@ -115,31 +137,28 @@ def test_who_is_stopped_has_the_rounds_that_were_played(fake_teams, tmp_path, mo
 
     measured_turn = Session._turn
     monkeypatch.setattr(Session, "_turn", turn)
-    chosen = [OURS, LLAMA, LLAMA_COMPILED, OURS_COMPILED]  # the last has to wait for room
-    plan = Plan(chosen, "ours-eager", 2, 1, 0, "", True, 0)
-    running = Session("test", SIZES["test"], plan, tmp_path)
+    # The last one has to wait for room.
+    running = new_session(tmp_path, OURS_COMPILED, OURS, LLAMA, LLAMA_COMPILED)
     with pytest.raises(SystemExit):
         running.measure()
     running.close()
-    found = running.report()
-    rounds = {r.name: sorted(r.step_seconds) for r in found.results}
-    assert rounds == {"ours-eager": [1, 2], "transformers-eager": [1], "transformers-compiled": [1]}
-    assert found.missing == {"ours-compiled": "stopped before its first turn"}
-    assert "STOPPED in round 2, before the end." in size_table(found)
+    assert rounds_of(running.report) == {
+        "ours-compiled": [1, 2],
+        "ours-eager": [1],
+        "transformers-eager": [1],
+    }
+    assert "STOPPED in round 2, before the end." in size_table(running.report)
 
 
-def test_before_matrix_products_were_measured_there_is_nothing_to_report(fake_teams, tmp_path):
-    plan = Plan([OURS], None, 1, 1, 0, "", True, 0)
-    running = Session("test", SIZES["test"], plan, tmp_path)
-    assert not running.measured_something
-    running.measure()
-    assert running.measured_something
-    running.close()
-    assert "STOPPED" not in size_table(running.report())
+def test_who_is_stopped_before_the_first_round_has_nothing(fake_teams, tmp_path):
+    assert "Nothing could be measured" in size_table(new_session(tmp_path, OURS).report)
+
+
+def test_a_run_that_ends_well_does_not_say_that_it_was_stopped(fake_teams, tmp_path):
+    assert "STOPPED" not in size_table(measure(tmp_path, OURS))
 
 
 def test_an_engine_that_was_switched_off_is_not_measured(fake_teams, tmp_path, monkeypatch):
-    monkeypatch.setitem(session.ENGINE_NAMES, "zero2", "DeepSpeed ZeRO-2")
     monkeypatch.setattr(Contender, "name", "quiet")  # the fake then calls itself single
     found = measure(tmp_path, Contender("ours", False, "zero2"))
     assert "not as DeepSpeed ZeRO-2" in found.missing["quiet"]

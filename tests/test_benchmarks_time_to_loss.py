@@ -9,13 +9,13 @@ import pytest
 from conftest import REPOSITORY, clean_environment, processes_with
 
 from benchmarks import time_to_loss
-from benchmarks.time_to_loss import Race, Result, main, parse_options, read, table
+from benchmarks.time_to_loss import Race, Result, closing_line, main, read, run_folder
 
-TINY_MODEL = ("--dim", "32", "--n_layers", "1", "--n_heads", "2", "--max_seq_len", "32")
+TINY_MODEL = "--dim 32 --n_layers 1 --n_heads 2 --max_seq_len 32 --sample_tokens 1"
 
 
 def result(losses, step_seconds=1.0):
-    return Result("run", losses, step_seconds, tokens_per_step=10)
+    return Result(losses, step_seconds, tokens_per_step=10)
 
 
 def test_the_first_validated_step_at_or_below_the_loss_counts():
@@ -32,21 +32,24 @@ def test_shares_are_of_the_baselines_whole_schedule():
     assert race.share_of_steps == 0.2
     assert race.step_ratio == pytest.approx(1.05)
     assert race.share_of_time == pytest.approx(0.21)
+    row = race.row()
+    assert (row["its seconds"], row["seconds"], row["tokens"]) == ("200.0", "42.0", "200")
 
 
 def test_a_loss_never_reached_is_said_and_no_share_is_made_up():
     race = Race(1, result({100: 3.0}), result({10: 3.5, 20: 3.1}))
     assert race.share_of_time is None
-    shown = table(time_to_loss.OUT, {1e-3: 3.0}, 1e-3, [race], parse_options([]))
-    assert "not in 20" in shown
-    assert "% of AdamW's time" not in shown
+    row = race.row()
+    assert row["challenger: steps to it"] == "not in 20"
+    assert row["share of time"] == ""
+    assert closing_line("text", [race]) == ""
 
 
 def test_the_closing_line_names_the_worst_seed():
     races = [
         Race(seed, result({100: 3.0}), result({step: 2.9})) for seed, step in ((1, 20), (2, 30))
     ]
-    shown = table(time_to_loss.OUT, {1e-3: 3.0}, 1e-3, races, parse_options([]))
+    shown = closing_line("text", races)
     assert "30.0% of AdamW's time in the worst of 2 seeds, 25.0% in the median" in shown
 
 
@@ -60,24 +63,13 @@ def test_reading_leaves_out_the_step_that_compiles(tmp_path):
     ]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = read("run", metrics)
-    assert run.losses == {10: 5.0, 20: 4.0}
-    assert run.step_seconds == 3.0
-    assert run.tokens_per_step == 8
+    assert read(metrics) == Result({10: 5.0, 20: 4.0}, step_seconds=3.0, tokens_per_step=8)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--steps", "0"], "--steps cannot be 0"),
-        (["--share", "1.5"], "--share cannot be 1.5"),
-        (["--steps", "2", "--share", "0.5"], "less than the two steps"),
-        (["--eval_interval", "0"], "--eval_interval cannot be 0"),
-        (["--model", "'x"], '--model: "\'x": No closing quotation'),
-        (["--model", "--dim 7"], "--model: dim 7 is not divisible"),
-        (["--challenger=--help"], "--challenger: python train_pretrain_accelerate.py --help"),
-        (["--challenger", "--muon_learning_rat 1"], "did you mean --muon_learning_rate?"),
-        (["--json", "/no/such/x"], "--json: no file can be written at '/no/such/x'"),
+        (["--datas", "x"], "did you mean --data?"),
         (["--data", "/no/such/data"], "/no/such/data"),
     ],
 )
@@ -92,67 +84,84 @@ def test_nonsense_is_one_line_before_anything_runs(flags, said, capsys, monkeypa
     assert error.count("\n") == 1
 
 
-def test_runs_are_kept_apart_by_text_model_and_what_all_are_told(packed, tmp_path, monkeypatch):
-    def folder(data=packed, *flags):
-        return time_to_loss.runs_folder(data, parse_options(flags))
-
-    first = folder()
-    assert folder() == first
-    assert folder(packed, "--model", "--dim 32 --n_heads 2") != first
+def test_runs_are_kept_apart_by_text_model_and_all_that_they_are_told(
+    packed, tmp_path, monkeypatch
+):
+    first = run_folder("adamw", packed, "--max_steps 5", 1)
+    assert run_folder("adamw", packed, "--max_steps 5", 1) == first
+    found = {first, run_folder("adamw", packed, "--max_steps 6", 1)}
+    found.add(run_folder("adamw", packed, "--max_steps 5", 2))
     other = tmp_path / packed.name
     shutil.copytree(packed, other)
-    elsewhere = folder(other)
-    assert elsewhere != first
+    found.add(run_folder("adamw", other, "--max_steps 5", 1))
     (other / "dataset.json").write_text((other / "dataset.json").read_text() + "\n")
-    assert folder(other) not in (elsewhere, first)
-    monkeypatch.setattr(time_to_loss, "QUIET", "--log_with none")
-    assert folder() != first
+    found.add(run_folder("adamw", other, "--max_steps 5", 1))
+    for name in ("MODEL", "QUIET"):
+        monkeypatch.setattr(time_to_loss, name, TINY_MODEL)
+        found.add(run_folder("adamw", packed, "--max_steps 5", 1))
+    assert len(found) == 7
 
 
 def test_real_runs_make_a_table_and_are_not_repeated(packed, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(time_to_loss, "QUIET", "--log_interval 2 --log_with none --compile off")
-    tiny = " ".join([*TINY_MODEL, "--sample_tokens", "1"])
-    words = ["--data", str(packed), "--out", str(tmp_path), "--model", tiny, "--steps", "4"]
-    words += ["--share", "0.5", "--learning_rates", "1e-3", "2e-3", "--seeds", "1"]
-    words += ["--challenger", "--learning_rate 1e-2", "--eval_interval", "1"]
-    main([*words, "--json", str(tmp_path / "figures.json")])
+    settings = {
+        "OUT": tmp_path,
+        "MODEL": TINY_MODEL,
+        "STEPS": 4,
+        "SHORT_STEPS": 2,
+        "SHORT_EVAL_INTERVAL": 1,
+        "LEARNING_RATES": (1e-3, 2e-3),
+        "SEEDS": (1,),
+        "CHALLENGER": "--learning_rate 1e-2",
+        "QUIET": "--log_interval 2 --log_with none --compile off",
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(time_to_loss, name, value)
+    main(["--data", str(packed)])
     shown = capsys.readouterr()
     assert "| seed | AdamW's final loss |" in shown.out
+    assert "by learning rate: 0.001: " in shown.out
     assert shown.err.count(" ...") == 3  # two learning rates and the challenger
-    (figures,) = json.loads((tmp_path / "figures.json").read_text()).values()
-    assert set(figures["learning_rates"]) == {"0.001", "0.002"}
-    assert set(figures["races"][0]["challenger"]["losses"]) == {"1", "2"}
-    main(words)
+    main(["--data", str(packed)])
     assert " ..." not in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_one_line(packed, tmp_path, capsys):
-    words = ["--data", str(packed), "--out", str(tmp_path), "--steps", "6"]
+def test_a_run_that_fails_is_one_line(packed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(time_to_loss, "OUT", tmp_path)
+    monkeypatch.setattr(time_to_loss, "MODEL", "--dim 32 --n_heads 2 --max_seq_len 9999999")
     with pytest.raises(SystemExit) as ended:
-        main([*words, "--model", "--dim 32 --n_heads 2 --max_seq_len 9999999"])
+        main(["--data", str(packed)])
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("benchmarks.time_to_loss: error: adamw-0.001-6-seed1 failed: ")
+    assert last.startswith(f"benchmarks.time_to_loss: error: {packed.name}-adamw-")
+    assert "-seed1 failed: " in last
 
 
 @pytest.mark.slow
-def test_an_interrupted_comparison_takes_its_training_process_along(packed, tmp_path):
-    command = [sys.executable, "-m", "benchmarks.time_to_loss", "--data", str(packed)]
-    command += ["--out", str(tmp_path), "--steps", "100000", "--model", " ".join(TINY_MODEL)]
+def test_an_interrupted_comparison_takes_its_training_process_along_and_goes_on(packed, tmp_path):
+    program = f"""
+from pathlib import Path
+from benchmarks import time_to_loss
+time_to_loss.OUT, time_to_loss.MODEL = Path({str(tmp_path)!r}), {TINY_MODEL!r}
+time_to_loss.STEPS, time_to_loss.QUIET = 1000000, "--log_with none --compile off"
+time_to_loss.main(["--data", {str(packed)!r}])
+"""
     marker = f"TEST_MARKER={tmp_path}"
-    running = subprocess.Popen(
-        command, cwd=REPOSITORY, env=clean_environment() | dict([marker.split("=")]),
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob("*/*/metrics.jsonl")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    running.send_signal(signal.SIGINT)
-    said = running.communicate(timeout=120)[1]
-    assert running.returncode == 1
-    assert said.splitlines()[-1] == "stopped; the same command goes on"
-    assert "Traceback" not in said
-    left = [line for line in processes_with(marker) if "train_pretrain_accelerate" in line]
-    assert left == []
+    for _ in range(2):
+        running = subprocess.Popen(
+            [sys.executable, "-c", program], cwd=REPOSITORY,
+            env=clean_environment() | dict([marker.split("=")]),
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert running.stderr.readline().endswith(" ...\n")
+        metrics = []
+        while not metrics or not metrics[0].stat().st_size:
+            assert running.poll() is None
+            time.sleep(0.1)
+            metrics = list(tmp_path.glob("*/metrics.jsonl"))
+        running.send_signal(signal.SIGINT)
+        said = running.communicate()[1]
+        assert running.returncode == 130
+        assert "Traceback" not in said
+        left = [line for line in processes_with(marker) if "train_pretrain_accelerate" in line]
+        assert left == []

@@ -107,8 +107,7 @@ def test_a_peer_with_our_weights_has_our_loss_and_our_gradient(peer):
 
 
 def test_a_peers_step_trains_fp32_weights_under_autocast_from_the_untrained_loss(peer):
-    options = {"peer": peer, "compiled": False, "allocator": "default"}
-    step = PeerStep(dataclasses.replace(TEST, dtype="bfloat16", accumulation_steps=2), options)
+    step = PeerStep(peer, dataclasses.replace(TEST, dtype="bfloat16", accumulation_steps=2), False)
     assert {p.dtype for p in step._weights} == {torch.float32}
     before = [p.detach().clone() for p in step._weights]
     step.step()

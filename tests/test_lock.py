@@ -15,7 +15,7 @@ import os, sys
 from pathlib import Path
 from runs.lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
-print("held", flush=True)
+os.write(1, b"held\\n")
 sys.stdin.read()  # until it is killed, or the tests are
 """
 
@@ -60,7 +60,7 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
 
 def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
     """As processes that read data do, for seconds, when their parent is killed."""
-    script = HOLD.replace("print(", "os.fork()\nprint(")
+    script = HOLD.replace("os.write", "os.fork()\nos.write")
     with process_of(script, tmp_path / "lock") as holder:
         assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2  # both are there
         holder.kill()

@@ -19,7 +19,7 @@ def parameters(shapes=SHAPES) -> list[nn.Parameter]:
 
 
 def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Partition]:
-    """The partition of every process, as DeepSpeed would cut it, with `gap` zeros after each one."""
+    """The partition of every process, as DeepSpeed would cut it, with `gap` zeros after each."""
     line, offsets = [], []
     for p in group:
         offsets.append(sum(map(len, line)))

@@ -14,6 +14,7 @@ from functools import cache
 
 import pytest
 from conftest import REPOSITORY
+from flag_table import flag_table
 from readme_blocks import (
     Block,
     anchors,
@@ -29,7 +30,6 @@ from readme_blocks import (
 )
 
 from common.parser import LAUNCHER_FLAGS
-from training.arguments import flag_table
 
 ENGLISH, CHINESE = "README.md", "README_zh.md"
 TEXTS = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE)}

@@ -27,7 +27,6 @@ from training.resume import (
     set_aside,
 )
 
-
 NOW = 1.7e9
 
 

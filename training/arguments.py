@@ -1,7 +1,7 @@
 """Every flag of the training script: default, meaning and check in one place.
 
 The model's flags come from `LMConfig`, the others from `TrainingArguments`; `--help` and the table
-in README.md are generated from the same fields (`python -m training.arguments` prints the table).
+in README.md (`python tests/flag_table.py` prints it) are made of the same fields.
 """
 
 import argparse
@@ -52,11 +52,8 @@ def split(names: str) -> list[str]:
 
 @dataclass
 class TrainingArguments:
-    """How to train. Intervals and durations count optimizer steps.
-
-    Raises:
-        UsageError: a value that cannot work; the message names the flag.
-    """
+    """How to train. Intervals and durations count optimizer steps. Raises UsageError: a value that
+    cannot work; the message names the flag."""
 
     data: str = setting(
         "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"
@@ -168,7 +165,7 @@ class TrainingArguments:
         return split(self.log_with)
 
 
-def _flags(dataclass_type):
+def flags_of(dataclass_type):
     """(field, group title) of every field that is a flag."""
     group = "model"
     for item in fields(dataclass_type):
@@ -184,7 +181,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     groups = {}
-    for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
+    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         # Defaults stay in the dataclasses, so that what comes back is what was typed.
         options = {"default": argparse.SUPPRESS, "help": _help(item)}
@@ -203,10 +200,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _help(item) -> str:
     text = item.metadata["help"].replace("%", "%%")
-    return text if item.default is None else f"{text} (default: {_show(item.default)})"
+    return text if item.default is None else f"{text} (default: {show_default(item.default)})"
 
 
-def _show(value) -> str:
+def show_default(value) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -216,40 +213,13 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, d
     """The training arguments, and those settings of the model that were given; the others are
     LMConfig's, or with --init_from those of the weights, and the vocabulary comes with the data.
 
-    Raises:
-        UsageError: unknown flags or values that cannot work.
-        ConfigError: a model shape that cannot work.
+    Raises UsageError: unknown flags or values that cannot work. ConfigError: a model shape that
+    cannot work.
     """
     values = vars(build_parser().parse_args(argv))
-    names = [item.name for item, _ in _flags(LMConfig)]
+    names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
     args = TrainingArguments(**values)
     if args.init_from is None:
         LMConfig(**model_settings)  # a shape that cannot work is refused before anything starts
     return args, model_settings
-
-
-def flag_table() -> str:
-    """All flags as Markdown, one table per group."""
-    lines = []
-    last = None
-    for item, title in [*_flags(TrainingArguments), *_flags(LMConfig)]:
-        if title != last:
-            lines += [
-                "",
-                f"**{title.capitalize()}**",
-                "",
-                "| flag | default | meaning |",
-                "|---|---|---|",
-            ]
-            last = title
-        meaning = item.metadata["help"]
-        if choices := item.metadata.get("choices"):
-            meaning += f": {', '.join(choices)}"
-        default = "" if item.default is None else f"`{_show(item.default)}`"
-        lines.append(f"| `--{item.name}` | {default} | {meaning} |")
-    return "\n".join(lines).strip()
-
-
-if __name__ == "__main__":
-    print(flag_table())

@@ -121,11 +121,8 @@ class Checkpointer:
 
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: TrainingLog) -> None:
-    """Put a checkpoint into the prepared model and optimizer, on every process.
-
-    Raises:
-        UsageError: files missing or damaged, or of a model of another shape.
-    """
+    """Put a checkpoint into the prepared model and optimizer, on every process. Raises UsageError:
+    files missing or damaged, or of a model of another shape."""
     try:
         scalars = read_state(path)
         state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))

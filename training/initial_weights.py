@@ -30,9 +30,8 @@ class InitialWeights:
             init_from: the flag.
             given: settings of the model that were typed.
 
-        Raises:
-            UsageError: no weights there, or a flag contradicts their shape.
-            ConfigError: a shape that cannot be read, or a flag with a value that cannot work.
+        Raises UsageError: no weights there, or a flag contradicts their shape. ConfigError: a shape
+        that cannot be read, or a flag with a value that cannot work.
         """
         if init_from is None:
             return cls(given)
@@ -58,11 +57,8 @@ class InitialWeights:
         return self.settings.get("max_seq_len", LMConfig.max_seq_len)
 
     def config(self, train_set: PackedDataset) -> LMConfig:
-        """The whole shape of the model to train on this data.
-
-        Raises:
-            DataError: the data has another tokenizer than the weights.
-        """
+        """The whole shape of the model to train on this data. Raises DataError: the data has
+        another tokenizer than the weights."""
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
         tokenizer = self.source.tokenizer
@@ -86,11 +82,8 @@ class InitialWeights:
         return LMConfig(**self.settings)
 
     def load(self) -> dict[str, Tensor]:
-        """name → fp32 weights on the CPU; only where there is a source.
-
-        Raises:
-            ConfigError: files that are damaged or do not fit each other.
-        """
+        """name → fp32 weights on the CPU; only where there is a source. Raises ConfigError: files
+        that are damaged or do not fit each other."""
         model = self.source.load()
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 

@@ -176,6 +176,7 @@ class TrainingLog:
     def _write(self, values: dict, section: str) -> None:
         if self._file is None:
             return
+        values = {name: value if is_finite(value) else None for name, value in values.items()}
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:  # unbuffered: a killed run loses nothing that was said
             while self._unwritten:
@@ -192,6 +193,10 @@ class TrainingLog:
             self.accelerator.log(numbers, step=values["step"])
         except OSError as error:
             self.say(f"NOT LOGGED to the trackers: {error}")
+
+
+def is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _show(value: float | None, form: str) -> str:

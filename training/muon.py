@@ -75,8 +75,7 @@ class Muon(torch.optim.Optimizer):
         lr: learning rate of groups without one of their own.
         dtype: in which to orthogonalise.
 
-    Raises:
-        ValueError: something for Muon that is no matrix.
+    Raises ValueError: something for Muon that is no matrix.
     """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):

@@ -1,11 +1,13 @@
 """Where the time of a step goes: waiting for data, forward, backward, optimizer."""
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
+from torch import nn
 
 from training.arguments import TrainingArguments
 
@@ -14,8 +16,9 @@ TOP_OPERATORS = 10
 KEPT_TRACES = 10  # newest ones, per rank: a long run would fill the disk with them
 
 
+@dataclass
 class StepProfiler:
-    """Measures one optimizer step in every `interval`; in the steps between it does nothing.
+    """Measures one optimizer step in --profile_interval; in the steps between it does nothing.
 
     In a measured step the device is synchronised wherever one phase gives way to another, so that
     times are true on a GPU as well. The trace records the last micro-batch and the optimizer: with
@@ -23,24 +26,16 @@ class StepProfiler:
 
     Under DeepSpeed the optimizer steps inside `accelerator.backward`; that time is the optimizer's
     here.
-
-    Args:
-        accelerator: after `prepare`.
-        model: as prepared.
-        folder: where traces are written.
-        args: profile, profile_interval and accumulation_steps count here.
     """
 
-    def __init__(self, accelerator: Accelerator, model, folder: Path, args: TrainingArguments):
-        self.accelerator = accelerator
-        self.model = model
-        self.folder = folder
-        self.interval = args.profile_interval if args.profile else 0
-        self.accumulation_steps = args.accumulation_steps
-        self.seconds: dict[str, float] | None = None  # of the step being measured
+    accelerator: Accelerator  # after `prepare`
+    model: nn.Module  # as prepared
+    folder: Path  # where traces are written
+    args: TrainingArguments  # profile, profile_interval and accumulation_steps count here
+    seconds: dict[str, float] | None = None  # of the step being measured
 
     def begin_step(self, step: int) -> None:
-        if self.interval == 0 or step % self.interval:
+        if not self.args.profile or step % self.args.profile_interval:
             return
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._phase = self._recorded = None
@@ -56,7 +51,7 @@ class StepProfiler:
         self._end_phase()
         if name == "data":
             self._micro_batches += 1
-            if self._micro_batches == self.accumulation_steps:
+            if self._micro_batches == self.args.accumulation_steps:
                 self._context = self.accelerator.profile(ProfileKwargs())
                 self._trace = self._context.__enter__()
         self._recorded = torch.profiler.record_function(name)

@@ -34,9 +34,8 @@ class StartingPoint:
 def choose_run(args: TrainingArguments) -> StartingPoint:
     """Find or make the run folder and lock it.
 
-    Raises:
-        UsageError: nothing to resume at the path given, a damaged checkpoint was named, a new run
-            would fall on an old one, or another process writes there.
+    Raises UsageError: nothing to resume at the path given, a damaged checkpoint was named, a new
+    run would fall on an old one, or another process writes there.
     """
     start = find_starting_point(args)
     path = start.folder.path
@@ -57,8 +56,7 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
     Args:
         quiet: say nothing of checkpoints that are missing or passed over.
 
-    Raises:
-        UsageError: as `choose_run`, but for the lock.
+    Raises UsageError: as `choose_run`, but for the lock.
     """
     try:
         if args.resume == "auto":
@@ -145,9 +143,8 @@ def resumed_arguments(
     """The arguments with which this run equals the one that saved: on another number of processes,
     --accumulation_steps changes so that the global batch stays.
 
-    Raises:
-        UsageError: another model, tokenizer, data set, global batch, seed or optimizer; lists the
-            differences.
+    Raises UsageError: another model, tokenizer, data set, global batch, seed or optimizer; lists
+    the differences.
     """
     saved = start.state["identity"]
     current = run_identity(train_set, args, processes)

@@ -110,8 +110,7 @@ class Run:
         """Put in the state of the checkpoint that it goes on from, or the weights of --init_from;
         without either those drawn at random stay.
 
-        Raises:
-            UsageError, ConfigError: files that are damaged or do not fit.
+        Raises UsageError, ConfigError: files that are damaged or do not fit.
         """
         if self.start.checkpoint:
             load_checkpoint(self.start.checkpoint, self.engine, self.built.state, self.log)
@@ -203,7 +202,7 @@ class Run:
                 bytes_per_token = self.val_set.bytes_per_token
                 result = validate(self.model, self.val_loader, self.accelerator, bytes_per_token)
             log.validation(step, result)
-            val_loss = result["loss"]
+            val_loss = result["loss"] if math.isfinite(result["loss"]) else None
         with log.pause():
             self.samples.write(step)
         reason = self.stop.reason()
@@ -244,11 +243,8 @@ class Run:
         )
 
     def finish(self) -> None:
-        """Leave the weights, a sample and the report of a run that has come to its end.
-
-        Raises:
-            UsageError: they are there, but the last checkpoint is not.
-        """
+        """Leave the weights, a sample and the report of a run that has come to its end. Raises
+        UsageError: they are there, but the last checkpoint is not."""
         saved = self.checkpointer.wait()
         weights = self.built.state.weights()
         self.log.close()

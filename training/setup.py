@@ -31,11 +31,7 @@ def open_splits(
     args: TrainingArguments, seq_len: int, engine: Engine
 ) -> tuple[PackedDataset, PackedDataset | None]:
     """Training and validation split of --data; the built-in corpus is prepared first where that has
-    not happened yet.
-
-    Raises:
-        DataError: anything wrong with the prepared data.
-    """
+    not happened yet. Raises DataError: anything wrong with the prepared data."""
     accelerator = engine.accelerator
     if engine.is_main and not Path(args.data).exists() and args.data == TrainingArguments.data:
         print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
@@ -63,8 +59,7 @@ def find_start(
     """The run folder, locked, with the checkpoint to go on from if --resume asks for one; and the
     arguments with which the run then is the one that was saved, see `resumed_arguments`.
 
-    Raises:
-        UsageError, ConfigError: nothing to resume, or a run that differs.
+    Raises UsageError, ConfigError: nothing to resume, or a run that differs.
     """
     start = on_main_process(engine.accelerator, lambda: choose_run(args))
     if start.checkpoint is None:
@@ -75,11 +70,8 @@ def find_start(
 def plan_compilation(
     args: TrainingArguments, config: LMConfig, start: StartingPoint, steps: int, engine: Engine
 ) -> Compilation:
-    """Whether to compile a run of so many steps.
-
-    Raises:
-        UsageError: --compile on, but compiling does not work here.
-    """
+    """Whether to compile a run of so many steps. Raises UsageError: --compile on, but compiling
+    does not work here."""
     tokens = args.batch_size * args.accumulation_steps * config.max_seq_len * steps  # per process
     run_flops = flops_per_token(config) * tokens
     recorded = start.state.get("compiled")

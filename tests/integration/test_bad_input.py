@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, TINY, Finished, launch_command, run, write_corpus
+from conftest import REPOSITORY, TINY, Finished, launch_command, run, run_warm, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +27,13 @@ def the_error(ended: Finished, program: str = SCRIPT) -> str:
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts the script by itself with bad flags; returns what it says."""
+    """Starts the script, or another, by itself with bad flags; returns what it says."""
 
-    def refused(flags: str, data: Path = packed, **environ: str) -> str:
+    def refused(
+        flags: str, data: Path = packed, script: str = SCRIPT, start=run_warm, **environ: str
+    ) -> str:
         where = ["--data", str(data), "--out_dir", str(tmp_path / "runs")]
-        ended = run([*launch_command("plain", 1), *TINY, *where, *flags.split()], **environ)
+        ended = start([sys.executable, script, *TINY, *where, *flags.split()], **environ)
         return the_error(ended)
 
     return refused
@@ -69,7 +71,7 @@ def test_sequences_longer_than_the_data(refused):
 
 
 def test_missing_data(refused, tmp_path):
-    line = refused("", data=tmp_path / "nothing")
+    line = refused("", data=tmp_path / "nothing", start=run)
     assert str(tmp_path / "nothing") in line
     assert "scripts.prepare_data" in line
 
@@ -113,14 +115,18 @@ def test_a_token_outside_the_vocabulary(refused, damaged):
 @pytest.mark.parametrize("tracker", ["wandb", "swanlab"])
 def test_a_tracker_that_is_not_installed(refused, tracker, tmp_path):
     """A finder in front of all others hides the package where it is installed."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as util\n"
+    script = tmp_path / "without_it.py"
+    script.write_text(
+        "import importlib.util as util, sys\n"
+        f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
         "find_spec = util.find_spec\n"
         f"util.find_spec = lambda name, *rest: None if name == {tracker!r} "
-        "else find_spec(name, *rest)\n",
+        "else find_spec(name, *rest)\n"
+        "from train_pretrain_accelerate import main\n"
+        "main()\n",
         encoding="utf-8",
     )
-    assert f"pip install {tracker}" in refused(f"--log_with {tracker}", PYTHONPATH=str(tmp_path))
+    assert f"pip install {tracker}" in refused(f"--log_with {tracker}", script=str(script))
 
 
 def test_the_name_of_a_run_that_exists(refused, tmp_path):
@@ -199,13 +205,13 @@ def test_a_contradiction_is_readable_below_the_launchers_own_page(packed, tmp_pa
 
 @pytest.fixture
 def prepare(tmp_path):
-    """Prepares the file of lines given, in a process of its own."""
+    """Prepares the file of lines given."""
 
     def prepare(lines: list[bytes], *flags: str, out: Path = tmp_path / "out") -> Finished:
         path = write_corpus(tmp_path / "text.jsonl")
         path.write_bytes(path.read_bytes() + b"\n".join(lines) + b"\n")
         command = [sys.executable, "-m", "scripts.prepare_data", "--vocab_size", "400"]
-        return run([*command, "--data", str(path), "--out", str(out), *flags])
+        return run_warm([*command, "--data", str(path), "--out", str(out), *flags])
 
     return prepare
 

@@ -3,18 +3,37 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
+from textwrap import indent
 
 import psutil
 import pytest
-from conftest import REPOSITORY, TINY, Finished, clean_environment, launch_command, run
+from conftest import (
+    REPOSITORY,
+    SAFETY_NET_SECONDS,
+    TINY,
+    Finished,
+    clean_environment,
+    launch_command,
+    run_warm,
+    start_warm,
+)
 from safetensors.torch import load_file
+from warm_ranks import WarmProcess
 
 pytestmark = pytest.mark.slow
+
+SCRIPT = "train_pretrain_accelerate.py"
+ENDLESS = "--max_steps 1000000 --compile off"  # so long a run would be compiled
+
+
+def with_script(command: list[str], script: str) -> list[str]:
+    return [script if part == SCRIPT else part for part in command]
 
 
 class Trainer:
@@ -30,16 +49,23 @@ class Trainer:
         launch = launch_command(self.engine, self.processes)
         return [*launch, *self.flags, "--run_name", name, *flags.split()]
 
-    def finish(self, name: str, flags: str = "") -> Finished:
-        return run(self.command(name, flags))
+    def finish(self, name: str, flags: str = "", script: str = SCRIPT) -> Finished:
+        return run_warm(with_script(self.command(name, flags), script))
 
-    def start(self, name: str, flags: str = "", command: list[str] | None = None):
+    def start(self, name: str, flags: str = "", script: str = SCRIPT, **environ: str):
         """A process whose words go to NAME.log."""
         with open(self.logs / f"{name}.log", "a") as log:
+            return start_warm(with_script(self.command(name, flags), script), log, **environ)
+
+    def launch(
+        self, name: str, flags: str = "", script: str = SCRIPT, before=(), **environ: str
+    ) -> subprocess.Popen:
+        """The same as a real launch, which another command may come before."""
+        with open(self.logs / f"{name}.log", "a") as log:
             return subprocess.Popen(
-                command or self.command(name, flags),
+                [*before, *with_script(self.command(name, flags), script)],
                 cwd=REPOSITORY,
-                env=clean_environment(),
+                env=clean_environment() | environ,
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -58,33 +84,47 @@ class Trainer:
         return [{k: v for k, v in json.loads(x).items() if k not in timed} for x in lines]
 
 
-def ranks(process: subprocess.Popen) -> list[psutil.Process]:
+def ranks(process: subprocess.Popen | WarmProcess) -> list[psutil.Process]:
     """The training processes under a launcher."""
+    if isinstance(process, WarmProcess):
+        return [psutil.Process(pid) for pid in process.ranks]
     children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if "RANK" in child.environ()]
+    return sorted(
+        (child for child in children if "RANK" in child.environ()),
+        key=lambda child: int(child.environ()["RANK"]),
+    )
 
 
-def kill_everything(process: subprocess.Popen) -> None:
+def kill_everything(process: subprocess.Popen | WarmProcess) -> None:
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in tree:
         if member.is_running():
             member.kill()
     process.wait()
-    psutil.wait_procs(tree[1:])
+    while not all(map(has_ended, tree)):
+        time.sleep(0.01)
 
 
-def wait_for(
-    condition, process: subprocess.Popen, seconds: float = 90, pause: float = 0.05
-) -> bool:
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition, process: subprocess.Popen | WarmProcess) -> bool:
     """True once the condition holds, False if the process ended before."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
+    end = time.monotonic() + SAFETY_NET_SECONDS
+    while not condition():
         if process.poll() is not None:
-            return False
-        time.sleep(pause)
-    raise AssertionError(f"waited {seconds} seconds in vain")
+            return condition()
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return True
+
+
+def end_of(process: subprocess.Popen | WarmProcess) -> int:
+    return process.wait(SAFETY_NET_SECONDS)
 
 
 def same_bytes(one: Path, other: Path) -> bool:
@@ -92,35 +132,66 @@ def same_bytes(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
 
 
+# Where a run can be told to stand still: what it is about to call, and how often it calls it in
+# three saves or so. A checkpoint is three files of tensors, and five files and a folder are forced
+# to the disk before it has its name, which is forced too, and then a file that names it.
+PLACES = {
+    "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
+    "write a file of a checkpoint": ("runs.checkpoint", "save_tensors", range(4, 10)),
+    "force it to the disk": ("common.atomic", "sync", range(12, 30)),
+    "delete what is not needed": ("shutil", "rmtree", range(3, 10)),
+}
+STANDS_STILL = """
+import os, sys, time
+from pkgutil import resolve_name
+sys.path.insert(0, {repository!r})
+owner, name, count = os.environ["STAND_STILL"].split()
+owner, left = resolve_name(owner), int(count)
+original = getattr(owner, name)
+def stand_still(*args, **options):
+    global left
+    left -= 1
+    if left == 0:
+        open(os.environ["STANDS"], "w").close()
+        time.sleep(86400)
+    return original(*args, **options)
+if os.environ.get("RANK") == "0":
+    setattr(owner, name, stand_still)
+from train_pretrain_accelerate import main
+main()
+"""
+
+
 def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_path, thorough):
-    """SIGKILL to launcher and ranks, every other time in the middle of a save."""
+    """SIGKILL to launcher and ranks, in the middle of each thing that a run does."""
     kills = 20 if thorough else 4
-    steps = 40 * kills
+    steps = 16 * kills
     flags = f"--max_steps {steps} --save_interval 4 --dropout 0.1 --batch_size 4 --log_interval 3"
-    trainer = Trainer(tmp_path, packed, "zero2", 2, flags)
+    trainer = Trainer(tmp_path, packed, "zero2", 2, flags + " --keep_last 2")
     assert trainer.finish("whole").code == 0
+    script = tmp_path / "stands_still.py"
+    script.write_text(STANDS_STILL.format(repository=str(REPOSITORY)))
 
     dice = random.Random(0)
     folder = tmp_path / "killed" / "checkpoints"
-    in_a_save = 0
     for attempt in range(kills):
-        before = {path.name for path in folder.glob("step-*")}
-
-        def saved(count, suffix="", before=before) -> bool:
-            new = {path.name for path in folder.glob("step-*")} - before
-            return len(new) >= count and any(name.endswith(suffix) for name in new)
-
-        process = trainer.start("killed", "--resume auto")
-        if attempt % 2 == 0:
-            saves = dice.randint(1, 3)
-            alive = wait_for(lambda n=saves: saved(n, ".partial"), process, pause=0)
-        else:
-            alive = wait_for(lambda: saved(1), process, pause=0.001)
-            time.sleep(dice.uniform(0, 0.3))
-        assert alive, trainer.said("killed")[-3000:]
+        place = list(PLACES)[attempt % len(PLACES)]
+        owner, name, counts = PLACES[place]
+        stands = tmp_path / f"stands-{attempt}"
+        how = {"STAND_STILL": f"{owner} {name} {dice.choice(counts)}", "STANDS": str(stands)}
+        start = trainer.launch if attempt == 1 else trainer.start
+        process = start("killed", "--resume auto", str(script), **how)
+        assert wait_for(stands.exists, process), trainer.said("killed")[-3000:]
         kill_everything(process)
-        in_a_save += bool(list(folder.glob("*.partial")))
-    assert in_a_save >= kills // 2 - 1  # a save may just have ended between look and kill
+        if place == "write a file of a checkpoint":
+            assert list(folder.glob("*.partial-*"))
+    # And once wherever it may be, if it is not at its end.
+    before = set(folder.glob("step-*"))
+    process = trainer.start("killed", "--resume auto")
+    if wait_for(lambda: set(folder.glob("step-*")) - before, process):
+        time.sleep(dice.uniform(0, 0.3))
+    if process.poll() is None:
+        kill_everything(process)
     assert trainer.finish("killed", "--resume auto").code == 0
 
     assert same_bytes(trainer.checkpoint("whole", steps), trainer.checkpoint("killed", steps))
@@ -194,19 +265,21 @@ def test_a_global_batch_that_cannot_be_kept_is_refused(packed, tmp_path):
 def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
 ):
-    trainer = Trainer(tmp_path, packed, engine, processes, "--max_steps 100000")
+    trainer = Trainer(tmp_path, packed, engine, processes, ENDLESS)
     process = trainer.start("run")
-    assert wait_for(lambda: "step 20/" in trainer.said("run"), process)
-    told = ranks(process)[-1] if processes > 1 else process
-    told.send_signal(getattr(signal, name))
-    assert process.wait(60) == 0
+    assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
+    ranks(process)[-1].send_signal(getattr(signal, name))
+    assert end_of(process) == 0
     step = int((tmp_path / "run/checkpoints/latest").read_text().strip()[5:])
-    assert f"stopped by {name} after step {step}, saved" in trainer.said("run")
-    assert f"--resume {tmp_path / 'run'}" in trainer.said("run")
+    said = trainer.said("run")
+    assert f"stopped by {name} after step {step}, saved; to go on:\n" in said
+    command = shlex.split(said.partition("to go on:\n")[2].splitlines()[0])
+    typed = shlex.split("the same command with") if processes > 1 else trainer.command("run")
+    assert command == [*typed, "--resume", str(tmp_path / "run")]
 
 
 def test_the_time_limit_saves_and_stops_all_ranks(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 100000 --time_limit 0.03")
+    trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS + " --time_limit 0.03")
     ended = trainer.finish("run")
     assert ended.code == 0
     assert "stopped by the time limit after step" in ended.out
@@ -214,26 +287,27 @@ def test_the_time_limit_saves_and_stops_all_ranks(packed, tmp_path):
 
 
 def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 100000")
-    process = trainer.start("run")
-    assert wait_for(lambda: "step 20/" in trainer.said("run"), process)
-    victim = ranks(process)[0]
-    rank = victim.environ()["RANK"]
-    victim.kill()
-    assert process.wait(60) != 0
+    """Which is the launcher's doing, and torchrun's: a real launch."""
+    trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
+    process = trainer.launch("run")
+    assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
+    all_ranks = ranks(process)
+    all_ranks[0].kill()
+    assert end_of(process) != 0
+    assert all(map(has_ended, all_ranks))
     said = trainer.said("run")
-    assert f"rank      : {rank} (local_rank: {rank})\n  exitcode  : -9" in said
+    assert "rank      : 0 (local_rank: 0)\n  exitcode  : -9" in said
 
 
-def injected(tmp_path: Path, statement: str, condition: str = "True") -> str:
-    """A script that trains, but follows each training forward by a statement.
+def injected(tmp_path: Path, statements: str) -> str:
+    """A script that trains, but follows each training forward by statements.
 
-    In statement and condition, `calls` counts the forwards from 1 and `out` is what one returned.
+    In them, `calls` counts the forwards from 1 and `out` is what one returned.
     """
     script = tmp_path / "train_injected.py"
     script.write_text(
         f"""
-import sys, time
+import os, sys, time
 sys.path.insert(0, {str(REPOSITORY)!r})
 import model.transformer as transformer
 original, calls = transformer.Transformer.forward, 0
@@ -242,8 +316,7 @@ def forward(self, *args, **options):
     out = original(self, *args, **options)
     if self.training:
         calls += 1
-        if {condition}:
-            {statement}
+{indent(statements, " " * 8)}
     return out
 transformer.Transformer.forward = forward
 from train_pretrain_accelerate import main
@@ -256,20 +329,17 @@ main()
 NAN = 'out = out._replace(loss=out.loss * float("nan"))'
 
 
-def with_script(command: list[str], script: str) -> list[str]:
-    return [script if part == "train_pretrain_accelerate.py" else part for part in command]
-
-
 def test_a_second_signal_exits_at_once(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 1000")
-    script = injected(tmp_path, "print('asleep', flush=True); time.sleep(60)")
-    process = trainer.start("run", command=with_script(trainer.command("run"), script))
+    script = injected(tmp_path, "print('asleep', flush=True); time.sleep(86400)")
+    process = trainer.start("run", script=script)
     assert wait_for(lambda: "asleep" in trainer.said("run"), process)
     process.send_signal(signal.SIGTERM)
     time.sleep(2.5)
     assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(5) == 128 + signal.SIGTERM
+    # In the first two seconds it is the same signal to the run, whenever those began for it.
+    wait_for(lambda: process.send_signal(signal.SIGTERM), process)
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -278,8 +348,7 @@ def test_a_second_signal_exits_at_once(packed, tmp_path):
 def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path, engine, dtype):
     flags = f"--max_steps 6 --log_interval 2 --dtype {dtype}"
     trainer = Trainer(tmp_path, packed, engine, 1, flags)
-    script = injected(tmp_path, NAN, "calls == 3")
-    ended = run(with_script(trainer.command("run"), script))
+    ended = trainer.finish("run", script=injected(tmp_path, f"if calls == 3: {NAN}"))
     assert ended.code == 0, ended.out[-3000:]
     assert "step 3/6  SKIPPED" in ended.out
     rows = [row for row in trainer.rows("run") if "loss" in row]
@@ -294,8 +363,7 @@ def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path, engine
 def test_nothing_but_nans_stops_the_run_and_names_the_samples(packed, tmp_path):
     flags = "--max_steps 100 --save_interval 2 --max_bad_steps 3 --batch_size 2"
     trainer = Trainer(tmp_path, packed, "plain", 1, flags)
-    script = injected(tmp_path, NAN, "calls > 2")
-    ended = run(with_script(trainer.command("run"), script))
+    ended = trainer.finish("run", script=injected(tmp_path, f"if calls > 2: {NAN}"))
     assert ended.code == 2
     assert "3 steps in a row had a non-finite gradient" in ended.out
     assert "the batch of step 5 was samples " in ended.out
@@ -308,51 +376,60 @@ def test_nothing_but_nans_stops_the_run_and_names_the_samples(packed, tmp_path):
 
 def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, tmp_path):
     """A file where a folder should be refuses; its removal makes room again."""
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 600 --save_interval 10")
+    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 40 --save_interval 10")
     obstacle = tmp_path / "run" / "checkpoints"
     obstacle.parent.mkdir()
     obstacle.write_text("in the way")
-    process = trainer.start("run")
-    assert wait_for(lambda: "CHECKPOINT NOT SAVED" in trainer.said("run"), process, pause=0.005)
-    obstacle.unlink()
-    assert process.wait(120) == 0
-    assert "saved" in trainer.said("run").rpartition("CHECKPOINT NOT SAVED")[2]
-    assert trainer.checkpoint("run", 600).is_dir()
+    script = injected(tmp_path, f"if calls == 25: os.unlink({str(obstacle)!r})")
+    ended = trainer.finish("run", script=script)
+    assert ended.code == 0
+    assert "CHECKPOINT NOT SAVED" in ended.out
+    assert "saved" in ended.out.rpartition("CHECKPOINT NOT SAVED")[2]
+    assert trainer.checkpoint("run", 30).is_dir()
+    assert trainer.checkpoint("run", 40).is_dir()
+
+
+FILL = """
+ballast = {ballast!r}
+if calls == 60:
+    with open(ballast, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1024))
+        except OSError:
+            print("full", flush=True)
+if calls == 160:
+    os.unlink(ballast)
+"""
 
 
 def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(
     packed, small_disk, tmp_path
 ):
     disk = small_disk("8m")
-    trainer = Trainer(disk, packed, "plain", 1, "--max_steps 3000 --save_interval 50 --keep_last 1")
-    trainer.logs = tmp_path
-    process = trainer.start("run")
-    assert wait_for(lambda: "step 60/" in trainer.said("run"), process, pause=0.01)
-    ballast = disk / "ballast"
-    fill = ["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"]
-    assert "No space left" in subprocess.run(fill, capture_output=True, text=True).stderr
-    time.sleep(2)
-    assert process.poll() is None
-    ballast.unlink()
-    assert process.wait(120) == 0
-    assert trainer.checkpoint("run", 3000).is_dir()
-    assert [row["step"] for row in trainer.rows("run") if "loss" in row] == list(range(1, 3001))
+    trainer = Trainer(disk, packed, "plain", 1, "--max_steps 300 --save_interval 50 --keep_last 1")
+    script = injected(tmp_path, FILL.format(ballast=str(disk / "ballast")))
+    ended = trainer.finish("run", script=script)
+    assert ended.code == 0
+    assert "CHECKPOINT NOT SAVED" in ended.out.partition("full")[2]
+    assert trainer.checkpoint("run", 300).is_dir()
+    assert [row["step"] for row in trainer.rows("run") if "loss" in row] == list(range(1, 301))
 
 
 def test_usr1_to_everything_leaves_a_launcher_that_ignores_it_and_a_saved_run(packed, tmp_path):
     """As a scheduler signals a job; docs/reliability.md has the trap."""
-    trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 100000")
+    trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
     ignoring = ["bash", "-c", """trap '' USR1; exec "$@" """, "ignoring"]
-    process = trainer.start("run", command=[*ignoring, *trainer.command("run")])
-    assert wait_for(lambda: "step 20/" in trainer.said("run"), process)
+    process = trainer.launch("run", before=ignoring)
+    assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
     for member in [psutil.Process(process.pid), *ranks(process)]:
         member.send_signal(signal.SIGUSR1)
-    assert process.wait(60) == 0
+    assert end_of(process) == 0
     assert "stopped by SIGUSR1" in trainer.said("run")
 
 
 def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 100000 --time_limit 0.02")
+    trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --time_limit 0.02")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     ended = trainer.finish("run")
@@ -376,16 +453,25 @@ def test_a_run_that_is_extended_and_dies_at_its_end_is_not_taken_for_finished(pa
 def test_a_limit_like_a_full_disk_keeps_the_checkpoint_before(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, "--save_interval 2")
     assert trainer.finish("run", "--max_steps 2").code == 0
-    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "limited"]  # 100 KiB per file
-    ended = run([*limited, *trainer.command("run", "--max_steps 4 --resume auto")])
+    script = tmp_path / "limited.py"
+    script.write_text(
+        f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))  # of a file, in bytes
+sys.path.insert(0, {str(REPOSITORY)!r})
+from train_pretrain_accelerate import main
+main()
+"""
+    )
+    ended = trainer.finish("run", "--max_steps 4 --resume auto", str(script))
     assert ended.code != 0
     assert "CHECKPOINT NOT SAVED" in ended.out
     assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000002"
-    assert not list((tmp_path / "run/checkpoints").glob("*.partial"))
+    assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))
 
 
 def test_a_second_run_in_a_live_runs_folder_is_refused_and_a_dead_one_forgotten(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 100000 --save_interval 5")
+    trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --save_interval 5")
     process = trainer.start("run")
     assert wait_for(lambda: "saved" in trainer.said("run"), process)
     second = trainer.finish("run", "--resume auto")
@@ -395,19 +481,23 @@ def test_a_second_run_in_a_live_runs_folder_is_refused_and_a_dead_one_forgotten(
     assert trainer.finish("run", "--resume auto --time_limit 0.01").code == 0
 
 
-def test_resuming_with_another_model_or_batch_lists_the_differences(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 2")
+@pytest.fixture(scope="module")
+def finished(packed, tmp_path_factory) -> Trainer:
+    """A run of two steps, for starts that change nothing."""
+    trainer = Trainer(tmp_path_factory.mktemp("finished"), packed, "plain", 1, "--max_steps 2")
     assert trainer.finish("run").code == 0
-    ended = trainer.finish("run", "--resume auto --max_steps 4 --n_layers 3 --batch_size 3")
+    return trainer
+
+
+def test_resuming_with_another_model_or_batch_lists_the_differences(finished):
+    ended = finished.finish("run", "--resume auto --max_steps 4 --n_layers 3 --batch_size 3")
     assert ended.code == 2
     assert "n_layers: 2 in the checkpoint, 3 now" in ended.out
     assert "global_batch: 8 in the checkpoint, 3 now" in ended.out
 
 
-def test_a_finished_run_says_so(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 2")
-    assert trainer.finish("run").code == 0
-    ended = trainer.finish("run", "--resume auto")
+def test_a_finished_run_says_so(finished):
+    ended = finished.finish("run", "--resume auto")
     assert ended.code == 0
     assert "is finished: 2 of 2 steps" in ended.out
 

@@ -45,8 +45,7 @@ def decide_compilation(
             compiled and eager kernels round differently.
         run_flops: model FLOPs of the whole run on one process.
 
-    Raises:
-        UsageError: --compile on, but compiling does not work here.
+    Raises UsageError: --compile on, but compiling does not work here.
     """
     device = accelerator.device
     if wanted == "off":

@@ -47,9 +47,8 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         world_size: number of processes.
         source: the file's name, for messages.
 
-    Raises:
-        UsageError: a number in the file contradicts a flag, an "auto" that nothing fills, or a
-            field that this script decides.
+    Raises UsageError: a number in the file contradicts a flag, an "auto" that nothing fills, or a
+    field that this script decides.
     """
     config = json.loads(json.dumps(config))
     if "scheduler" in config:

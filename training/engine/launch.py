@@ -77,11 +77,8 @@ logging.getLogger("DeepSpeed").addFilter(
 
 
 def build_engine(args: TrainingArguments) -> Engine:
-    """The Accelerator for this launch.
-
-    Raises:
-        UsageError: launcher, configuration file, flags and machine do not go together.
-    """
+    """The Accelerator for this launch. Raises UsageError: launcher, configuration file, flags and
+    machine do not go together."""
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     has_gpu = torch.cuda.is_available()
     _check_launch(args, deepspeed, has_gpu)
@@ -178,8 +175,7 @@ def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> No
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """The plugin for the configuration that the launcher named, every "auto" filled from the flags.
 
-    Raises:
-        UsageError: the configuration contradicts the flags, or Accelerate rejects it.
+    Raises UsageError: the configuration contradicts the flags, or Accelerate rejects it.
     """
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     try:

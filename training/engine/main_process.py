@@ -13,11 +13,8 @@ Answer = TypeVar("Answer")
 
 
 def on_main_process(accelerator: Accelerator, decide: Callable[[], Answer]) -> Answer:
-    """What `decide` returns on the main process, on all of them; all must call this.
-
-    Raises:
-        UsageError, ConfigError: what `decide` raised there.
-    """
+    """What `decide` returns on the main process, on all of them; all must call this. Raises
+    UsageError, ConfigError: what `decide` raised there."""
     answer: list = [None, None]
     if accelerator.is_main_process:
         try:

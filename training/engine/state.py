@@ -87,11 +87,8 @@ class TrainingState:
         return {"optimizer_step": int(next(steps)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Put all of it back, on every process.
-
-        Raises:
-            ConfigError: names or shapes that do not fit the model.
-        """
+        """Put all of it back, on every process. Raises ConfigError: names or shapes that do not fit
+        the model."""
         self.load_weights(weights, source)
         for name, parameter, held in self._shards():
             for key, part in held.moments.items():
@@ -108,11 +105,8 @@ class TrainingState:
                 self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Put the fp32 weights back, on every process, and leave the optimizer as it is.
-
-        Raises:
-            ConfigError: names or shapes that do not fit the model.
-        """
+        """Put the fp32 weights back, on every process, and leave the optimizer as it is. Raises
+        ConfigError: names or shapes that do not fit the model."""
         load_weights(self.accelerator.unwrap_model(self.model), weights, source)
         for name, _, held in self._shards():
             held.fp32.copy_(weights[name].view(-1)[held.inside])
