@@ -18,7 +18,7 @@ from benchmarks.flags import at_least, names, new_parser, numbers
 from benchmarks.markdown import heading, table
 from benchmarks.work import VOCAB_SIZE
 from common.errors import UsageError, one_line_errors
-from formats.llama import DTYPES, llama_config, to_llama
+from formats.hugging_face_names import DTYPES, llama_config, to_llama
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling

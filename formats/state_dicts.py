@@ -14,7 +14,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from formats.llama import OUTER, config_from_llama, from_llama_names, from_llama_rotation
+from formats.hugging_face_names import (
+    OUTER,
+    config_from_llama,
+    from_llama_names,
+    from_llama_rotation,
+)
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights, read_json
 from model.config import ConfigError, LMConfig
 from model.transformer import Transformer

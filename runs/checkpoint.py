@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from common.atomic import remove, whole_folder, write_whole
+from common.atomic import whole_folder, write_whole
 from formats.portable import save_tensors
 from model.config import ConfigError, LMConfig
 from runs.folder import RunFolder
@@ -50,21 +50,6 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
         _write_json(partial / MANIFEST, {"files": files})
     write_whole(run.latest, path.name + "\n")
     return sum(file["size"] for file in files.values())
-
-
-def prune(run: RunFolder, keep_last: int) -> None:
-    """Remove all but the newest keep_last and the one with the lowest validation loss; 0 keeps
-    all."""
-    if keep_last == 0:
-        return
-    checkpoints = run.all_checkpoints()
-    losses = {path: value for path in checkpoints if (value := _val_loss(path)) is not None}
-    keep = {*checkpoints[-keep_last:], min(losses, key=losses.get, default=None)}
-    for path in checkpoints:
-        if path not in keep:
-            remove(path)
-    for leftover in run.checkpoints.glob("step-*.*"):  # of a kill, or set aside
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | None:
@@ -138,13 +123,6 @@ def saved_config(checkpoint: Path) -> LMConfig:
         return LMConfig.from_dict(shape)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint / STATE}: {error}") from error
-
-
-def _val_loss(path: Path) -> float | None:
-    try:
-        return _read_json(path / STATE)["val_loss"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def _write_json(path: Path, values: dict) -> None:

@@ -19,13 +19,13 @@ from runs.checkpoint import (
     WEIGHTS,
     damage,
     newest_sound,
-    prune,
     read_state,
     saved_config,
     space_warning,
     write_checkpoint,
 )
 from runs.folder import RunFolder
+from training.checkpointing import prune
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)
 IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "muon"}

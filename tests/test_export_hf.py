@@ -11,8 +11,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from formats import hugging_face, hugging_face_check
-from formats import llama as llama_format
+from formats import hugging_face_check, hugging_face_export
+from formats import hugging_face_names as llama_format
 from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from runs.weights import load_trained
@@ -195,7 +195,7 @@ def test_a_rotation_that_was_forgotten_is_found_and_nothing_is_left(
 def test_a_tokenizer_that_is_not_equal_is_found(
     weights, tmp_path, monkeypatch, capsys, file, values, expected
 ):
-    written = hugging_face.write_tokenizer
+    written = hugging_face_export.write_tokenizer
 
     def spoil(folder, tokenizer, max_seq_len):
         written(folder, tokenizer, max_seq_len)

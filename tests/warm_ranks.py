@@ -225,6 +225,7 @@ def import_everything() -> list[str]:
         importlib.import_module(name)
     for name in PROGRAMS:  # a program that is started is not a module yet
         del sys.modules[name]
+    sys.excepthook = sys.__excepthook__  # programs set it while they are imported
     threads = Path("/proc/self/task")
     while threads.exists() and len(list(threads.iterdir())) > 1:  # matplotlib's, making its cache
         time.sleep(0.1)
@@ -309,7 +310,8 @@ def ask_the_launcher(flags: list[str], environ: dict[str, str]) -> dict | int:
         def start(config, entrypoint: str):
             def with_arguments(*command: str):
                 answer = {"command": command, "processes": config.nproc_per_node}
-                answer["environ"] = dict(os.environ)
+                signals = {"TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle}
+                answer["environ"] = dict(os.environ) | signals
                 os.write(write, json.dumps(answer).encode())
                 os._exit(0)
 
@@ -335,7 +337,7 @@ def ask_the_launcher(flags: list[str], environ: dict[str, str]) -> dict | int:
 
 
 def rank_environment(rank: int, processes: int) -> dict[str, str]:
-    """As torchrun's agent sets it; test_launch.py compares them."""
+    """As torchrun's agent sets it; test_warm_ranks.py compares them."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(processes)),

@@ -5,6 +5,7 @@ The main process copies everything to its CPU memory, training goes on, and a th
 copy.
 """
 
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.atomic import remove
 from common.errors import UsageError
 from model.config import ConfigError, LMConfig
-from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, prune, read_state, write_checkpoint
+from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from runs.folder import RunFolder
 from training.engine.launch import Engine
 from training.engine.state import TrainingState
@@ -118,6 +120,28 @@ class Checkpointer:
         return {
             f"{rank}.{k}": v for rank, tensors in enumerate(everyone) for k, v in tensors.items()
         }
+
+
+def prune(run: RunFolder, keep_last: int) -> None:
+    """Remove all but the newest keep_last and the one with the lowest validation loss; 0 keeps
+    all."""
+    if keep_last == 0:
+        return
+    checkpoints = run.all_checkpoints()
+    losses = {path: value for path in checkpoints if (value := _val_loss(path)) is not None}
+    keep = {*checkpoints[-keep_last:], min(losses, key=losses.get, default=None)}
+    for path in checkpoints:
+        if path not in keep:
+            remove(path)
+    for leftover in run.checkpoints.glob("step-*.*"):  # of a kill, or set aside
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _val_loss(path: Path) -> float | None:
+    try:
+        return read_state(path)["val_loss"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: TrainingLog) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
-from formats.llama import llama_config, to_llama
+from formats.hugging_face_names import llama_config, to_llama
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_tensors, write_json
 from formats.tokenizer_json import TOKENIZER_JSON, convert
 from model.config import ConfigError
