@@ -202,7 +202,7 @@ def test_a_tokenizer_that_is_not_equal_is_found(
         path = folder / file
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
 
-    monkeypatch.setattr(hugging_face, "write_tokenizer", spoil)
+    monkeypatch.setattr(hugging_face_export, "write_tokenizer", spoil)
     assert expected in error_line(capsys, weights, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -232,7 +232,7 @@ def test_an_interrupted_export_never_has_its_name(weights, tmp_path, monkeypatch
         assert not (tmp_path / "hf").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hugging_face, "write_tokenizer", interrupt)
+    monkeypatch.setattr(hugging_face_export, "write_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export_hf.main([str(weights), str(tmp_path / "hf")])
     assert list(tmp_path.iterdir()) == []
