@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.data_loader import Training, loader_row, train_for_a_while
 from benchmarks.data_padding import padding_table
-from benchmarks.data_preparation import copies, preparation_table, prepare
+from benchmarks.data_preparation import copies, preparation_row
 from benchmarks.flags import at_least, new_parser, numbers
 from benchmarks.markdown import heading, table
 from common.cpu import available_cores
@@ -33,7 +33,7 @@ SHAPES = {
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError, ConfigError, OSError):
-        args = parse_arguments(argv)
+        args = parse_options(argv)
         find_files(args.data)  # wrong names are refused before the work
         # On the disk where prepared data lives: /tmp may be in memory.
         out = Path("out").absolute()
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         print(heading(PROGRAM, argv), *tables, sep="\n\n", flush=True)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
@@ -65,28 +65,34 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """The three tables; everything is written into the folder."""
-    preparations = {}
+    rows, workers = [], available_cores()
     for repeat in args.repeat:
         say(f"preparing the text, {repeat} times over")
         source = copies(args.data, repeat, folder / f"text-{repeat}")
-        preparations[repeat] = prepare(source, folder / f"packed-{repeat}", available_cores())
-    yield preparation_table(preparations)
+        row = preparation_row(source, folder / f"packed-{repeat}", workers)
+        rows.append({"text": f"{repeat} ×"} | row)
+    yield (
+        f"Preparation with {workers} processes, the start of Python and the training of the "
+        "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
+        "all processes' Pss, looked at ten times a second; sum of peaks adds up each one's own.\n\n"
+        + table(rows)
+    )
 
     packed = folder / f"packed-{args.repeat[0]}"
     for seq_len in [*args.loader_seq_lens, args.seq_len]:
         PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
     rows, trained = [], {}
-    for setting in product(args.loader_seq_lens, args.num_workers):
-        training = trained[setting] = train(args, packed, *setting)
-        say("loader at {} tokens, --num_workers {}".format(*setting))
-        rows.append(loader_row(packed, BATCH_SIZE, *setting, args.seconds, training))
+    for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
+        training = train(args, packed, seq_len, num_workers)
+        trained.setdefault(seq_len, training)
+        say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
+        rows.append(loader_row(packed, BATCH_SIZE, seq_len, num_workers, args.seconds, training))
     yield (
         f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
         "is what it would be with nothing loaded ahead.\n\n" + table(rows)
     )
 
-    compared = args.seq_len, args.num_workers[0]
-    training = trained.get(compared) or train(args, packed, *compared)
+    training = trained.get(args.seq_len) or train(args, packed, args.seq_len, num_workers=0)
     yield padding_table(packed, args.seq_len, BATCH_SIZE, training.tokens_per_second)
 
 

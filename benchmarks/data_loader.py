@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -51,8 +52,8 @@ def loader_row(
 
     Where that was not measured, it is what it would be if nothing were loaded ahead.
     """
-    settings = folder, seq_len, batch_size, num_workers, seconds
-    cold, warm = loader_speed(*settings, cold=True), loader_speed(*settings, cold=False)
+    speed = partial(loader_speed, folder, seq_len, batch_size, num_workers, seconds)
+    cold, warm = speed(cold=True), speed(cold=False)
     trained, waiting = training.tokens_per_second, training.waiting
     if waiting is None:
         waiting = trained / (trained + warm)

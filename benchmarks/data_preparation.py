@@ -7,11 +7,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import REPOSITORY
-from benchmarks.markdown import table
 from data.corpus import BUILTIN, find_files, is_jsonl
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
@@ -20,29 +19,11 @@ from data.tokenizer import TOKENIZER_FILE
 SAMPLE_SECONDS = 0.1  # between looks at the memory: each costs about a millisecond per process
 
 
-@dataclass
-class Preparation:
-    """One run of the command."""
-
-    workers: int
-    documents: int
-    bytes: int  # of UTF-8 text, without the JSON around it
-    tokens: int
-    seconds: float  # of all, the interpreter's start included
-    tokenizer_seconds: float  # until the tokenizer was there
-    packing_seconds: float  # from then on
-    cpu_seconds: float
-    # The truth lies between: peaks may fall between two looks; those of single processes need not
-    # coincide, and count shared pages once for each. None where the system does not tell.
-    peak_pss: int | None  # bytes, the largest sum of all processes that was seen
-    sum_of_peaks: int | None  # bytes
-
-
-def prepare(source: str, out: Path, workers: int) -> Preparation:
-    """Run scripts.prepare_data on a corpus into the folder out.
+def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
+    """Run scripts.prepare_data on a corpus into the folder out; what it was and how long it took.
 
     Its two phases are told by the times at which it finished its files, the tokenizer and then the
-    description.
+    description. MB are 10^6 bytes of UTF-8 text, without the JSON around it.
 
     Raises:
         DataError: the command refused the text; its own words.
@@ -50,28 +31,52 @@ def prepare(source: str, out: Path, workers: int) -> Preparation:
     if source != BUILTIN:
         source = os.path.abspath(source)
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
-    command += ["--workers", str(workers)]
-    cpu_before, started, clock = children_seconds(), time.time(), time.perf_counter()
+    started = time.time()
+    cost = measured([*command, "--workers", str(workers)])
+    splits = read_description(out)["splits"].values()
+    documents, n_bytes, tokens = (
+        sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")
+    )
+    megabytes = n_bytes / 1e6
+    tokenizer_done = (out / TOKENIZER_FILE).stat().st_mtime
+    packing_done = (out / DESCRIPTION_FILE).stat().st_mtime
+    return {
+        "MB": f"{megabytes:.1f}",
+        "documents": f"{documents:,}",
+        "bytes each": f"{n_bytes / documents:,.0f}",
+        "tokens": f"{tokens:,}",
+        "seconds": f"{cost.seconds:.1f}",
+        "tokenizer": f"{tokenizer_done - started:.1f}",
+        "packing": f"{packing_done - tokenizer_done:.1f}",
+        "MB/s": f"{megabytes / cost.seconds:.2f}",
+        "MB/s per process": f"{megabytes / cost.seconds / workers:.2f}",
+        "MB per CPU second": f"{megabytes / cost.cpu_seconds:.2f}",
+        "peak RAM": "n/a" if cost.peak is None else f"{cost.peak / 1e6:,.0f} MB",
+        "sum of peaks": "n/a" if cost.peaks is None else f"{cost.peaks / 1e6:,.0f} MB",
+    }
+
+
+class Cost(NamedTuple):
+    """Of a command, the start of the interpreter included."""
+
+    seconds: float
+    cpu_seconds: float
+    peak: int | None  # bytes, see `watch_memory`; None where the system does not tell
+    peaks: int | None
+
+
+def measured(command: list[str]) -> Cost:
+    """Raises DataError: it failed, with its own words."""
+    cpu_before, started = children_seconds(), time.perf_counter()
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
-        peak_pss, sum_of_peaks = watch_memory(process)
-        seconds = time.perf_counter() - clock
+        memory = watch_memory(process)
+        seconds = time.perf_counter() - started
         output.seek(0)
         words = output.read().decode(errors="replace").split("prepare_data: error: ")[-1].strip()
     if process.returncode:
         raise DataError(words or f"scripts.prepare_data ended with {process.returncode}")
-    splits = read_description(out)["splits"].values()
-    tokenizer_done = (out / TOKENIZER_FILE).stat().st_mtime
-    return Preparation(
-        workers=workers,
-        **{key: sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")},
-        seconds=seconds,
-        tokenizer_seconds=tokenizer_done - started,
-        packing_seconds=(out / DESCRIPTION_FILE).stat().st_mtime - tokenizer_done,
-        cpu_seconds=children_seconds() - cpu_before,
-        peak_pss=peak_pss,
-        sum_of_peaks=sum_of_peaks,
-    )
+    return Cost(seconds, children_seconds() - cpu_before, *memory)
 
 
 def children_seconds() -> float:
@@ -81,7 +86,11 @@ def children_seconds() -> float:
 
 
 def watch_memory(process: subprocess.Popen) -> tuple[int | None, int | None]:
-    """Wait for a process to end; (largest sum of Pss that was seen, sum of all VmHWM), bytes."""
+    """Wait for a process to end; (largest sum of Pss that was seen, sum of all VmHWM), bytes.
+
+    The truth lies between: a peak may fall between two looks, while peaks of single processes need
+    not coincide, and count shared pages once for each.
+    """
     pss, peaks = 0, {}
     try:
         while process.poll() is None:
@@ -127,33 +136,3 @@ def copies(source: str, count: int, folder: Path) -> str:
             suffix += ".gz" * path.endswith(".gz")
             (folder / f"{n:04d}-{i:06d}{suffix}").symlink_to(os.path.abspath(path))
     return str(folder)
-
-
-def preparation_table(preparations: dict[int, Preparation]) -> str:
-    """Of preparations by how often the text was repeated."""
-    rows = []
-    for repeat, done in preparations.items():
-        megabytes = done.bytes / 1e6
-        row = {
-            "text": f"{repeat} ×",
-            "MB": f"{megabytes:.1f}",
-            "documents": f"{done.documents:,}",
-            "bytes each": f"{done.bytes / done.documents:,.0f}",
-            "tokens": f"{done.tokens:,}",
-            "seconds": f"{done.seconds:.1f}",
-            "tokenizer": f"{done.tokenizer_seconds:.1f}",
-            "packing": f"{done.packing_seconds:.1f}",
-            "MB/s": f"{megabytes / done.seconds:.2f}",
-            "MB/s per process": f"{megabytes / done.seconds / done.workers:.2f}",
-            "MB per CPU second": f"{megabytes / done.cpu_seconds:.2f}",
-        }
-        for title, peak in ("peak RAM", done.peak_pss), ("sum of peaks", done.sum_of_peaks):
-            row[title] = "n/a" if peak is None else f"{peak / 1e6:,.0f} MB"
-        rows.append(row)
-    workers = next(iter(preparations.values())).workers
-    return (
-        f"Preparation with {workers} processes, the start of Python and the training of the "
-        "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
-        "all processes' Pss, looked at ten times a second; sum of peaks adds up each one's own.\n\n"
-        + table(rows)
-    )

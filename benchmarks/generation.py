@@ -35,7 +35,7 @@ PROMPT_TOKENS, NEW_TOKENS = 16, 128
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError):
-        args = parse_arguments(argv)
+        args = parse_options(argv)
         print(heading(PROGRAM, argv))
         print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones, greedy\n", flush=True)
         rows = []
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
             print(*table(rows).splitlines()[-1 if len(rows) > 1 else 0 :], sep="\n", flush=True)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--sizes", type=names(SIZES), default="3m,26m", help=f"of {', '.join(SIZES)}")

@@ -15,7 +15,7 @@ from benchmarks.flags import at_least, new_parser
 from benchmarks.markdown import heading
 from benchmarks.matmul import synchronize
 from benchmarks.ours import OurStep
-from benchmarks.work import Work
+from benchmarks.work import SIZES, Work
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from training.arguments import OPTIMIZERS
@@ -43,11 +43,11 @@ def parse_options(argv: list[str] | None) -> tuple[Work, int]:
         UsageError, ConfigError: a value that cannot work.
     """
     parser = new_parser(PROGRAM, __doc__)
-    shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "max_seq_len": 512, "batch_size": 8}
-    for name, value in shape.items():
-        parser.add_argument(f"--{name}", type=at_least(1), default=value, help="of the step")
-    text = "steps of each optimizer"
-    parser.add_argument("--rounds", type=at_least(1), default=25, help=text)
+    add, default = parser.add_argument, SIZES["26m"]
+    for name in ("dim", "n_layers", "n_heads", "batch_size"):
+        add(f"--{name}", type=at_least(1), default=getattr(default, name), help="as in training")
+    add("--max_seq_len", type=at_least(1), default=default.seq_len, help="as in training")
+    add("--rounds", type=at_least(1), default=25, help="steps of each optimizer")
     values = vars(parser.parse_args(argv))
     rounds, seq_len = values.pop("rounds"), values.pop("max_seq_len")
     work = Work(**values, seq_len=seq_len)

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from benchmarks import stop_in_order
-from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, WEIGHT_DECAY, Work
+from benchmarks.work import Work
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation
@@ -40,13 +40,7 @@ def build_run(work: Work, compiled: bool, optimizer: str = "adamw") -> Run:
         accumulation_steps=work.accumulation_steps,
         dtype=work.dtype,
         optimizer=optimizer,
-        learning_rate=LEARNING_RATE,
-        lr_schedule="constant",
         warmup_steps=0,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        weight_decay=WEIGHT_DECAY,
-        grad_clip=GRAD_CLIP,
         seed=work.seed,
     )
     engine = build_engine(args)

@@ -1,6 +1,6 @@
 """Other projects' models, trained the way their own trainers do it.
 
-Weights and AdamW's averages are fp32, forward runs under autocast, clipping is at 1.0: what
+Weights and AdamW's averages are fp32, forward runs under autocast, gradients are clipped: what
 `transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed` come down to without
 their loops, which are left out: they would only make the peers slower.
 """
@@ -13,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.work import BETAS, GRAD_CLIP, LEARNING_RATE, VOCAB_SIZE, WEIGHT_DECAY, Work
+from benchmarks.work import VOCAB_SIZE, Work
+from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import ADAM_EPS
 from training.optimizer import parameter_groups
+
+OURS = TrainingArguments()  # the training script's defaults
 
 
 def build_transformers(work: Work) -> nn.Module:
@@ -124,11 +127,11 @@ class PeerStep:
         torch.manual_seed(work.seed)
         model = self._peer.build(work).to(self.device).train()
         self._weights = list(model.parameters())
-        # Same groups, betas and decay as ours; fused is the fastest that PyTorch has.
+        # As ours by default; fused is the fastest that PyTorch has.
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(model, WEIGHT_DECAY),
-            lr=LEARNING_RATE,
-            betas=BETAS,
+            parameter_groups(model, OURS.weight_decay),
+            lr=OURS.learning_rate,
+            betas=(OURS.beta1, OURS.beta2),
             eps=ADAM_EPS,
             fused=True,
         )
@@ -141,7 +144,7 @@ class PeerStep:
             loss = self._peer.loss(self._model, tokens, targets, self._precision())
             (loss / self._work.accumulation_steps).backward()
             self._loss = loss.detach()
-        nn.utils.clip_grad_norm_(self._weights, GRAD_CLIP)
+        nn.utils.clip_grad_norm_(self._weights, OURS.grad_clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 

@@ -69,7 +69,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     options.works = {size: dataclasses.replace(SIZES[size], **given) for size in options.sizes}
     try:
         if options.json:
-            options.json.touch()
+            options.json.open("a").close()
     except OSError as error:
         raise UsageError(f"--json: no file can be written at {options.json}") from error
     return options

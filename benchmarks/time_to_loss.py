@@ -8,6 +8,7 @@ schedule. All runs are real ones of train_pretrain_accelerate.py with the same m
 and order; finished ones are kept, and not run again with the same data and flags.
 """
 
+import argparse
 import hashlib
 import json
 import shlex
@@ -106,14 +107,19 @@ class Race:
 
 def main(argv: list[str] | None = None) -> None:
     stop_in_order()
-    parser = new_parser(PROGRAM, __doc__)
-    default, text = [Path("out/data/builtin")], "folders of packed data"
-    parser.add_argument("--data", nargs="+", type=Path, default=default, help=text)
     with one_line_errors(PROGRAM, UsageError):
-        folders = parser.parse_args(argv).data
+        folders = parse_options(argv).data
         for data in folders:  # one that is missing is said before the first run
             read_description(data)
         print(heading(PROGRAM, argv), *map(compare, folders), sep="\n\n")
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = new_parser(PROGRAM, __doc__)
+    default = [Path("out/data/builtin")]
+    text = "folders of prepared data"
+    parser.add_argument("--data", nargs="+", type=Path, default=default, help=text)
+    return parser.parse_args(argv)
 
 
 def compare(data: Path) -> str:

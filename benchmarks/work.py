@@ -9,8 +9,6 @@ from torch import Tensor
 from model import LMConfig, Transformer
 
 VOCAB_SIZE = 6400
-# AdamW and clipping, as the training script has them by default.
-LEARNING_RATE, BETAS, WEIGHT_DECAY, GRAD_CLIP = 5e-4, (0.9, 0.95), 0.1, 1.0
 
 
 @dataclass(frozen=True)

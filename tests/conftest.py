@@ -27,7 +27,7 @@ SAFETY_NET_SECONDS = 900
 # What a test that was skipped says → what it needs, and what gives that.
 NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
-    r"Chromium": "Chromium (apt-get install chromium)",
+    r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
     r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
     r"only root can mount": "root, to mount a small disk",
     r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",

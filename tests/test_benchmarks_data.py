@@ -15,7 +15,7 @@ from benchmarks import data as benchmark
 from benchmarks import data_loader, data_padding, data_preparation
 from benchmarks.data_loader import Training, loader_row
 from benchmarks.data_padding import Positions
-from benchmarks.data_preparation import Preparation, preparation_table
+from benchmarks.data_preparation import Cost, preparation_row
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
@@ -189,23 +189,14 @@ def test_the_share_of_waiting_for_a_given_speed_of_training(monkeypatch, tmp_pat
     assert measured["waiting for data, share of a step"] == "0.200%"
 
 
-def test_rates_of_the_preparation_are_of_all_its_time():
-    once = Preparation(
-        workers=2,
-        documents=10,
-        bytes=12_000_000,
-        tokens=4_000_000,
-        seconds=4.0,
-        tokenizer_seconds=1.0,
-        packing_seconds=2.5,
-        cpu_seconds=6.0,
-        peak_pss=200_000_000,
-        sum_of_peaks=None,
-    )
-    (row,) = cells(preparation_table({1: once}))
-    assert (row["MB/s"], row["MB/s per process"], row["MB per CPU second"]) == (
-        *("3.00", "1.50", "2.00"),
-    )
+def test_rates_of_the_preparation_are_of_all_its_time(packed, monkeypatch):
+    cost = Cost(seconds=0.004, cpu_seconds=0.002, peak=200_000_000, peaks=None)
+    monkeypatch.setattr(data_preparation, "measured", lambda command: cost)
+    row = preparation_row("text.txt", packed, workers=2)
+    megabytes = sum(split["bytes"] for split in read_description(packed)["splits"].values()) / 1e6
+    assert row["MB/s"] == f"{megabytes / 0.004:.2f}"
+    assert row["MB/s per process"] == f"{megabytes / 0.008:.2f}"
+    assert row["MB per CPU second"] == f"{megabytes / 0.002:.2f}"
     assert (row["peak RAM"], row["sum of peaks"]) == ("200 MB", "n/a")
 
 

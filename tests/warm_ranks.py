@@ -102,11 +102,10 @@ class Helper:
     def __init__(self):
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 it stays open as long as the helper
-        # Single threads: a process that has more must not be forked.
-        single = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            env=without_launcher(os.environ) | single,
+            # NumPy would start its threads at once, and what has threads must not be forked.
+            env=without_launcher(os.environ) | {"OPENBLAS_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -175,6 +174,7 @@ class Program:
         import torch
 
         np.random.seed()
+        torch.default_generator.seed()
         if threads := self.environ.get("OMP_NUM_THREADS"):  # the library has read it long ago
             torch.set_num_threads(int(threads))
         words = list(self.command)
@@ -187,7 +187,8 @@ class Program:
         name, sys.argv = words[0], words
         first = os.getcwd() if is_module else str(Path(name).resolve().parent)
         more = self.environ.get("PYTHONPATH", "")
-        sys.path[:] = [first, *filter(None, more.split(os.pathsep)), *self.search]
+        others = [*filter(None, more.split(os.pathsep)), *self.search]
+        sys.path[:] = [first, *dict.fromkeys(others)]
         importlib.invalidate_caches()
         if is_module:
             sys.argv[0] = importlib.util.find_spec(name).origin
@@ -225,7 +226,6 @@ def import_everything() -> list[str]:
         importlib.import_module(name)
     for name in PROGRAMS:  # a program that is started is not a module yet
         del sys.modules[name]
-    sys.excepthook = sys.__excepthook__  # programs set it while they are imported
     threads = Path("/proc/self/task")
     while threads.exists() and len(list(threads.iterdir())) > 1:  # matplotlib's, making its cache
         time.sleep(0.1)
@@ -319,6 +319,8 @@ def ask_the_launcher(flags: list[str], environ: dict[str, str]) -> dict | int:
 
         run.elastic_launch = start
         take_environment(environ)
+        if "--multi_gpu" not in flags:  # the launcher imports it, which leaves this behind
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         code = 1
         try:
             launch.launch_command(launch.launch_command_parser().parse_args(flags))

@@ -3,11 +3,13 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+SILENCE_SECONDS = 600  # after which it is taken to hang
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 
 
@@ -47,7 +49,7 @@ class Browser:
 
     def close(self) -> None:
         os.close(self._out)  # the browser ends when nobody talks to it
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=SILENCE_SECONDS)
         os.close(self._in)
 
     def call(self, method: str, **params) -> dict:
@@ -96,6 +98,9 @@ class Browser:
 
     def _read(self) -> dict:
         while b"\0" not in self._received:
+            if not select.select([self._in], [], [], SILENCE_SECONDS)[0]:
+                self._process.kill()
+                raise RuntimeError(f"the browser has said nothing for {SILENCE_SECONDS} seconds")
             chunk = os.read(self._in, 1 << 16)
             if not chunk:
                 raise RuntimeError(f"the browser has ended with {self._process.wait()}")

@@ -1,11 +1,11 @@
-"""scripts.evaluate after a real run, under real launches."""
+"""scripts.evaluate after a run, alone and on two processes."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import Finished, Trained, free_port, run, train
+from conftest import Finished, Trained, run, run_warm, train
 
 pytestmark = pytest.mark.slow
 
@@ -39,31 +39,34 @@ def data(packed, corpus, tmp_path_factory) -> dict[str, list[str]]:
 
 def launch(*flags: str, processes: int = 2) -> list[str]:
     command = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-    return [*command, "--num_processes", str(processes), "--main_process_port", free_port()]
+    return [*command, "--num_processes", str(processes), "--main_process_port", "0"]
 
 
-def evaluate(launcher: list[str], trained: Trained, flags: list[str]) -> Finished:
-    return run(
+def evaluate(start, launcher: list[str], trained: Trained, flags: list[str]) -> Finished:
+    return start(
         [*launcher, "-m", "scripts.evaluate", str(trained.path), "--batch_size", "8", *flags]
     )
 
 
-def result(launcher: list[str], trained: Trained, flags: list[str], path: Path) -> dict:
-    ended = evaluate(launcher, trained, [*flags, "--json", str(path)])
+def result(
+    launcher: list[str], trained: Trained, flags: list[str], path: Path, start=run_warm
+) -> dict:
+    ended = evaluate(start, launcher, trained, [*flags, "--json", str(path)])
     assert ended.code == 0, ended.out
     assert ended.out.count("interval:") == 1  # one process speaks for all
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "launcher"),
+    ("kind", "launcher", "start"),
     [
-        *((kind, "DDP") for kind in ("packed", "text")),
-        ("choice", "the configuration file of training"),
+        ("packed", "DDP", run),
+        ("text", "DDP", run_warm),
+        ("choice", "the configuration file of training", run_warm),
     ],
 )
-def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, launcher):
-    two = result(launch(*LAUNCHES[launcher]), trained, data[kind], tmp_path / "two.json")
+def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, launcher, start):
+    two = result(launch(*LAUNCHES[launcher]), trained, data[kind], tmp_path / "two.json", start)
     one = result([sys.executable], trained, data[kind], tmp_path / "one.json")
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["units"] == two["units"]
@@ -93,7 +96,7 @@ def test_text_like_that_of_the_training_is_likelier_than_other_text(trained, cor
 
 def test_a_launcher_that_starts_one_process_for_two_is_refused(trained, packed):
     """Without --multi_gpu, or with --cpu, accelerate launch ignores --num_processes on a CPU."""
-    ended = evaluate(launch("--cpu"), trained, ["--data", str(packed)])
+    ended = evaluate(run, launch("--cpu"), trained, ["--data", str(packed)])
     assert ended.code != 0
     (line,) = [line for line in ended.out.splitlines() if line.startswith("evaluate: error: ")]
     assert "pass --multi_gpu" in line
@@ -102,7 +105,7 @@ def test_a_launcher_that_starts_one_process_for_two_is_refused(trained, packed):
 def test_a_checkpoint_of_a_run_is_scored_with_the_data_of_the_run(trained, tmp_path):
     whole = result([sys.executable], trained, [], tmp_path / "whole.json")
     command = [sys.executable, "-m", "scripts.evaluate", str(trained.checkpoint())]
-    ended = run([*command, "--json", str(tmp_path / "checkpoint.json")])
+    ended = run_warm([*command, "--json", str(tmp_path / "checkpoint.json")])
     assert ended.code == 0, ended.out
     found = json.loads((tmp_path / "checkpoint.json").read_text(encoding="utf-8"))
     assert found["data"] == whole["data"]

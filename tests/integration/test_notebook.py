@@ -6,7 +6,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from conftest import REPOSITORY, TINY, clean_environment, copy_repository, run, write_corpus
+from conftest import (
+    REPOSITORY,
+    SAFETY_NET_SECONDS,
+    TINY,
+    clean_environment,
+    copy_repository,
+    run,
+    write_corpus,
+)
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
@@ -20,7 +28,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, **options) -> nbforma
     """Run all cells with the folder as working directory, on a CPU; an error ends the test."""
     resources = {"metadata": {"path": str(folder)}}
     client = NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources=resources, **options
+        notebook, timeout=SAFETY_NET_SECONDS, kernel_name="python3", resources=resources, **options
     )
     return client.execute(env=clean_environment())
 

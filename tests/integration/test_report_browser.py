@@ -81,7 +81,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 def browser(tmp_path_factory):
     executable = find_browser()
     if executable is None:
-        pytest.skip("no Chromium is installed (apt-get install chromium, or CHROMIUM=path)")
+        pytest.skip("needs Chromium")
     browser = Browser(executable, tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()

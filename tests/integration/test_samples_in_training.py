@@ -1,13 +1,13 @@
-"""--sample_interval in real launches: training is the same to the bit, files and TensorBoard have
-the samples; and report.html comes with every end of a run."""
+"""--sample_interval in whole runs: training is the same to the bit, files and TensorBoard have the
+samples; and report.html comes with every end of a run."""
 
 import json
 import signal
-import subprocess
+import time
 
 import pytest
 import torch
-from conftest import REPOSITORY, TINY, Trained, clean_environment, launch_command, train
+from conftest import SAFETY_NET_SECONDS, TINY, Trained, launch_command, start_warm, train
 
 from report.history import read_rows
 
@@ -90,20 +90,27 @@ def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):
 
 def test_an_interrupted_run_leaves_its_report_too(packed, tmp_path):
     where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run"]
-    flags = ["--max_steps", "100000", "--save_interval", "0", "--eval_interval", "0"]
-    process = subprocess.Popen(
-        [*launch_command("plain", 1), *TINY, *where, *flags],
-        cwd=REPOSITORY,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    while not process.stdout.readline().startswith("step 3/"):
+    flags = [
+        "--max_steps",
+        "100000",
+        "--compile",
+        "off",
+        "--save_interval",
+        "0",
+        "--eval_interval",
+        "0",
+    ]
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        process = start_warm([*launch_command("plain", 1), *TINY, *where, *flags], file)
+    end = time.monotonic() + SAFETY_NET_SECONDS
+    while "step 3/" not in log.read_text():
         assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0
+    assert process.wait(SAFETY_NET_SECONDS) == 0
+    said = log.read_text()
     page = tmp_path / "run" / "report.html"
     assert f"report: {page}" in said
     assert "<dd>not finished</dd>" in page.read_text(encoding="utf-8")

@@ -3,12 +3,22 @@
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from conftest import Finished, copy_repository, run
+from conftest import (
+    SAFETY_NET_SECONDS,
+    Finished,
+    clean_environment,
+    copy_repository,
+    run,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -36,23 +46,26 @@ def path_without_compilers(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    """Enough text for 6400 pieces: a few modules of the standard library."""
-    path = tmp_path_factory.mktemp("text") / "tiny.jsonl"
-    modules = sorted(Path(os.__file__).parent.glob("*.py"))
-    lines = [json.dumps({"text": file.read_text(encoding="utf-8")}) for file in modules[:60]]
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
+def by_hand(clone, corpus) -> Path:
+    """A text that has been prepared in the clone by hand, with a vocabulary of 450."""
+    prepare = [sys.executable, "-m", "scripts.prepare_data", "--data", str(corpus)]
+    assert run([*prepare, "--vocab_size", "450"], cwd=clone).code == 0
+    return corpus
 
 
 def runs(clone: Path) -> list[Path]:
     return list((clone / "out" / "runs").glob("*"))
 
 
-def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finished:
+def settings(text: Path, **environ: str) -> dict[str, str]:
+    """The variables that run_accelerate.sh is started with."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = {"PATH": path, "DATA": str(text), "NUM_PROCESSES": "1"} | environ
-    return run(["bash", "run_accelerate.sh", *flags.split()], cwd=clone, **settings)
+    return {"PATH": path, "DATA": str(text), "NUM_PROCESSES": "1"} | environ
+
+
+def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finished:
+    command = ["bash", "run_accelerate.sh", *flags.split()]
+    return run(command, cwd=clone, **settings(text, **environ))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +77,9 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         ("", {"CONFIG": "missing.yaml"}, "missing.yaml"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_is_launched(clone, text, flags, environ, says):
+def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags, environ, says):
     before = runs(clone)
-    ended = run_accelerate(clone, text, flags, **environ)
+    ended = run_accelerate(clone, by_hand, flags, **environ)
     assert ended.code == 2, ended.out
     assert "Traceback" not in ended.out
     (line,) = [line for line in ended.out.splitlines() if "error" in line.lower()]
@@ -77,37 +90,57 @@ def test_a_mistake_is_one_line_before_anything_is_launched(clone, text, flags, e
 
 
 def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(
-    clone, text, path_without_compilers
+    clone, tmp_path, path_without_compilers
 ):
     for tool in ("cc", "c++", "gcc", "g++", "clang", "ninja", "nvcc"):
         assert shutil.which(tool, path=path_without_compilers) is None
+    text = tmp_path / "short.jsonl"
+    text.write_text('{"text": "very little text"}\n' * 50, encoding="utf-8")
     ended = run_accelerate(clone, text, f"{TINY} --run_name mine", PATH=path_without_compilers)
     assert ended.code == 0, ended.out
+    # a short text gets a smaller vocabulary
+    assert 260 < int(re.search(r"vocabulary (\d+),", ended.out)[1]) < 300
     assert "engine: DeepSpeed ZeRO-2" in ended.out
-    assert (clone / "out" / "data" / "tiny" / "dataset.json").is_file()
+    assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     run_folder = clone / "out" / "runs" / "mine"
     assert (run_folder / "weights" / "model.safetensors").is_file()
     assert (run_folder / "loss.png").is_file()
     # flags typed win over those of the script
-    settings = json.loads((run_folder / "settings.json").read_text(encoding="utf-8"))
-    assert settings["arguments"]["max_steps"] == 2
-    assert settings["model"]["dim"] == 32
+    written = json.loads((run_folder / "settings.json").read_text(encoding="utf-8"))
+    assert written["arguments"]["max_steps"] == 2
+    assert written["model"]["dim"] == 32
     # the environment that was active was used as it is
     assert not (clone / ".venv").exists()
     assert "installing" not in ended.out
 
 
-def test_a_short_text_gets_a_smaller_vocabulary(clone, tmp_path):
-    (tmp_path / "small.jsonl").write_text('{"text": "very little text"}\n' * 50, encoding="utf-8")
-    ended = run_accelerate(clone, tmp_path / "small.jsonl", TINY)
-    assert ended.code == 0, ended.out
-    assert 260 < int(re.search(r"vocabulary (\d+),", ended.out)[1]) < 300
-
-
-def test_data_prepared_by_hand_is_used_as_it_is(clone, corpus):
-    by_hand = [sys.executable, "-m", "scripts.prepare_data", "--data", str(corpus)]
-    assert run([*by_hand, "--vocab_size", "450"], cwd=clone).code == 0
-    ended = run_accelerate(clone, corpus, TINY)
-    assert ended.code == 0, ended.out
-    assert "used as it is" in ended.out
-    assert "vocabulary 450)" in ended.out
+def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
+    clone, by_hand, tmp_path
+):
+    typed = ["bash", "run_accelerate.sh", *TINY.split(), "--run_name", "stopped"]
+    typed += ["--max_steps", "100000", "--log_interval", "1"]
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            typed,
+            cwd=clone,
+            env=clean_environment() | settings(by_hand),
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+        )
+    end = time.monotonic() + SAFETY_NET_SECONDS
+    while "step 3/" not in log.read_text(encoding="utf-8"):
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SAFETY_NET_SECONDS) == 0
+    said = log.read_text(encoding="utf-8")
+    assert "used as it is" in said
+    assert "vocabulary 450)" in said
+    # Once by the rank, and last of all by the script, below whatever the launcher says.
+    words, command = said.splitlines()[-2:]
+    assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved; to go on:", words)
+    resume = ["--resume", "out/runs/stopped"]
+    assert shlex.split(command) == [f"DATA={by_hand}", *typed, *resume]

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SAFETY_NET_SECONDS, run, run_warm, start_warm
+from conftest import REPOSITORY, SAFETY_NET_SECONDS, run, run_warm, start_warm
 
 pytestmark = pytest.mark.slow
 
@@ -21,24 +21,25 @@ STARTS = {
     "ZeRO-2": [*LAUNCH, "--config_file", "accelerate_config.yaml", "--num_processes", "2"],
 }
 TELLS = r"""
-import json, logging, os, signal, sys
+import json, logging, os, signal, sys, warnings
 facts = {
-    "environment": dict(os.environ),
     "folder": os.getcwd(),
     "command line": sys.argv,
     "search path": sys.path,
-    "program": [__name__, __file__],
+    "program": [__name__, __file__, "train_pretrain_accelerate" in sys.modules],
     "signals": {n: str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()},
-    "exceptions": sys.excepthook is sys.__excepthook__,
-    "log": [logging.root.level, len(logging.root.handlers)],
-    "itself a module": os.path.basename(__file__)[:-3] in sys.modules,
 }
 import numpy, random, torch
+import train_pretrain_accelerate
 facts |= {
-    "seed": torch.initial_seed(),
-    "number": torch.rand(1).item(),
+    "environment": dict(os.environ),
+    "exceptions": sys.excepthook.__qualname__,
+    "log": [logging.root.level, len(logging.root.handlers)],
+    # sympy's is about itself; torch loads it in the first step
+    "warnings": [s for s in map(str, warnings.filters) if "SymPy" not in s],
     "threads": torch.get_num_threads(),
     "precision": str(torch.get_default_dtype()),
+    "numbers": [torch.rand(1).item(), numpy.random.rand(), random.random()],
 }
 with open(os.environ["TOLD"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(facts, file)
@@ -50,7 +51,8 @@ os.write(2, b"on the other stream\n")
 def told(start, how: str, script: Path, path: Path) -> tuple[list[dict], list[str]]:
     """What a program says about itself, per rank, and what was seen of it."""
     name = script.stem if how == "python -m" else str(script)
-    more = {"TOLD": f"{path}/{start.__name__}-", "PYTHONPATH": str(script.parent), "OTHER": "x y"}
+    search = f"{script.parent}{os.pathsep}{REPOSITORY}"
+    more = {"TOLD": f"{path}/{start.__name__}-", "PYTHONPATH": search, "OTHER": "x y"}
     ended = start([*STARTS[how], name, "a b", "--flag", ""], **more)
     assert ended.code == 0, ended.out
     lines = [line for line in ended.out.splitlines() if line.startswith(("out", "on the"))]
@@ -71,6 +73,8 @@ def test_a_forked_program_finds_what_a_fresh_interpreter_does(how, tmp_path):
         # a port that was free, files of torchrun's own, and where the facts go
         for name in ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TOLD"):
             facts["environment"].pop(name, None)
+    numbers = [number for facts in (*fresh, *forked) for number in facts.pop("numbers")]
+    assert len(set(numbers)) == len(numbers)  # nobody has seeded anything
     for mine, expected in zip(forked, fresh, strict=True):
         for fact, value in expected.items():
             assert mine[fact] == value, fact
