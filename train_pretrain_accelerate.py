@@ -85,8 +85,18 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
     compilation = plan_compilation(args, config, start, total_steps, engine)
     built = build_model(config, args, engine, compilation)
-    run = Run(args, engine, start, built, train_set, val_set, total_steps, started)
-    run.load_weights(initial)
+    if initial.source and not start.checkpoint:
+        built.state.load_weights(initial.load(), str(initial.source.path))
+    run = Run(
+        args,
+        engine,
+        start,
+        built,
+        train_set=train_set,
+        val_set=val_set,
+        total_steps=total_steps,
+        started=started,
+    )
 
     # What is in use, said and written down; what belongs to a course not taken is set aside.
     run.log.say(start_block(run, initial))

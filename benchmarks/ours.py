@@ -22,7 +22,7 @@ from training.setup import build_model
 class RandomTokens:
     """What a Run asks of the data set from which its micro-batches would come."""
 
-    all_targets_count = True
+    every_target_counts = True
     description = {"tokenizer_sha256": "", "splits": {"train": {"shards": []}}}  # noqa: RUF012
 
     def __init__(self, seq_len: int):

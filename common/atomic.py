@@ -1,13 +1,16 @@
 """Files and folders that are whole or not there: written aside, forced to the disk, renamed."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 
 from common.errors import UsageError
+
+DOOMED = ".deleting-"  # how names begin of what is being deleted
 
 
 @contextmanager
@@ -45,7 +48,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
             for name in names:
                 sync(Path(folder, name))
             sync(Path(folder))
-        old = out.with_name(f"{out.name}.old-{os.getpid()}")
+        old = _doomed(out)
         if out.exists():
             out.rename(old)
         partial.rename(out)
@@ -85,25 +88,41 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some file systems know of no such thing for folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Delete a folder or a file. Killed halfway, it has lost its name before it lost a file."""
-    if path.is_file():
-        path.unlink()
-    elif path.is_dir() and ".old-" not in path.name:
-        path = path.rename(path.with_name(f"{path.name}.old-{os.getpid()}"))
-    shutil.rmtree(path, ignore_errors=True)
+    """Delete a folder or a file, as far as the system lets it go. Killed halfway, a folder has lost
+    its name before it lost a file."""
+    with suppress(OSError):
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        if path != _doomed(path):
+            path = path.rename(_doomed(path))
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _doomed(path: Path) -> Path:
+    """A name that nobody gives to anything, for what is being deleted."""
+    if path.name.startswith(DOOMED):
+        return path
+    return path.with_name(f"{DOOMED}{path.name}-{os.getpid()}")
 
 
 def _remove_abandoned(out: Path) -> None:
-    """What processes that no longer run were writing, and old ones where the new one is there."""
-    for kind in ("partial", "old") if out.exists() else ("partial",):
-        for leftover in out.parent.glob(f"{escape(out.name)}.{kind}-*"):
-            pid = leftover.name.rpartition("-")[2]
-            # Our own number: in a container every run may have the same one.
-            lives = pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
-            if pid.isdigit() and Path("/proc").exists() and not lives:
-                remove(leftover)
+    """What processes that no longer run were writing, and what they had not deleted yet."""
+    written, replaced = f"{escape(out.name)}.partial-*", f"{DOOMED}{escape(out.name)}-*"
+    # What is to be replaced goes only when the new one has come.
+    for leftover in (
+        path for kind in (written, replaced)[: 1 + out.exists()] for path in out.parent.glob(kind)
+    ):
+        pid = leftover.name.rpartition("-")[2]
+        # Our own number: in a container every run may have the same one.
+        lives = pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
+        if pid.isdigit() and Path("/proc").exists() and not lives:
+            remove(leftover)

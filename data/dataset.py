@@ -26,7 +26,7 @@ class PackedDataset(Dataset):
     than one sequence.
     """
 
-    all_targets_count = True  # none is IGNORE_INDEX
+    every_target_counts = True  # none is IGNORE_INDEX
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
-from training.engine.cpu_settings import keep_freed_memory
-from training.engine.launch import use_all_cores
+from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
 

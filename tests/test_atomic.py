@@ -191,14 +191,14 @@ def test_a_folder_whose_files_cannot_be_forced_to_the_disk_does_not_come(tmp_pat
 
 def test_what_killed_processes_left_goes_and_what_live_ones_write_stays(tmp_path, live):
     folder_of(tmp_path / "new", "old")
-    for kind in ("partial", "old"):
+    for kind in ("new.partial", ".deleting-new"):
         for pid in (DEAD, live, os.getpid()):  # a container may give every run the same number
-            folder_of(tmp_path / f"new.{kind}-{pid}", "of another")
+            folder_of(tmp_path / f"{kind}-{pid}", "of another")
     others = ("newer.partial-7", f"my.new.partial-{DEAD}", "new.partial-mine", f"new-{DEAD}")
     for other in others:
         folder_of(tmp_path / other, "of a person")
     write_folder(tmp_path / "new", "whole")
-    kept = (f"new.partial-{live}", f"new.old-{live}")
+    kept = (f"new.partial-{live}", f".deleting-new-{live}")
     assert names(tmp_path) == sorted(["new", *kept, *others])
 
 
@@ -224,12 +224,12 @@ def test_an_old_folder_stays_if_the_new_one_never_came(tmp_path, monkeypatch):
         patch.setattr(atomic, "remove", lambda path: None)  # nothing is tidied up either
         with pytest.raises(BreakError):
             write_folder(tmp_path / "new", "whole")
-    for kind in ("old", "partial"):  # of a process that has died since
-        (tmp_path / f"new.{kind}-{os.getpid()}").rename(tmp_path / f"new.{kind}-{DEAD}")
+    for kind in (".deleting-new", "new.partial"):  # of a process that has died since
+        (tmp_path / f"{kind}-{os.getpid()}").rename(tmp_path / f"{kind}-{DEAD}")
     with pytest.raises(BreakError):
         write_folder(tmp_path / "new", "half", BreakError)
-    assert names(tmp_path) == [f"new.old-{DEAD}"]
-    assert text_of(tmp_path / f"new.old-{DEAD}") == "old"
+    assert names(tmp_path) == [f".deleting-new-{DEAD}"]
+    assert text_of(tmp_path / f".deleting-new-{DEAD}") == "old"
     for text in ("whole", "newer"):  # once a new one is there, the next one takes it away
         write_folder(tmp_path / "new", text)
     assert names(tmp_path) == ["new"]
@@ -240,8 +240,8 @@ def test_a_folder_that_goes_has_lost_its_name_before_it_loses_a_file(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
         remove(tmp_path / "doomed")
-    assert names(tmp_path) == [f"doomed.old-{os.getpid()}"]
-    remove(tmp_path / f"doomed.old-{os.getpid()}")
+    assert names(tmp_path) == [f".deleting-doomed-{os.getpid()}"]
+    remove(tmp_path / f".deleting-doomed-{os.getpid()}")
     assert names(tmp_path) == []
 
 
@@ -288,3 +288,13 @@ def test_nothing_else_is_ever_replaced(tmp_path, monkeypatch):
             new(Path(out), overwrite=True)
     assert names(tmp_path) == ["other", "text"]
     assert text_of(tmp_path / "other" / "inside") == "of a person"
+
+
+@pytest.mark.parametrize("theirs", ["new.old-20240501", "new.old", "new.bak-3000000"])
+def test_what_a_person_has_put_beside_it_stays(tmp_path, theirs):
+    """Though its name may end in a number that no process has."""
+    (tmp_path / theirs).write_text("a backup")
+    folder_of(tmp_path / f"{theirs}-4194305", "another one")
+    write_whole(tmp_path / "new", "first")
+    write_whole(tmp_path / "new", "second")
+    assert names(tmp_path) == sorted(["new", theirs, f"{theirs}-4194305"])

@@ -89,7 +89,7 @@ def test_all_ranks_stop_for_what_one_of_them_was_told(request_of, monkeypatch):
     """And for the time limit rather than for a signal, where both have come."""
     engine = Engine(SimpleNamespace(num_processes=2), "DDP", None)
     others = []
-    monkeypatch.setattr(Engine, "over_all", lambda self, mine: max(mine, *others))
+    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others))
     stop = request_of(engine=engine)
     for told, reason in ((0, None), (signal.SIGTERM, "SIGTERM"), (1000, "the time limit")):
         others[:] = [0, int(told)]

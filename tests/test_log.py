@@ -212,7 +212,7 @@ def test_where_no_target_counts_there_is_no_loss(start, clock, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("accumulation_steps", "log_interval"), [(1, 1), (3, 1), (3, 7), (8, 10)])
-def test_where_all_targets_count_it_is_the_plain_mean_to_the_bit(
+def test_where_every_target_counts_it_is_the_plain_mean_to_the_bit(
     start, clock, tmp_path, accumulation_steps, log_interval
 ):
     """Summed step by step in fp32, and divided by how many micro-batches there were."""

@@ -24,9 +24,9 @@ ALL = [SEQ_LEN] * ACCUMULATION * BATCH
 class Sequences(Dataset):
     """A PackedDataset of random sequences, of which so many of the targets count."""
 
-    def __init__(self, counts: list[int], all_targets_count: bool):
+    def __init__(self, counts: list[int], every_target_counts: bool):
         self.counts, self.seq_len = counts, SEQ_LEN
-        self.all_targets_count = all_targets_count
+        self.every_target_counts = every_target_counts
         self.tokenizer_path = None
         splits = {"train": {"shards": [{"sha256": "1" * 64}]}}
         self.description = {"tokenizer_sha256": "2" * 64, "splits": splits}
@@ -46,7 +46,7 @@ def run_of(accelerator, tmp_path):
     """Makes the Run of a tiny model on such sequences, which begins after step `trained` of 4."""
     runs, handlers = [], {number: signal.getsignal(number) for number in SIGNALS}
 
-    def make(counts=ALL, all_targets_count: bool = True, trained: int = 0, **flags) -> Run:
+    def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
         defaults = {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "warmup_steps": 2}
         args = TrainingArguments(**defaults | {"dtype": "float32", "log_interval": 1} | flags)
         engine = Engine(accelerator, "single process", deepspeed=None)
@@ -54,8 +54,12 @@ def run_of(accelerator, tmp_path):
         config = LMConfig(dim=16, n_layers=1, n_heads=2, vocab_size=VOCAB, max_seq_len=SEQ_LEN)
         built = build_model(config, args, engine, Compilation(False, "a test"))
         start = StartingPoint(RunFolder(tmp_path), state={"step": trained})
-        data = Sequences(counts, all_targets_count)
-        runs.append(Run(args, engine, start, built, data, None, total_steps=4, started=0.0))
+        data = Sequences(counts, every_target_counts)
+        runs.append(
+            Run(
+                args, engine, start, built, train_set=data, val_set=None, total_steps=4, started=0.0
+            )
+        )
         return runs[-1]
 
     yield make
@@ -96,7 +100,7 @@ def logged_loss(run: Run, tmp_path, step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("counts", "all_targets_count"),
+    ("counts", "every_target_counts"),
     [
         (ALL, True),
         (ALL, False),  # counting them gives the same
@@ -106,9 +110,9 @@ def logged_loss(run: Run, tmp_path, step: int) -> float:
     ],
 )
 def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_is_in(
-    run_of, tmp_path, counts, all_targets_count
+    run_of, tmp_path, counts, every_target_counts
 ):
-    run = run_of(counts, all_targets_count)
+    run = run_of(counts, every_target_counts)
     batches = take(run, 1)
     accumulated = gradients(run)
     expected, loss = of_all_at_once(run, batches)
@@ -119,7 +123,7 @@ def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_is_in(
 
 
 def test_a_step_without_any_target_has_no_gradient_and_no_loss(run_of, tmp_path):
-    run = run_of([0] * len(ALL), all_targets_count=False)
+    run = run_of([0] * len(ALL), every_target_counts=False)
     take(run, 1)
     assert not any(gradient.any() for gradient in gradients(run))
     run.update()

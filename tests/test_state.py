@@ -127,10 +127,10 @@ def test_the_loss_scale_of_fp16_comes_back():
         accelerator = SimpleNamespace(
             mixed_precision="fp16",
             process_index=0,
-            unwrap_model=lambda model: torch.nn.Module(),
         )
         engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": {"stage": 2}})
-        return TrainingState(engine, SimpleNamespace(optimizer=zero), None)
+        model = SimpleNamespace(optimizer=zero, module=torch.nn.Module())
+        return TrainingState(engine, model, None)
 
     options = {"init_scale": 2.0**16, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
     options["consecutive_hysteresis"] = False
@@ -138,9 +138,7 @@ def test_the_loss_scale_of_fp16_comes_back():
     used.cur_scale, used.cur_iter, used.last_overflow_iter = 128.0, 70, 69
     saved = json.loads(json.dumps(state(used).scalars()))
     target = state(fresh)
-    target.accelerator.unwrap_model = lambda model: SimpleNamespace(
-        named_parameters=lambda: iter(()), config=SimpleNamespace(tie_embeddings=False)
-    )
+    target.model.config = SimpleNamespace(tie_embeddings=False)
     target.load({}, {}, saved, "checkpoint")
     assert (fresh.cur_scale, fresh.cur_iter, fresh.last_overflow_iter) == (128.0, 70, 69)
     assert saved["optimizer_step"] == 1

@@ -164,7 +164,7 @@ def test_a_model_that_ignores_targets_has_the_loss_of_the_others(packed, acceler
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 64])
-def test_where_all_targets_count_it_is_the_mean_of_the_samples_means_to_the_bit(
+def test_where_every_target_counts_it_is_the_mean_of_the_samples_means_to_the_bit(
     packed, accelerator, batch_size
 ):
     dataset = PackedDataset(packed, "val", SEQ_LEN)

@@ -5,7 +5,6 @@ The main process copies everything to its CPU memory, training goes on, and a th
 copy.
 """
 
-import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from common.atomic import remove
 from common.errors import UsageError
-from model.config import ConfigError, LMConfig
+from model.config import LMConfig
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from runs.folder import RunFolder
 from training.engine.launch import Engine
@@ -134,7 +133,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
         if path not in keep:
             remove(path)
     for leftover in run.checkpoints.glob("step-*.*"):  # of a kill, or set aside
-        shutil.rmtree(leftover, ignore_errors=True)
+        remove(leftover)
 
 
 def _val_loss(path: Path) -> float | None:
@@ -151,19 +150,14 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: Train
         scalars = read_state(path)
         state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
         _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
-    except (SafetensorError, ConfigError, OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
-    except (RuntimeError, RecursionError) as error:  # torch's, about a random state that is none
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
 
 def _restore_random(
     random: dict[str, Tensor], saved: int, engine: Engine, log: TrainingLog
 ) -> None:
-    """
-    Args:
-        saved: the number of processes that saved.
-    """
+    """Of this process, from those of the `saved` processes that wrote the checkpoint."""
     rank = engine.accelerator.process_index
     device = engine.accelerator.device
     if saved == engine.processes:

@@ -36,14 +36,14 @@ def finish(
     """
     with whole_folder(run.weights) as folder:
         save_portable(folder, config, weights)
-        shutil.copyfile(prompt_from.tokenizer_path, folder / TOKENIZER_FILE)
+        shutil.copyfile(run.tokenizer, folder / TOKENIZER_FILE)
         # By the files just written: the proof that they can be used.
         model = load_portable(folder)
         tokenizer = Tokenizer(folder / TOKENIZER_FILE)
         prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
         draw_losses([run.path], run.loss_picture)
-    validations = [row for row in read_rows(run.metrics) if "val_loss" in row]
+    validations = [row for row in read_rows(run.metrics) if row.get("val_loss") is not None]
     if validations:
         last = validations[-1]
         print(

@@ -37,7 +37,7 @@ class StopRequest:
     def reason(self) -> str | None:
         """Why to stop now, the same on every rank; None to go on. Every process must call it."""
         code = self._signal or (TIME_LIMIT if time.monotonic() > self.deadline else 0)
-        code = self.engine.over_all(code)
+        code = self.engine.largest(code)
         if code == 0:
             return None
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
@@ -62,7 +62,8 @@ def how_to_resume(run: Path) -> str:
     if "--resume" in words:  # of an earlier stop
         position = words.index("--resume")
         words = words[:position] + words[position + 2 :]
-    return f"{shlex.join(words)} {resume}"
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"{f'CUDA_VISIBLE_DEVICES={devices} ' if devices else ''}{shlex.join(words)} {resume}"
 
 
 def leave() -> None:

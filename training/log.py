@@ -134,7 +134,7 @@ class TrainingLog:
     def _mean_loss(self) -> float | None:
         """Of all processes; None if every step since the last report was skipped."""
         weight = torch.full_like(self._loss_sum, self._weight)
-        weight = self.accelerator.reduce(weight, "mean")  # of one process
+        weight = self.accelerator.reduce(weight, "mean").item()  # of one process
         if weight == 0:
             return None
         return self.accelerator.reduce(self._loss_sum / weight, "mean").item()

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from model import LMConfig
-from runs.checkpoint import damage, newest_sound, read_state, saved_config
+from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import newest_run
 from runs.folder import RunFolder
 from runs.lock import RunLock
@@ -27,7 +27,7 @@ class StartingPoint:
 
     @property
     def step(self) -> int:
-        """That has been trained."""
+        """The last one that the checkpoint has; 0 for a new run."""
         return self.state.get("step", 0)
 
 
@@ -93,7 +93,7 @@ def _named(path: Path) -> StartingPoint:
     """A run's newest checkpoint or a checkpoint itself; a damaged one is refused."""
     checkpoints = RunFolder(path).all_checkpoints()
     checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
-    if not (checkpoint / "state.json").is_file() and not checkpoints:
+    if not (checkpoint / STATE).is_file() and not checkpoints:
         raise UsageError(f"--resume {path}: neither a run with checkpoints nor a checkpoint")
     run = RunFolder(_from_here(checkpoint.parent.parent))
     checkpoint = run.path / checkpoint.parent.name / checkpoint.name
@@ -158,7 +158,7 @@ def resumed_arguments(
             )
         args = dataclasses.replace(args, accumulation_steps=steps)
         current["global_batch"] = saved["global_batch"]
-    saved = saved_config(start.checkpoint).shape() | saved
+    saved = LMConfig.from_dict(start.state["model"]).shape() | saved
     if different := _explain(start, args, saved, config.shape() | current):
         raise UsageError(f"cannot resume {start.checkpoint}: {different}")
     return args

@@ -9,7 +9,6 @@ from itertools import islice
 
 import numpy as np
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
@@ -21,7 +20,6 @@ from training.arguments import TrainingArguments
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
 from training.finish import finish, say_stopped
-from training.initial_weights import InitialWeights
 from training.interruption import StopRequest
 from training.log import TrainingLog
 from training.optimizer import set_learning_rate
@@ -38,8 +36,8 @@ class Run:
     `update`; `end` is what comes between two steps. The training programs spell it out.
 
     Args:
-        start: where it writes, and the step that it goes on from.
-        built: the model. Its weights may be loaded later, until the first step.
+        start: where it writes, and the checkpoint that it loads and goes on from, if any.
+        built: the model, with the weights to begin with.
         val_set: None for no validation.
         total_steps: of the whole run, those before `start` included.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
@@ -51,6 +49,7 @@ class Run:
         engine: Engine,
         start: StartingPoint,
         built: BuiltModel,
+        *,
         train_set: PackedDataset,
         val_set: PackedDataset | None,
         total_steps: int,
@@ -87,6 +86,8 @@ class Run:
             total_steps=total_steps,
             first_step=self.first_step,
         )
+        if start.checkpoint:
+            load_checkpoint(start.checkpoint, engine, built.state, self.log)
         self.profiler = StepProfiler(accelerator, self.model, self.folder.profile, args)
         self.val_set = val_set
         self.val_loader = val_set and validation_loader(
@@ -106,24 +107,13 @@ class Run:
         )
         self.stop = StopRequest(engine, args.time_limit, since=started)
 
-    def load_weights(self, initial: InitialWeights) -> None:
-        """Put in the state of the checkpoint that it goes on from, or the weights of --init_from;
-        without either those drawn at random stay.
-
-        Raises UsageError, ConfigError: files that are damaged or do not fit.
-        """
-        if self.start.checkpoint:
-            load_checkpoint(self.start.checkpoint, self.engine, self.built.state, self.log)
-        elif initial.source:
-            self.built.state.load_weights(initial.load(), str(initial.source.path))
-
     def steps(self) -> Iterator[int]:
         """The optimizer steps to take, counted from 1."""
         self.model.train()
         yield from range(self.first_step, self.learning_rate.total_steps + 1)
 
     def begin(self, step: int) -> None:
-        """Set the learning rate: now, for DeepSpeed steps inside `backward`."""
+        """Set the learning rate, now, for DeepSpeed steps inside `backward`; profile where due."""
         self.rate = self.learning_rate(step)
         set_learning_rate(self.optimizer, self.rate)
         self.profiler.begin_step(step)
@@ -133,10 +123,21 @@ class Run:
         device = self.accelerator.device
         self.profiler.phase("data")
         step = islice(self.batches, self.args.accumulation_steps)
-        for tokens, targets in step if self.train_set.all_targets_count else self._weigh(step):
+        if not self.train_set.every_target_counts:
+            step = list(
+                step
+            )  # all of it first: each micro-batch weighs by its share of the targets
+            self._mean_count = self._count_targets(step)
+        for tokens, targets in step:
+            self._count = count_targets(targets)
             tokens = tokens.to(device, non_blocking=True)
             yield tokens, targets.to(device, non_blocking=True)
             self.profiler.phase("data")
+
+    def _count_targets(self, step: list[tuple[Tensor, Tensor]]) -> float:
+        """How many targets count in a micro-batch of this step, on average over all processes."""
+        count = sum(count_targets(targets) for _, targets in step)
+        return max(1, self.engine.total(count)) / (len(step) * self.engine.processes)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -152,7 +153,7 @@ class Run:
         Every target of the global batch weighs the same, whichever micro-batch it is in.
         """
         self.profiler.phase("backward")
-        if self.train_set.all_targets_count:
+        if self.train_set.every_target_counts:
             self.accelerator.backward(loss)
             self.log.micro_batch(loss.detach())
             return
@@ -160,16 +161,6 @@ class Run:
         self.accelerator.backward(loss * (self._count / self._mean_count))
         full = self.args.batch_size * self.train_set.seq_len
         self.log.micro_batch(loss.detach(), weight=self._count / full)
-
-    def _weigh(self, step: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same micro-batches, with `_count`, how many targets of each do count, and
-        `_mean_count` of the whole step on all processes."""
-        batches = list(step)
-        counts = [int((targets != IGNORE_INDEX).sum()) for _, targets in batches]
-        total = self.engine.over_all(sum(counts), ReduceOp.SUM)
-        self._mean_count = max(1, total) / (len(batches) * self.engine.processes)
-        for batch, self._count in zip(batches, counts, strict=True):
-            yield batch
 
     def update(self) -> None:
         """Clip the gradient, step, and begin a new gradient.
@@ -227,8 +218,8 @@ class Run:
         return is_last or (interval > 0 and step % interval == 0)
 
     def _give_up(self, step: int) -> None:
-        """Raises UsageError: nothing but gradients that are not finite; names the step's samples,
-        and leaves the whole list."""
+        """Write down which samples the last step had, and end the run: nothing but gradients that
+        are not finite. Raises UsageError: always."""
         self.checkpointer.wait()
         first, last = (step - 1) * self.samples_per_step, step * self.samples_per_step
         samples = self.sampler.indices(np.arange(first, last)).tolist()
@@ -255,3 +246,8 @@ class Run:
                     f"{self.folder.path}: the weights are there, the last checkpoint is not"
                 )
         self.accelerator.end_training()
+
+
+def count_targets(targets: Tensor) -> int:
+    """Those that count in the loss."""
+    return int((targets != IGNORE_INDEX).sum())

@@ -14,6 +14,7 @@ from inference.generation import generate
 from inference.sampling import Sampling
 from model import Transformer
 from training.arguments import TrainingArguments
+from training.engine.launch import plain_module
 from training.log import TrainingLog, drop_rows_from
 
 PROMPT_TOKENS = 12  # of the validation text, where no prompt is given
@@ -62,6 +63,8 @@ class SampleWriter:
         self.accelerator = self.log.accelerator
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
+        if self.args.sample_interval:  # now, for --data may be prepared anew meanwhile
+            self.tokenizer = Tokenizer(self.prompt_from.tokenizer_path)
 
     def write(self, step: int) -> None:
         """If it is time. A disk that is full or refuses does not stop training."""
@@ -70,12 +73,10 @@ class SampleWriter:
             return
         # Every process has all weights under DDP, ZeRO-1 and ZeRO-2: the others go on and wait at
         # their next exchange.
-        decoder = Decoder(
-            self.accelerator.unwrap_model(self.model), getattr(torch, self.args.dtype)
-        )
+        decoder = Decoder(plain_module(self.model), getattr(torch, self.args.dtype))
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
             prompt, text = prompt_and_continuation(
-                decoder, self.args, Tokenizer(self.prompt_from.tokenizer_path), self.prompt_from
+                decoder, self.args, self.tokenizer, self.prompt_from
             )
         row = {"step": step, "prompt": prompt, "text": text}
         try:

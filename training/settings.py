@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shutil
 import sys
 from dataclasses import fields
 from importlib.metadata import version
@@ -32,7 +31,7 @@ def write_settings(
         | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    shutil.copyfile(tokenizer, run.tokenizer)
+    write_whole(run.tokenizer, tokenizer.read_bytes())
 
 
 def saved_arguments(run: RunFolder) -> dict:

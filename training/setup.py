@@ -94,7 +94,8 @@ class BuiltModel:
 def build_model(
     config: LMConfig, args: TrainingArguments, engine: Engine, compilation: Compilation
 ) -> BuiltModel:
-    """Model and optimizer, prepared for the engine, and the random generators seeded."""
+    """A model with weights drawn at random and its optimizer, both prepared for the engine; the
+    random generators are seeded for what comes after."""
     accelerator = engine.accelerator
     seed_everything(args.seed)  # the same initial weights on every process
     model = Transformer(config)

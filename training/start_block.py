@@ -101,7 +101,8 @@ def _optimizer(args: TrainingArguments, built: BuiltModel) -> str:
 def _states(run: Run, zero_stage: int | None) -> int:
     """Bytes of weights, gradients and optimizer under the engine of a ZeRO stage, DDP of None."""
     n, n_by_muon = run.built.n_parameters, run.built.n_muon_parameters
-    return model_state_bytes(n, run.args.dtype, zero_stage, run.engine.processes, False, n_by_muon)
+    size = (n, run.args.dtype, zero_stage, run.engine.processes)
+    return model_state_bytes(*size, n_by_muon=n_by_muon)
 
 
 def _advice(run: Run, activations: int) -> str | None:

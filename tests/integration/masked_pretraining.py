@@ -8,7 +8,7 @@ from training import setup
 
 
 class MaskedDataset(PackedDataset):
-    all_targets_count = False
+    every_target_counts = False
 
     def __getitem__(self, i: int):
         tokens, targets = super().__getitem__(i)

@@ -20,7 +20,7 @@ ADAM_EPS = 1e-8
 # AdamW by its names in DeepSpeed's files. It compiles its own at first use, unless "torch_adam" is
 # true.
 OPTIMIZERS = ("Adam", "AdamW")
-ZERO_STAGES = (1, 2)  # those whose state training/checkpoint.py can put together
+ZERO_STAGES = (1, 2)  # those whose state training/engine/state.py can put together
 
 
 def read_config(path: str) -> dict:

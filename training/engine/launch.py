@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
@@ -59,8 +60,15 @@ class Engine:
             self.deepspeed["gradient_accumulation_steps"] = steps
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
-    def over_all(self, value: int, operation=ReduceOp.MAX) -> int:
-        """The largest value of any process, or with ReduceOp.SUM their sum. All must call this."""
+    def largest(self, value: int) -> int:
+        """Of all processes' values. All must call this."""
+        return self._exchange(value, ReduceOp.MAX)
+
+    def total(self, value: int) -> int:
+        """The sum of all processes' values. All must call this."""
+        return self._exchange(value, ReduceOp.SUM)
+
+    def _exchange(self, value: int, operation) -> int:
         if self.cpu_group is None:
             return value
         everyone = torch.tensor([value])
@@ -221,6 +229,12 @@ def _check_launcher_agrees(config: dict, source: str) -> None:
             raise UsageError(
                 f"the launcher says --{flag} {launched}, but {source} and flags {value}"
             )
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module inside DDP's or DeepSpeed's wrapper. (Accelerate's `unwrap_model` imports
+    DeepSpeed to find out, which takes a second.)"""
+    return getattr(model, "module", model)
 
 
 def _skip_compiled_communication() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from formats.portable import load_weights
 from model.config import ConfigError
-from training.engine.launch import Engine
+from training.engine.launch import Engine, plain_module
 from training.engine.partition import partitions
 
 MUON_STATE = ("momentum_buffer",)
@@ -55,7 +55,7 @@ class TrainingState:
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.accelerator = engine.accelerator
-        self.model = model
+        self.model = plain_module(model)
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
@@ -107,14 +107,13 @@ class TrainingState:
     def load_weights(self, weights: dict, source: str) -> None:
         """Put the fp32 weights back, on every process, and leave the optimizer as it is. Raises
         ConfigError: names or shapes that do not fit the model."""
-        load_weights(self.accelerator.unwrap_model(self.model), weights, source)
+        load_weights(self.model, weights, source)
         for name, _, held in self._shards():
             held.fp32.copy_(weights[name].view(-1)[held.inside])
 
     def _shards(self) -> Iterator[tuple[str, Tensor, Shard]]:
         """(name, parameter, what this process holds of it), in one order on every process."""
-        model = self.accelerator.unwrap_model(self.model)
-        names = {id(p): name for name, p in model.named_parameters()}
+        names = {id(p): name for name, p in self.model.named_parameters()}
         if not self.zero:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
