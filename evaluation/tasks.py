@@ -21,11 +21,10 @@ from data.shards import DESCRIPTION_FILE, read_description
 from evaluation.language_modelling import document_rows, packed_sums, summary, text_sums
 from evaluation.multiple_choice import ChoiceCounts, answer, question_rows
 from evaluation.scoring import Scorer
-from formats.portable import read_json
-from model.config import ConfigError
 from runs.folder import RunFolder
 from runs.weights import Trained
 from training.engine.device import device_name
+from training.settings import saved_arguments
 
 FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
 
@@ -76,13 +75,11 @@ def data_of_run(source: Path) -> str:
     or no longer there."""
     weights = source.resolve()
     for folder in (weights.parent, weights.parent.parent):  # of weights/, of checkpoints/step-N/
-        try:
-            data = str(read_json(RunFolder(folder).settings)["arguments"]["data"])
-        except (ConfigError, KeyError, TypeError):
-            continue
-        if not Path(data).exists():
+        data = saved_arguments(RunFolder(folder)).get("data")
+        if isinstance(data, str) and not Path(data).exists():
             raise UsageError(f"the run was trained on {data}, which is not there: give --data")
-        return data
+        if isinstance(data, str):
+            return data
     raise UsageError(f"{source} does not tell which data it was trained on: give --data")
 
 

@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable ({error})") from error
+        raise ConfigError(f"{path.parent}: no readable {path.name} ({error})") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: not a JSON object")
     return values
@@ -60,15 +60,11 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def load_config(folder: Path) -> LMConfig:
     """The shape of the model in such a folder. Raises ConfigError: missing, damaged, or no shape
     that can be built."""
+    values = read_json(folder / CONFIG_FILE)
     try:
-        values = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ConfigError("settings of a model are an object with names")
         return LMConfig.from_dict(values)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{folder}: no readable {CONFIG_FILE} ({error})") from error
 
 
 def load_portable(folder: str | Path) -> Transformer:

@@ -14,14 +14,13 @@ Nothing in it depends on the engine or the number of processes, and nothing can 
 """
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
 from torch import Tensor
 
 from common.atomic import whole_folder, write_whole
-from formats.portable import save_tensors
+from formats.portable import read_json, save_tensors, write_json
 from model.config import ConfigError, LMConfig
 from runs.folder import RunFolder
 
@@ -42,12 +41,12 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
     with whole_folder(path) as partial:
         for name, content in tensors.items():
             save_tensors(partial / name, content)
-        _write_json(partial / STATE, state)
+        write_json(partial / STATE, state)
         files = {  # read back from the folder
             file.name: {"size": file.stat().st_size, "sha256": _sha256(file)}
             for file in sorted(partial.iterdir())
         }
-        _write_json(partial / MANIFEST, {"files": files})
+        write_json(partial / MANIFEST, {"files": files})
     write_whole(run.latest, path.name + "\n")
     return sum(file["size"] for file in files.values())
 
@@ -68,7 +67,7 @@ def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | No
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint's files by its manifest; None if it is sound."""
     try:
-        files = _read_json(path / MANIFEST)["files"]
+        files = read_json(path / MANIFEST)["files"]
         if files.keys() != {WEIGHTS, OPTIMIZER, RANDOM, STATE}:
             return f"the manifest names {', '.join(sorted(files))}"
         for name, expected in files.items():
@@ -77,7 +76,7 @@ def damage(path: Path) -> str | None:
                 return f"{name} is {size} bytes long instead of {expected['size']}"
             if _sha256(path / name) != expected["sha256"]:
                 return f"the checksum of {name} is wrong"
-        state = _read_json(path / STATE)
+        state = read_json(path / STATE)
         types = {"step": int, "identity": dict, "processes": int, "optimizer_step": int}
         for key, kind in types.items():
             if not isinstance(state[key], kind):
@@ -105,7 +104,7 @@ def read_state(path: Path) -> dict:
     The shape of the model stood among the parts of "identity" once, and AdamW was not named there
     when there was no other optimizer.
     """
-    state = _read_json(path / STATE)
+    state = read_json(path / STATE)
     identity = {"optimizer": "adamw"} | state["identity"]
     if "model" not in state:
         fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
@@ -123,14 +122,6 @@ def saved_config(checkpoint: Path) -> LMConfig:
         return LMConfig.from_dict(shape)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint / STATE}: {error}") from error
-
-
-def _write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _sha256(path: Path) -> str:

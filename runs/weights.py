@@ -1,6 +1,5 @@
 """A trained model and its tokenizer, from whatever a run has left."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +8,15 @@ from safetensors.torch import load_file
 from common.errors import UsageError
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
-from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_config, load_portable, load_weights
-from model import LMConfig, Transformer
+from formats.portable import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_config,
+    load_portable,
+    load_weights,
+    read_json,
+)
+from model import ConfigError, LMConfig, Transformer
 from runs.checkpoint import STATE, WEIGHTS, damage, newest_sound, saved_config
 from runs.find import WHAT, find_run
 from runs.folder import RunFolder
@@ -84,10 +90,10 @@ def load_trained(name: str) -> Trained:
 def refuse_foreign(folder: Path) -> None:
     """Raises UsageError: a Hugging Face folder, which has other names and another rotation."""
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = read_json(folder / CONFIG_FILE)
+    except ConfigError:
         return  # load_portable says what is wrong
-    if isinstance(config, dict) and "model_type" in config:
+    if "model_type" in config:
         raise UsageError(
             f"{folder} is a Hugging Face folder: python -m scripts.import_weights {folder} OUT "
             "turns it into this project's form"

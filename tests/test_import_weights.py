@@ -211,7 +211,7 @@ def damage(source: Path, kind: str) -> None:
     ("kind", "expected"),
     [
         ("cut", "model.safetensors: damaged"),
-        ("config", "config.json: not readable"),
+        ("config", "no readable config.json"),
         ("list", "config.json: not a JSON object"),
         ("gone", "no weights (model.safetensors or pytorch_model.bin)"),
         ("shard", "part-7.safetensors: no such file"),

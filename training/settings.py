@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.atomic import write_whole
 from model import LMConfig
+from report.history import read_settings
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
@@ -36,10 +37,7 @@ def write_settings(
 
 def saved_arguments(run: RunFolder) -> dict:
     """The flags in the run's settings.json; none where it is missing or unreadable."""
-    try:
-        arguments = json.loads(run.settings.read_text(encoding="utf-8"))["arguments"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+    arguments = read_settings(run.settings).get("arguments")
     return arguments if isinstance(arguments, dict) else {}
 
 
