@@ -22,6 +22,7 @@ FLOATS = [item.name for item in FLAGS if item.type is float]
 BOOLS = [item.name for item in FLAGS if item.type is bool]
 CHOICES = [item.name for item in FLAGS if item.metadata.get("choices")]
 ZERO_ALLOWED = {
+    "save_minutes",
     *("eval_interval", "eval_samples", "save_interval", "num_workers", "seed", "sample_tokens"),
     *("keep_last", "sample_interval"),
     *("warmup_steps", "weight_decay", "grad_clip", "min_lr_ratio", "decay_fraction"),

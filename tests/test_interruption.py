@@ -8,7 +8,14 @@ import pytest
 
 from training import interruption
 from training.engine.launch import Engine
-from training.interruption import SAME_REQUEST_SECONDS, SIGNALS, StopRequest, how_to_resume
+from training.interruption import (
+    SAME_REQUEST_SECONDS,
+    SAVE,
+    SIGNALS,
+    TIME_LIMIT,
+    StopRequest,
+    how_to_resume,
+)
 
 
 class Clock:
@@ -39,10 +46,12 @@ def left(monkeypatch) -> list[int]:
 def request_of(clock):
     """Makes a StopRequest; signals are put back in the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    alone = Engine(SimpleNamespace(num_processes=1), "single process", None)
+    alone = Engine(SimpleNamespace(num_processes=1, is_main_process=True), "single process", None)
 
-    def make(time_limit: float | None = None, engine: Engine = alone) -> StopRequest:
-        return StopRequest(engine, time_limit, since=clock.now)
+    def make(
+        time_limit: float | None = None, engine: Engine = alone, save_minutes: float = 0
+    ) -> StopRequest:
+        return StopRequest(engine, time_limit, save_minutes, since=clock.now)
 
     yield make
     for number, handler in before.items():
@@ -87,13 +96,44 @@ def test_the_time_limit_counts_minutes_from_the_programs_start(request_of, clock
 
 def test_all_ranks_stop_for_what_one_of_them_was_told(request_of, monkeypatch):
     """And for the time limit rather than for a signal, where both have come."""
-    engine = Engine(SimpleNamespace(num_processes=2), "DDP", None)
+    engine = Engine(SimpleNamespace(num_processes=2, is_main_process=False), "DDP", None)
     others = []
     monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others))
     stop = request_of(engine=engine)
-    for told, reason in ((0, None), (signal.SIGTERM, "SIGTERM"), (1000, "the time limit")):
+    for told, reason in ((0, None), (signal.SIGTERM, "SIGTERM"), (TIME_LIMIT, "the time limit")):
         others[:] = [0, int(told)]
         assert stop.reason() == reason
+
+
+def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, clock):
+    stop, never = request_of(save_minutes=0.5), request_of()
+    for _ in range(2):
+        clock.now += 30
+        assert stop.reason() is None
+        assert not stop.time_to_save
+        clock.now += 0.1
+        assert stop.reason() is None
+        assert stop.time_to_save
+        stop.saved()
+        assert not stop.time_to_save
+    clock.now += 1e9
+    assert never.reason() is None
+    assert not never.time_to_save
+
+
+def test_the_main_process_decides_for_all_when_to_save(request_of, clock, monkeypatch):
+    rank_1 = Engine(SimpleNamespace(num_processes=2, is_main_process=False), "DDP", None)
+    others = [0]
+    monkeypatch.setattr(Engine, "over_all", lambda self, mine: max(mine, *others, 0))
+    stop = request_of(engine=rank_1, save_minutes=0.5)
+    clock.now += 1e9
+    assert stop.reason() is None
+    assert not stop.time_to_save
+    others[:] = [SAVE]
+    assert stop.reason() is None
+    assert stop.time_to_save
+    others[:] = [SAVE, signal.SIGINT]  # which saves as well
+    assert stop.reason() == "SIGINT"
 
 
 @pytest.mark.parametrize(

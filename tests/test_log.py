@@ -271,7 +271,7 @@ def test_throughput_counts_all_tokens_of_all_steps_since_the_last_line(start, cl
     seconds = [row["step_seconds"] for row in rows(tmp_path)]
     rates = [row["tokens_per_second"] for row in rows(tmp_path)]
     assert seconds == [2.0, 2.0, 2.0]
-    assert rates == [8 * 4 * 2 * 64 / 2] * 3
+    assert rates == [None, 8 * 4 * 2 * 64 / 2, 8 * 4 * 2 * 64 / 2]  # the first step's is no speed
 
 
 def test_pauses_do_not_count_as_training(start, clock, tmp_path):
@@ -292,24 +292,83 @@ def test_pauses_do_not_count_as_training(start, clock, tmp_path):
     clock.now += 3
     feed(log, 4, [1.0])
     assert [row["step_seconds"] for row in rows(tmp_path)] == [1.0, 2.0, 2.0]
-    assert [row["tokens_per_second"] for row in rows(tmp_path)] == [100.0, 50.0, 50.0]
+    assert [row["tokens_per_second"] for row in rows(tmp_path)] == [None, 50.0, 50.0]
 
 
 def test_the_time_left_leaves_pauses_out(start, clock, capsys):
-    log = start(total_steps=11, log_interval=1)
+    log = start(total_steps=12, log_interval=1)
+    feed(log, 1, [1.0])
     clock.now += 6
     with log.pause():
         clock.now += 1000
-    feed(log, 1, [1.0])
+    feed(log, 2, [1.0])
     assert "left 1:00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("first_step", [1, 4])
+def test_the_first_step_of_a_start_which_compiles_counts_neither_as_speed_nor_as_time_left(
+    start, clock, capsys, tmp_path, first_step
+):
+    log = start(total_steps=12, log_interval=2, first_step=first_step)
+    clock.now += 1000
+    feed(log, first_step, [1.0])
+    said = capsys.readouterr().out
+    assert "left" not in said
+    assert "tokens/s" not in said
+    assert "1000.0 s for the first step" in said
+    for step in range(first_step + 1, first_step + 3):
+        clock.now += 6
+        feed(log, step, [1.0])
+    last = rows(tmp_path)[-1]
+    assert last["step_seconds"] == 6.0
+    left = 6 * (12 - last["step"])
+    assert f"left {left // 60}:{left % 60:02d}" in capsys.readouterr().out
+
+
+def feed_losses(log: TrainingLog, clock: Clock, losses: list[float], step: int = 1) -> None:
+    for number, loss in enumerate(losses, step):
+        clock.now += 1
+        feed(log, number, [loss])
+
+
+def test_a_loss_that_stays_above_where_it_began_is_said_once_with_the_rates(start, clock, capsys):
+    log = start()
+    feed_losses(log, clock, [6.0, 7.0, 5.0, 7.0, 8.0])
+    assert "WARNING" not in capsys.readouterr().out
+    feed_losses(log, clock, [9.0, 10.0], step=6)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert line == log.divergence
+    assert all(word in line for word in ("9.0000", "6.0000", "--learning_rate"))
+
+
+def test_a_short_run_that_ends_above_where_it_began_is_said_too(start, clock, capsys):
+    log = start(total_steps=2)
+    feed_losses(log, clock, [6.0, 2613.0])
+    assert "WARNING: the loss is 2613.0000 at step 2" in capsys.readouterr().out
+
+
+def test_a_loss_that_falls_is_no_reason_for_a_warning(start, clock, capsys):
+    log = start(total_steps=5)
+    feed_losses(log, clock, [6.0, 5.0, 6.5, 6.5, 4.0])
+    assert log.divergence is None
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_between_two_reports_the_bar_shows_the_last_step(start, clock):
+    log = start(log_interval=4)
+    for step in (1, 2, 3):
+        clock.now += 2
+        log.micro_batch(torch.tensor(float(step)))
+        log.micro_batch(torch.tensor(float(step + 1)))
+        log.step(step, learning_rate=1e-3, grad_norm=0.5, epoch=0.0)
+        assert log.bar.postfix == f"loss {step + 0.5:.3f}, 320 tokens/s"
 
 
 def test_mfu_is_reported_against_the_peak_of_all_devices(start, clock, tmp_path, capsys):
     log = start()
     log.peak = 1e6
-    clock.now += 1
-    feed(log, 1, [1.0])
-    assert rows(tmp_path)[0]["mfu"] == pytest.approx(640 * FLOPS_PER_TOKEN / 1e6)
+    feed_losses(log, clock, [1.0, 1.0])
+    assert rows(tmp_path)[1]["mfu"] == pytest.approx(640 * FLOPS_PER_TOKEN / 1e6)
     assert "MFU 64.0%" in capsys.readouterr().out
 
 
@@ -410,11 +469,10 @@ def test_numbers_reach_the_trackers(start, accelerator, clock, monkeypatch):
 
 def test_a_log_line_tells_what_people_watch(start, clock, capsys):
     log = start()
-    clock.now += 1
-    feed(log, 1, [2.5])
-    line = capsys.readouterr().out.strip()
+    feed_losses(log, clock, [3.5, 2.5])
+    line = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(
-        r"step 1/100  loss 2\.5000  lr 1\.00e-03  grad_norm 0\.500  640 tokens/s  "
-        r"left 1:39",
+        r"step 2/100  loss 2\.5000  lr 1\.00e-03  grad_norm 0\.500  640 tokens/s  "
+        r"left 1:38",
         line,
     )

@@ -142,6 +142,9 @@ class TrainingArguments:
     save_interval: int = setting(
         1000, "steps between checkpoints; 0 saves at the end only", must=AT_LEAST_0
     )
+    save_minutes: float = setting(
+        30.0, "minutes between checkpoints, besides those by steps; 0 for none", must=NOT_NEGATIVE
+    )
     profile: bool = setting(
         False, "measure the phases of a step and write a trace, every profile_interval steps"
     )

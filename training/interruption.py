@@ -13,32 +13,47 @@ from training.notebook import in_notebook
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
 SAME_REQUEST_SECONDS = 2.0
-TIME_LIMIT = 1000  # beyond every signal's number
+# What ranks tell each other: a signal's number, or one of these, which no such signal has.
+SAVE, TIME_LIMIT = 1, 1000
 
 
 class StopRequest:
-    """Asks all ranks, once per step, whether one of them has been told to stop.
+    """Asks all ranks, once per step, whether one of them has been told to stop, and the main one
+    whether it is time for a checkpoint.
 
     A first signal is noted; a second one, a moment later, ends the process at once, or the run if
     the process is to live on.
 
     Args:
         time_limit: minutes after which to stop; None for never.
+        save_minutes: minutes from one checkpoint to the next; 0 for never.
         since: when the program started, by `time.monotonic`.
     """
 
-    def __init__(self, engine: Engine, time_limit: float | None, since: float):
+    def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine = engine
         self.deadline = since + 60 * time_limit if time_limit else float("inf")
+        self.save_minutes = save_minutes
         self._signal, self._since = 0, 0.0
+        self.saved()
         for number in SIGNALS:
             signal.signal(number, self._note)
 
+    def saved(self) -> None:
+        """A checkpoint has been written, or is being written: the next one is so far away again."""
+        self.time_to_save = False
+        self._save_at = time.monotonic() + 60 * self.save_minutes
+
     def reason(self) -> str | None:
-        """Why to stop now, the same on every rank; None to go on. Every process must call it."""
-        code = self._signal or (TIME_LIMIT if time.monotonic() > self.deadline else 0)
+        """Why to stop now, the same on every rank; None to go on, and then `time_to_save` is the
+        same on every rank too. Every process must call it."""
+        now = time.monotonic()
+        code = self._signal or (TIME_LIMIT if now > self.deadline else 0)
+        if not code and self.engine.is_main and self.save_minutes and now > self._save_at:
+            code = SAVE
         code = self.engine.largest(code)
-        if code == 0:
+        self.time_to_save = code == SAVE
+        if code in (0, SAVE):
             return None
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
 

@@ -18,6 +18,8 @@ from common.atomic import write_whole
 from common.progress import progress_bar
 from training.engine.device import device_name, mfu, peak_flops
 
+ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's, which are a warning
+
 
 @dataclass
 class TrainingLog:
@@ -25,7 +27,8 @@ class TrainingLog:
     that counted since the last report, on all processes.
 
     Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts
-    training only, not what happens inside `pause()`.
+    training only, not what happens inside `pause()`, and not the first step of this start, which
+    compiles and fills caches.
     """
 
     accelerator: Accelerator  # after `prepare`; only its main process writes
@@ -54,10 +57,10 @@ class TrainingLog:
         self._loss_sum = torch.zeros((), device=accelerator.device)
         self._step_loss = torch.zeros_like(self._loss_sum)
         self._weight = self._step_weight = 0.0
-        self._steps = 0
         self.skipped_steps = self.bad_in_row = 0
-        self._last = time.perf_counter()
-        self._paused = 0.0
+        self.divergence: str | None = None  # a warning, once there is reason for one
+        self._first_loss, self._above = None, 0  # of the first report; reports in a row above it
+        self._start_clock()
 
     def micro_batch(self, loss: Tensor, weight: float = 1.0) -> None:
         """One micro-batch's mean loss over the targets that count, detached, still on the device.
@@ -89,18 +92,40 @@ class TrainingLog:
             self.skipped_steps += 1
             self.bad_in_row += 1
             self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
+        if not self.bar.disable and self._step_weight:  # read for people at a terminal alone
+            loss = self._step_loss.item() / self._step_weight
+            speed = self._steps * self.tokens_per_step / max(self._seconds(), 1e-9)
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
         self._step_loss.zero_()
         self._step_weight = 0.0
         if step % self.log_interval == 0 or step in (1, self.total_steps):
             self._report(step, learning_rate, grad_norm, epoch)
+        elif step == self.first_step:
+            self._start_clock()
+
+    def _start_clock(self) -> None:
+        self._last = time.perf_counter()
+        self._paused = 0.0
+        self._steps = 0
+
+    def _seconds(self) -> float:
+        """That the steps since the last report, or the first step, have taken."""
+        return time.perf_counter() - self._last - self._paused
 
     def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
         loss = self._mean_loss()
-        seconds = time.perf_counter() - self._last - self._paused
-        tokens_per_second = self._steps * self.tokens_per_step / seconds
-        utilisation = mfu(
-            tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes
-        )
+        seconds = self._seconds() / self._steps
+        tokens_per_second = utilisation = None
+        timing = f"{seconds:.1f} s for the first step, which is slower than the others"
+        if step != self.first_step:
+            left = int(seconds * (self.total_steps - step))
+            tokens_per_second = round(self.tokens_per_step / seconds, 1)
+            utilisation = mfu(
+                tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes
+            )
+            timing = f"{tokens_per_second:,.0f} tokens/s  "
+            timing += f"MFU {utilisation:.1%}  " if utilisation is not None else ""
+            timing += f"left {left // 60}:{left % 60:02d}"
         values = {
             "step": step,
             "epoch": round(epoch, 4),
@@ -109,27 +134,35 @@ class TrainingLog:
             "learning_rate": learning_rate,
             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
             "skipped_steps": self.skipped_steps,
-            "tokens_per_second": round(tokens_per_second, 1),
-            "step_seconds": round(seconds / self._steps, 4),
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": round(seconds, 4),
             "mfu": utilisation,
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
         self._write(values, "train")
-        left = int(seconds / self._steps * (self.total_steps - step))
         self.say(
             f"step {step}/{self.total_steps}  loss {_show(loss, '.4f')}  lr {learning_rate:.2e}  "
-            f"grad_norm {grad_norm:.3f}  {tokens_per_second:,.0f} tokens/s  "
-            + (f"MFU {utilisation:.1%}  " if utilisation is not None else "")
-            + f"left {left // 60}:{left % 60:02d}"
+            f"grad_norm {grad_norm:.3f}  {timing}"
         )
-        self.bar.set_postfix_str(
-            f"loss {_show(loss, '.3f')}, {tokens_per_second:,.0f} tokens/s", refresh=False
-        )
+        self._watch(step, loss)
         self._loss_sum.zero_()
         self._weight = 0.0
-        self._steps = 0
-        self._last = time.perf_counter()
-        self._paused = 0.0
+        self._start_clock()
+
+    def _watch(self, step: int, loss: float | None) -> None:
+        """Warn once where the loss stays above where it began."""
+        if self._first_loss is None:
+            self._first_loss = loss
+            return
+        self._above = self._above + 1 if loss is None or not loss <= self._first_loss else 0
+        at_the_end = step == self.total_steps and self._above
+        if self.divergence is None and (self._above >= ABOVE_IN_A_ROW or at_the_end):
+            self.divergence = (
+                f"WARNING: the loss is {_show(loss, '.4f')} at step {step} and was "
+                f"{self._first_loss:.4f} at first: the model does not learn; try lower rates "
+                "(--learning_rate, --muon_learning_rate)"
+            )
+            self.say(self.divergence)
 
     def _mean_loss(self) -> float | None:
         """Of all processes; None if every step since the last report was skipped."""

@@ -105,7 +105,7 @@ class Run:
             compiled=built.compilation.on,
             log=self.log,
         )
-        self.stop = StopRequest(engine, args.time_limit, since=started)
+        self.stop = StopRequest(engine, args.time_limit, args.save_minutes, since=started)
 
     def steps(self) -> Iterator[int]:
         """The optimizer steps to take, counted from 1."""
@@ -197,9 +197,10 @@ class Run:
         with log.pause():
             self.samples.write(step)
         reason = self.stop.reason()
-        if reason or self._is_time(step, self.args.save_interval):
+        if reason or self.stop.time_to_save or self._is_time(step, self.args.save_interval):
             with log.pause():
                 self.checkpointer.save(step, val_loss)
+            self.stop.saved()
         self.checkpointer.poll()
         if reason is None or step == self.learning_rate.total_steps:
             return False
@@ -241,6 +242,8 @@ class Run:
         self.log.close()
         if self.engine.is_main:
             finish(self.args, self.folder, self.built.config, weights, self.samples.prompt_from)
+            if self.log.divergence:
+                print(f"\n{self.log.divergence}", flush=True)
             if not saved:
                 raise UsageError(
                     f"{self.folder.path}: the weights are there, the last checkpoint is not"

@@ -59,6 +59,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"({rate.total_steps * run.samples_per_step / n_sequences:.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{args.lr_schedule}",
+        "checkpoints": _checkpoints(args, rate.total_steps),
         "memory": f"about {(states + activations) / GIB:.2f} GiB per process expected "
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
@@ -68,9 +69,24 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
 
+def _checkpoints(args: TrainingArguments, total_steps: int) -> str:
+    """When they come."""
+    when = [f"every {args.save_interval:,} steps"] if 0 < args.save_interval < total_steps else []
+    if args.save_minutes:
+        when.append(f"every {args.save_minutes:g} minutes")
+    return ", ".join([*when, "at the end"])
+
+
 def warnings(run: Run) -> list[str]:
     """What to know before the first step."""
-    found = []
+    found, args, total_steps = [], run.args, run.learning_rate.total_steps
+    for name in ("log_interval", "eval_interval", "save_interval"):
+        value = getattr(args, name)
+        if value > total_steps and value != getattr(TrainingArguments, name):
+            found.append(
+                f"WARNING: --{name} {value} lies beyond the last step, {total_steps}: it counts "
+                "optimizer steps, of --accumulation_steps micro-batches each"
+            )
     if run.learning_rate.total_steps < FEW_STEPS:
         found.append(
             f"WARNING: {run.learning_rate.total_steps} steps are hardly training; a smaller global "
