@@ -33,7 +33,7 @@ fi
 
 gpus=0
 if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
-  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+  gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 fi
 
 if ((gpus > 0)); then

@@ -20,7 +20,8 @@ ELSEWHERE = {  # flags, and what other programs call them
     "grad_clip": "max_grad_norm clip gradient_clipping",
     "hidden_dim": "intermediate_size ffn_dim",
     "learning_rate": "lr max_lr",
-    "log_with": "report_to",
+    "init_from": "from_weight pretrained_model",
+    "log_with": "report_to use_wandb wandb",
     "max_new_tokens": "max_tokens max_length length n_predict",
     "max_seq_len": "seq_len seq_length block_size context_length ctx max_length",
     "max_steps": "steps iters max_iters num_steps train_steps",
@@ -32,6 +33,13 @@ ELSEWHERE = {  # flags, and what other programs call them
     "resume": "resume_from_checkpoint",
     "warmup_steps": "warmup warmup_iters",
     "weight_decay": "wd",
+}
+HINTS = {  # where the answer is no flag of the same program
+    "vocab_size": "the vocabulary comes with the data: "
+    'PREPARE_FLAGS="--vocab_size N" bash run_accelerate.sh, or scripts.prepare_data --vocab_size N',
+    "deepspeed": "the launcher is told: accelerate launch --use_deepspeed "
+    "--deepspeed_config_file ds_config.json, or --config_file accelerate_config.yaml",
+    "local_rank": "launchers of this project tell it by the environment: accelerate launch",
 }
 
 
@@ -56,9 +64,16 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else list(args)
         values, unknown = self.parse_known_args(words, namespace)
-        if unknown:
-            before = next((first for first, word in pairwise(words) if word == unknown[0]), "")
-            self.error(f"unrecognized argument {unknown[0]}{self._guess(unknown[0], before)}")
+        found = []
+        for word in unknown:
+            before = next((first for first, second in pairwise(words) if second == word), "")
+            if word.startswith("-") or before not in unknown:  # else it may be that one's value
+                found.append((word, self._guess(word, before)))
+        if len(found) == 1:
+            self.error(f"unrecognized argument {found[0][0]}{found[0][1]}")
+        if found:
+            told = (word + (f" ({hint[2:]})" if hint else "") for word, hint in found)
+            self.error(f"unrecognized arguments: {', '.join(told)}")
         return values
 
     def _guess(self, unknown: str, before: str) -> str:
@@ -70,6 +85,8 @@ class OneLineParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return self._guess_of_value(word, before, flags)
         name = word.lstrip("-").replace("-", "_")
+        if name in HINTS:
+            return f": {HINTS[name]}"
         for ours, theirs in ELSEWHERE.items():
             if name in theirs.split() and f"--{ours}" in flags:
                 return f": did you mean --{ours}?"

@@ -72,3 +72,27 @@ def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
         "how much (default: 1.5)",
         "whether",
     ]
+
+
+def test_all_unknown_flags_are_said_at_once_each_with_its_guess():
+    assert guess("--lr", "3", "--foo", "--dimm", "8", "--dim", "8", "stray") == (
+        "unrecognized arguments: --lr (did you mean --learning_rate?), --foo, "
+        "--dimm (did you mean --dim?), stray (text is given as DATA=stray or --data stray)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--vocab_size 2000", "PREPARE_FLAGS"),
+        ("--deepspeed ds_config.json", "--use_deepspeed"),
+        ("--local_rank=0", "accelerate launch"),
+        ("--use_wandb", "did you mean --log_with?"),
+        ("--from_weight pretrain", "did you mean --init_from?"),
+    ],
+)
+def test_flags_of_other_projects_get_the_right_hint(typed, hint):
+    with pytest.raises(UsageError) as error:
+        build_parser().parse_args(typed.split())
+    assert hint in str(error.value)
+    assert "\n" not in str(error.value)

@@ -16,6 +16,7 @@ from common.errors import UsageError, one_line_errors
 from data.dataset import PackedDataset
 from model import ConfigError
 from training.arguments import parse_arguments
+from training.engine.gpu import require_usable_gpus
 from training.engine.launch import deepspeed_plugin
 from training.initial_weights import InitialWeights
 from training.resume import find_starting_point, resumed_arguments
@@ -28,6 +29,7 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
         raise UsageError(f"the number of processes must be at least 1, not {processes}")
     args, model_settings = parse_arguments(flags)
     require_trackers(args.trackers)
+    require_usable_gpus()
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}

@@ -22,6 +22,7 @@ from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import read_config, resolve
+from training.engine.gpu import require_usable_gpus
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 ZERO_2_HINT = (
@@ -88,6 +89,7 @@ def build_engine(args: TrainingArguments) -> Engine:
     """The Accelerator for this launch. Raises UsageError: launcher, configuration file, flags and
     machine do not go together."""
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    require_usable_gpus()
     has_gpu = torch.cuda.is_available()
     _check_launch(args, deepspeed, has_gpu)
     if not has_gpu:
