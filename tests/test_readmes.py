@@ -185,7 +185,7 @@ def flag_rows(text: str) -> list[list[str]]:
 def test_the_chinese_table_has_the_flags_defaults_and_choices_of_the_parser():
     # That README.md's is the generated one to the letter stands in test_arguments.py.
     generated, chinese = flag_rows(flag_table()), flag_rows(TEXTS[CHINESE])
-    fix = f"compare {CHINESE} with what `python -m training.arguments` prints"
+    fix = f"compare {CHINESE} with what `python tests/flag_table.py` prints"
     assert [row[:2] for row in chinese] == [row[:2] for row in generated], fix
     for (flag, _, meaning), (_, _, translated) in zip(generated, chinese, strict=True):
         choices = re.search(r": (\w+(, \w+)+)$", meaning)
