@@ -407,3 +407,9 @@ def test_1000_damaged_configurations_are_refused_in_words_or_resolved(config, op
             assert "auto" not in all_values(done)
     assert 300 < len(messages) < 1000
     assert not any("\n" in message for message in messages)
+
+
+def test_deepspeeds_throughput_timer_which_waits_for_the_gpu_is_off_unless_asked_for(config):
+    assert resolved(config)["timers"] == {"throughput": {"enabled": False}}
+    asked = {"throughput": {"enabled": True, "synchronized": False}}
+    assert resolved(config | {"timers": asked})["timers"] == asked

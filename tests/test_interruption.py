@@ -124,7 +124,7 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, cloc
 def test_the_main_process_decides_for_all_when_to_save(request_of, clock, monkeypatch):
     rank_1 = Engine(SimpleNamespace(num_processes=2, is_main_process=False), "DDP", None)
     others = [0]
-    monkeypatch.setattr(Engine, "over_all", lambda self, mine: max(mine, *others, 0))
+    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others, 0))
     stop = request_of(engine=rank_1, save_minutes=0.5)
     clock.now += 1e9
     assert stop.reason() is None

@@ -15,6 +15,7 @@ from training.engine.launch import (
     _name,
     build_engine,
     deepspeed_plugin,
+    spare_overflow_check,
 )
 
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
@@ -248,3 +249,29 @@ def test_deepspeed_s_warning_about_an_optimizer_that_is_tested_is_left_out(caplo
     logger.warning("something else")
     logger.removeHandler(caplog.handler)
     assert caplog.messages == ["something else"]
+
+
+class Zero:
+    """As much of DeepSpeed's optimizer as it takes."""
+
+    compute_grad_norm, cpu_offload = True, False
+    looked = 0
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        self.looked += 1
+
+
+def test_the_norm_alone_tells_of_gradients_that_are_not_finite():
+    zero = Zero()
+    spare_overflow_check(zero)
+    zero.check_overflow(partition_gradients=True)
+    assert zero.looked == 0
+
+
+@pytest.mark.parametrize("change", [{"cpu_offload": True}, {"compute_grad_norm": False}])
+def test_where_no_norm_would_tell_in_time_deepspeed_looks_itself(change):
+    zero = Zero()
+    vars(zero).update(change)
+    spare_overflow_check(zero)
+    zero.check_overflow()
+    assert zero.looked == 1

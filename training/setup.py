@@ -15,7 +15,7 @@ from model import LMConfig, Transformer
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
-from training.engine.launch import Engine
+from training.engine.launch import Engine, spare_overflow_check
 from training.engine.main_process import on_main_process
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
@@ -110,6 +110,8 @@ def build_model(
     except (ValueError, AssertionError) as error:  # what DeepSpeed has against its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     tell_layout(model, engine)
+    if engine.deepspeed is not None:
+        spare_overflow_check(model.optimizer)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return BuiltModel(
         config=config,

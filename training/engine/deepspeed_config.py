@@ -91,6 +91,8 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
             f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
         )
     _check_zero_section(config["zero_optimization"], source)
+    # It would wait for the GPU at every forward pass; the log measures throughput itself.
+    config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     if args.optimizer == "muon":
         _leave_to_muon(config, source)
     _require_compiler(config, source)
