@@ -163,11 +163,11 @@ def test_an_engine_answers_for_its_own_configuration():
 
 def test_a_process_that_is_alone_agrees_with_itself(accelerator):
     engine = Engine(accelerator, "single process", None)
-    assert engine.largest(7) == engine.largest(7, ReduceOp.SUM) == 7
+    assert engine.largest(7) == engine.total(7) == 7
 
 
-@pytest.mark.parametrize(("operation", "expected"), [(None, 9), (ReduceOp.SUM, 17)])
-def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, operation, expected):
+@pytest.mark.parametrize(("question", "expected"), [("largest", 9), ("total", 17)])
+def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, question, expected):
     others, group = torch.tensor([3, 9]), object()
 
     def all_reduce(tensor, op, asked) -> None:
@@ -177,7 +177,7 @@ def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, operati
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     engine = Engine(SimpleNamespace(num_processes=3), "DDP", None, cpu_group=group)
-    answer = engine.largest(5) if operation is None else engine.largest(5, operation)
+    answer = getattr(engine, question)(5)
     assert answer == expected
     assert type(answer) is int
 
