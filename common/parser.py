@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import sys
-from itertools import pairwise
 
 from common.errors import UsageError
 
@@ -64,10 +63,12 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         words = sys.argv[1:] if args is None else list(args)
         values, unknown = self.parse_known_args(words, namespace)
-        found = []
+        found, at = [], -1
         for word in unknown:
-            before = next((first for first, second in pairwise(words) if second == word), "")
-            if word.startswith("-") or before not in unknown:  # else it may be that one's value
+            before_it, at = at, words.index(word, at + 1 if word in words[at + 1 :] else 0)
+            before = words[at - 1] if at else ""
+            follows = bool(found) and at == before_it + 1  # another unknown one: perhaps its value
+            if word.startswith("-") or not follows:
                 found.append((word, self._guess(word, before)))
         if len(found) == 1:
             self.error(f"unrecognized argument {found[0][0]}{found[0][1]}")

@@ -81,6 +81,11 @@ def test_all_unknown_flags_are_said_at_once_each_with_its_guess():
     )
 
 
+def test_the_value_of_an_unknown_flag_may_be_that_of_a_known_one_too():
+    said = guess("--dim", "32", "--dimm", "32")
+    assert said == "unrecognized argument --dimm: did you mean --dim?"
+
+
 @pytest.mark.parametrize(
     ("typed", "hint"),
     [
