@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,7 @@ MODULES = (
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "numpy.ctypeslib"),
 )
 PROGRAMS = ("train_pretrain_accelerate", "scripts.evaluate", "scripts.prepare_data")
-# A launcher waits so long for ranks to follow SIGTERM. A safety net: they do at once, or never.
+# Safety nets. A launcher waits so long for ranks to follow SIGTERM.
 PATIENCE_SECONDS = 30
 GONE = -signal.SIGKILL
 
@@ -76,7 +77,8 @@ class WarmProcess:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has ended, and that is not known yet
+                os.kill(self.pid, number)
 
     def abandon(self) -> None:
         """End all of its processes."""
@@ -102,10 +104,13 @@ class Helper:
     def __init__(self):
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 it stays open as long as the helper
+        environ = without_launcher(os.environ)
+        environ.pop("PYTHONPATH", None)  # every program may have its own
+        # NumPy would start its threads at once, and what has threads must not be forked.
+        environ["OPENBLAS_NUM_THREADS"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
-            # NumPy would start its threads at once, and what has threads must not be forked.
-            env=without_launcher(os.environ) | {"OPENBLAS_NUM_THREADS": "1"},
+            env=environ,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -124,14 +129,15 @@ class Helper:
         assert command[0] == sys.executable
         ours, theirs = socket.socketpair()
         request = {"command": command[1:], "cwd": str(cwd), "environ": environ}
-        socket.send_fds(self._control, [b"!"], [theirs.fileno(), output.fileno()])
-        theirs.close()
-        ours.sendall(json.dumps(request).encode() + b"\n")
-        started = WarmProcess(ours)
-        if self._process.poll() is not None:
-            self._log.seek(0)
-            raise RuntimeError(f"the helper has ended:\n{self._log.read().decode()}")
-        return started
+        with suppress(ConnectionError):
+            socket.send_fds(self._control, [b"!"], [theirs.fileno(), output.fileno()])
+            theirs.close()
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            started = WarmProcess(ours)
+            if started.ranks or started.returncode != GONE:
+                return started
+        self._log.seek(0)
+        raise RuntimeError(f"nothing was started; the helper said: {self._log.read().decode()}")
 
     def close(self) -> None:
         self._control.close()
@@ -226,8 +232,10 @@ def import_everything() -> list[str]:
         importlib.import_module(name)
     for name in PROGRAMS:  # a program that is started is not a module yet
         del sys.modules[name]
-    threads = Path("/proc/self/task")
+    threads, end = Path("/proc/self/task"), time.monotonic() + PATIENCE_SECONDS
     while threads.exists() and len(list(threads.iterdir())) > 1:  # matplotlib's, making its cache
+        if time.monotonic() > end:
+            raise SystemExit("an import has started threads that stay: this must not be forked")
         time.sleep(0.1)
     gc.collect()
     gc.freeze()

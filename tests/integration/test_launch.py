@@ -23,16 +23,17 @@ PHASES = ("data", "forward", "backward", "optimizer")
 
 FLAGS = (
     f"--max_steps {STEPS} --batch_size 4 --accumulation_steps 2 --dim 64 --max_seq_len 64 "
-    f"--learning_rate 1e-2 --profile --profile_interval {PROFILE_INTERVAL} "
-    "--eval_interval 100 --save_interval 100 --log_with tensorboard "
-    "--sample_prompt sum --sample_tokens 20"
+    "--learning_rate 1e-2 --eval_interval 100 --save_interval 100 --sample_prompt sum "
+    "--sample_tokens 20"
 )
 
 
 @pytest.fixture(scope="module")
 def zero2(packed, tmp_path_factory) -> Trained:
     """Method 1, ZeRO-2 on two processes in bf16, until something has been learned."""
-    return train("zero2", 2, packed, tmp_path_factory.mktemp("zero2") / "run", FLAGS, start=run)
+    path = tmp_path_factory.mktemp("zero2") / "run"
+    reports = f" --log_with tensorboard --profile --profile_interval {PROFILE_INTERVAL}"
+    return train("zero2", 2, packed, path, FLAGS + reports, start=run)
 
 
 def start_block(run: Trained) -> dict[str, str]:
@@ -71,7 +72,7 @@ def test_the_start_block_says_what_is_in_use(zero2, packed):
 
 
 def test_without_a_launcher_and_imports_it_is_the_same_to_the_bit(zero2, packed, tmp_path):
-    """So other tests may start their runs that way, see warm_ranks.py."""
+    """So other tests may start their runs that way, see warm_ranks.py. Without reports, too."""
     warm = train("zero2", 2, packed, tmp_path / "run", FLAGS)
     for step in (100, 150):
         files, expected = ({p.name: p for p in r.checkpoint(step).iterdir()} for r in (warm, zero2))
@@ -145,7 +146,9 @@ def test_metrics_hold_every_step_validation_and_profile(zero2):
     assert zero2.column("step") == list(range(1, STEPS + 1))
     assert [row["step"] for row in zero2.rows("val_loss")] == [100, STEPS]
     assert [row["step"] for row in zero2.rows("forward_seconds")] == [50, 100, 150]
-    assert all(isinstance(rate, float) for rate in zero2.column("tokens_per_second"))
+    first, *others = zero2.column("tokens_per_second")
+    assert first is None  # it compiles, and is no speed
+    assert all(rate >= 0 for rate in others)
 
 
 def test_tensorboard_can_read_the_losses(zero2):
@@ -214,11 +217,11 @@ def test_a_profiled_step_has_the_seconds_of_its_phases(zero2):
 
 
 def test_the_loss_on_the_built_in_corpus_falls(tmp_path):
-    """From ln(6400) = 8.76; 100 steps of this gave 5.60 with each of two seeds."""
+    """From ln(6400) = 8.76; 70 steps of this gave 5.76 to 5.84 with three seeds."""
     prepare = [sys.executable, "-m", "scripts.prepare_data", "--out", str(tmp_path / "builtin")]
     assert run(prepare).code == 0
     sizes = "--dim 96 --n_layers 2 --max_seq_len 128 --batch_size 16 --learning_rate 5e-3"
-    flags = f"{sizes} --max_steps 100 --log_interval 20"
+    flags = f"{sizes} --max_steps 70 --log_interval 20 --eval_samples 100"
     trained = train("zero2", 1, tmp_path / "builtin", tmp_path / "runs" / "builtin", flags)
     assert trained.rows()[0]["loss"] > 8.5
-    assert trained.rows("val_loss")[-1]["val_loss"] < 5.9
+    assert trained.rows("val_loss")[-1]["val_loss"] < 6.1
