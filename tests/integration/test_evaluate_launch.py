@@ -22,7 +22,8 @@ QUESTIONS = [
 @pytest.fixture(scope="module")
 def trained(packed, tmp_path_factory) -> Trained:
     flags = "--max_steps 40 --batch_size 8 --learning_rate 1e-2 --dtype float32 --eval_samples 50"
-    return train("plain", 1, packed, tmp_path_factory.mktemp("trained") / "run", flags)
+    path = tmp_path_factory.mktemp("trained") / "run"
+    return train("plain", 1, packed, path, flags, start=run)
 
 
 @pytest.fixture(scope="module")

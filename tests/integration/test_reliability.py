@@ -157,8 +157,9 @@ def stand_still(*args, **options):
     return original(*args, **options)
 if os.environ.get("RANK") == "0":
     setattr(owner, name, stand_still)
-from train_pretrain_accelerate import main
+from train_pretrain_accelerate import leave, main
 main()
+leave()
 """
 
 
@@ -319,8 +320,9 @@ def forward(self, *args, **options):
 {indent(statements, " " * 8)}
     return out
 transformer.Transformer.forward = forward
-from train_pretrain_accelerate import main
+from train_pretrain_accelerate import leave, main
 main()
+leave()
 """
     )
     return str(script)
@@ -459,8 +461,9 @@ def test_a_limit_like_a_full_disk_keeps_the_checkpoint_before(packed, tmp_path):
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))  # of a file, in bytes
 sys.path.insert(0, {str(REPOSITORY)!r})
-from train_pretrain_accelerate import main
+from train_pretrain_accelerate import leave, main
 main()
+leave()
 """
     )
     ended = trainer.finish("run", "--max_steps 4 --resume auto", str(script))
