@@ -15,7 +15,7 @@ from model import LMConfig, Transformer
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
-from training.engine.launch import Engine, spare_overflow_check
+from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_main_process
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
@@ -109,6 +109,8 @@ def build_model(
         model, optimizer = accelerator.prepare(model, optimizer)
     except (ValueError, AssertionError) as error:  # what DeepSpeed has against its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
+    if engine.processes > 1:
+        KEPT.append(model)
     tell_layout(model, engine)
     if engine.deepspeed is not None:
         spare_overflow_check(model.optimizer)

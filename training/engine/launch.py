@@ -25,6 +25,10 @@ from training.engine.deepspeed_config import read_config, resolve
 from training.engine.gpu import require_usable_gpus
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+# Process groups, and what holds one, to the end of the process: gloo's waits for its thread when it
+# is deleted, and that thread may wait for the interpreter's lock, to let go of a tensor. (Seen: a
+# rank that had finished never left.)
+KEPT: list = []
 ZERO_2_HINT = (
     "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..."
 )
@@ -131,6 +135,7 @@ def build_engine(args: TrainingArguments) -> Engine:
         use_all_cores()
     config = plugin.deepspeed_config if plugin else None
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
+    KEPT.append(group)
     return Engine(accelerator, _name(config, world_size), config, group)
 
 
