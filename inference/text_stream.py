@@ -1,5 +1,7 @@
 """Text as it comes: ids in, whole characters out, up to a stop string."""
 
+import codecs
+
 from data.tokenizer import Tokenizer
 
 
@@ -21,15 +23,20 @@ class TextStream:
         self._before = tokenizer.encode("x")
         self._skip = len(tokenizer.decode(self._before))
         self._waiting: list[int] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # of bytes in a row
         self._held = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
         """The text that is now certain, often just that of the token."""
         self._waiting.append(token)
-        if self.stopped or _unfinished(self._bytes_at_the_end()):
-            return ""
-        return self._give(self._decode())
+        byte = self._tokenizer.byte_of(token)
+        if byte is None:
+            self._utf8.reset()
+        else:
+            self._utf8.decode(bytes([byte]))
+        unfinished = self._utf8.getstate()[0]  # the first bytes of a character
+        return "" if self.stopped or unfinished else self._give(self._decode())
 
     def end(self) -> str:
         """The rest; nothing comes after it."""
@@ -51,27 +58,6 @@ class TextStream:
         n = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - n :]
         return text[: len(text) - n]
-
-    def _bytes_at_the_end(self) -> bytes:
-        """The last bytes, at most three, that were written as pieces for single bytes."""
-        tail = []
-        for token in reversed(self._waiting[-3:]):
-            byte = self._tokenizer.byte_of(token)
-            if byte is None:
-                break
-            tail.insert(0, byte)
-        return bytes(tail)
-
-
-def _unfinished(tail: bytes) -> bool:
-    """Whether the bytes end within a UTF-8 character."""
-    for n in range(1, min(3, len(tail)) + 1):
-        byte = tail[-n]
-        if byte >= 0xC0:  # begins a character of two, three or four bytes
-            return n < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4 if byte < 0xF8 else 1)
-        if byte < 0x80:
-            return False
-    return False
 
 
 def _overlap(text: str, stop: str) -> int:
