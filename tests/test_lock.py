@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from runs.lock import RunLock
+from runs.lock import lock
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from runs.lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from runs.lock import lock
+lock(Path(sys.argv[1]))
 os.write(1, b"held\\n")
 sys.stdin.read()  # until it is killed, or the tests are
 """
@@ -48,14 +48,14 @@ def holder(tmp_path):
 
 def test_a_live_process_keeps_others_out_and_is_named(holder, tmp_path):
     with pytest.raises(UsageError) as error:
-        RunLock(tmp_path / "lock")
+        lock(tmp_path / "lock")
     assert f"in use by process {holder.pid} on {os.uname().nodename}" in str(error.value)
 
 
 def test_a_killed_process_holds_nothing(holder, tmp_path):
     holder.kill()
     holder.wait()
-    RunLock(tmp_path / "lock")
+    lock(tmp_path / "lock")
 
 
 def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
@@ -65,15 +65,15 @@ def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
         assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2  # both are there
         holder.kill()
         holder.wait()
-        RunLock(tmp_path / "lock")
+        lock(tmp_path / "lock")
 
 
 def test_a_lock_file_of_nonsense_is_no_obstacle(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff{nonsense")
-    RunLock(tmp_path / "lock")
+    lock(tmp_path / "lock")
 
 
 def test_a_holder_whose_name_cannot_be_read_is_still_a_holder(holder, tmp_path):
     (tmp_path / "lock").write_text("nonsense")
     with pytest.raises(UsageError, match="in use by another process"):
-        RunLock(tmp_path / "lock")
+        lock(tmp_path / "lock")

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from conftest import TINY
 
 from runs.checkpoint import read_state
-from runs.lock import RunLock
+from runs.lock import lock
 from train_pretrain_accelerate import main
 from training import interruption
 from training.interruption import SAME_REQUEST_SECONDS
@@ -82,7 +82,7 @@ def test_a_run_may_be_gone_on_with_in_the_same_process(flags, tmp_path):
     main(flags("a"))
     main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
     assert saved_steps(tmp_path / "a") == 3
-    RunLock(tmp_path / "a" / "lock")  # and by others, once it is over
+    lock(tmp_path / "a" / "lock")  # and by others, once it is over
 
 
 def test_signals_and_the_command_line_are_what_they_were(flags, handlers):

@@ -97,8 +97,8 @@ def test_an_empty_folder_is_no_run(tmp_path):
 
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    assert "cannot make the run folder" in refused(tmp_path / "file", run_name="first")
-    assert "cannot make the run folder" in refused(tmp_path, run_name="file")
+    assert "the run folder cannot be used" in refused(tmp_path / "file", run_name="first")
+    assert "the run folder cannot be used" in refused(tmp_path, run_name="file")
 
 
 def test_auto_takes_the_checkpoint_written_last_of_all_runs(tmp_path):

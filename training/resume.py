@@ -12,7 +12,7 @@ from model import LMConfig
 from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import newest_run
 from runs.folder import RunFolder
-from runs.lock import RunLock
+from runs.lock import lock
 from training.arguments import TrainingArguments
 from training.settings import changed_arguments, saved_arguments
 
@@ -38,13 +38,9 @@ def choose_run(args: TrainingArguments) -> StartingPoint:
     run would fall on an old one, or another process writes there.
     """
     start = find_starting_point(args)
-    path = start.folder.path
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the run folder {path}: {error.strerror}") from error
-    try:
-        RunLock(start.folder.lock)
+        start.folder.path.mkdir(parents=True, exist_ok=True)
+        lock(start.folder.lock)
     except OSError as error:
         raise UsageError(f"the run folder cannot be used: {error}") from error
     return start
@@ -95,19 +91,14 @@ def _named(path: Path) -> StartingPoint:
     checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
     if not (checkpoint / STATE).is_file() and not checkpoints:
         raise UsageError(f"--resume {path}: neither a run with checkpoints nor a checkpoint")
-    run = RunFolder(_from_here(checkpoint.parent.parent))
+    path, here = checkpoint.parent.parent, Path.cwd()
+    run = RunFolder(path.relative_to(here) if here in path.parents else path)  # as --out_dir is
     checkpoint = run.path / checkpoint.parent.name / checkpoint.name
     if problem := damage(checkpoint):
         sound, _ = newest_sound(run)
         advice = f"the newest sound one is {sound}" if sound else "no other is sound"
         raise UsageError(f"checkpoint {checkpoint} is damaged: {problem}; {advice}")
     return StartingPoint(run, checkpoint, read_state(checkpoint))
-
-
-def _from_here(path: Path) -> Path:
-    """An absolute path, relative where it is inside the working folder, as --out_dir gives it."""
-    here = Path.cwd()
-    return path.relative_to(here) if here in path.parents else path
 
 
 def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
