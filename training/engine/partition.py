@@ -2,30 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this process holds of one parameter: `numel` elements, possibly none.
-
-    They begin at `start` in the flattened parameter and at `offset` in this process's partition.
-    """
+    """What this process holds of one parameter: `numel` elements, possibly none."""
 
     parameter: nn.Parameter
-    start: int
-    offset: int
+    in_parameter: slice  # where they are in the flattened parameter
+    in_partition: slice  # and in this process's partition
     numel: int
     split: bool  # whether a boundary between two processes runs through the parameter
-
-    @property
-    def in_partition(self) -> slice:
-        return slice(self.offset, self.offset + self.numel)
-
-    @property
-    def in_parameter(self) -> slice:
-        return slice(self.start, self.start + self.numel)
 
 
 @dataclass(frozen=True)
@@ -48,23 +38,15 @@ def partitions(zero, rank: int) -> Iterator[Partition]:
         offsets = zero.round_robin_bit16_offsets
     else:  # ZeRO-1 in bf16 with fp32 gradients is a class with other names
         stepped, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
-        offsets = [_end_to_end(group) for group in groups]
+        offsets = [accumulate((p.numel() for p in group[:-1]), initial=0) for group in groups]
     for fp32, group, firsts in zip(stepped, groups, offsets, strict=True):
         here = rank * fp32.numel()
         parts = []
         for parameter, first in zip(group, firsts, strict=True):
-            end = first + parameter.numel()
-            held = max(first, here), min(end, here + fp32.numel())
-            numel = max(0, held[1] - held[0])
-            split = first // fp32.numel() != (end - 1) // fp32.numel()
-            start, offset = (held[0] - first, held[0] - here) if numel else (0, 0)
-            parts.append(Part(parameter, start, offset, numel, split))
+            last = first + parameter.numel() - 1
+            split = first // fp32.numel() != last // fp32.numel()
+            start = max(first, here)
+            end = max(start, min(last + 1, here + fp32.numel()))  # start, if nothing is held
+            inside, at = slice(start - first, end - first), slice(start - here, end - here)
+            parts.append(Part(parameter, inside, at, end - start, split))
         yield Partition(fp32, parts)
-
-
-def _end_to_end(parameters: list[nn.Parameter]) -> list[int]:
-    offsets, end = [], 0
-    for parameter in parameters:
-        offsets.append(end)
-        end += parameter.numel()
-    return offsets
