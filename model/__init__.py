@@ -6,18 +6,3 @@ from model.feed_forward import FeedForward
 from model.norm import RMSNorm
 from model.rotary import apply_rotary_emb, precompute_pos_cis
 from model.transformer import IGNORE_INDEX, Transformer, TransformerBlock, TransformerOutput
-
-__all__ = [
-    "IGNORE_INDEX",
-    "Attention",
-    "ConfigError",
-    "FeedForward",
-    "LMConfig",
-    "RMSNorm",
-    "Transformer",
-    "TransformerBlock",
-    "TransformerOutput",
-    "apply_rotary_emb",
-    "precompute_pos_cis",
-    "repeat_kv",
-]
