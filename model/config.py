@@ -11,9 +11,10 @@ class ConfigError(ValueError):
     """A model shape that cannot be built; the message names the field and its value."""
 
 
-def setting(default, help_text: str, **metadata):
-    """A dataclass field whose help text also becomes the command-line flag's help."""
-    return field(default=default, metadata={"help": help_text, **metadata})
+def setting(default, help_text: str, must=None, **metadata):
+    """A dataclass field whose help text also becomes the command-line flag's help; `must` says what
+    values it may have."""
+    return field(default=default, metadata={"help": help_text, "must": must, **metadata})
 
 
 @dataclass
@@ -30,9 +31,7 @@ class LMConfig:
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
     n_heads: int = setting(8, "query heads; dim must be divisible by it")
-    n_kv_heads: int = setting(
-        2, "key/value heads shared by the query heads (grouped-query attention)"
-    )
+    n_kv_heads: int = setting(2, "key/value heads, shared by query heads (grouped-query attention)")
     vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # comes with the data
     hidden_dim: int | None = setting(None, "inner width of the feed-forward (default: from dim)")
     multiple_of: int = setting(64, "hidden_dim computed from dim is rounded up to this")
@@ -40,9 +39,7 @@ class LMConfig:
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
     dropout: float = setting(0.0, "dropout after embedding, attention and feed-forward")
-    tie_embeddings: bool = setting(
-        True, "share the matrix of the input embedding and the output layer"
-    )
+    tie_embeddings: bool = setting(True, "share the matrix of input embedding and output layer")
     use_flash_attn: bool = setting(
         True,
         "fast attention: PyTorch's fused kernels on a GPU, blocks of rows on a CPU; without it, "

@@ -37,8 +37,7 @@ SHARE = Must("between 0 and 1", lambda value: 0 <= value <= 1)
 BELOW_1 = Must("at least 0 and below 1", lambda value: 0 <= value < 1)
 SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FOLDER_NAME = Must(
-    "a plain folder name",
-    lambda name: name.strip() and "/" not in name and name not in (".", ".."),
+    "a plain folder name", lambda name: name.strip() and "/" not in name and name not in (".", "..")
 )
 TRACKER_LIST = Must(
     f"a list of {', '.join(TRACKERS)}", lambda names: set(split(names)) <= set(TRACKERS)
@@ -59,12 +58,8 @@ class TrainingArguments:
         "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"
     )
     out_dir: str = setting("out/runs", "where run folders are made")
-    run_name: str | None = setting(
-        None, "name of the run folder (default: date and time)", must=FOLDER_NAME
-    )
-    resume: str | None = setting(
-        None, "'auto' for the newest checkpoint, or a path of a run or a checkpoint"
-    )
+    run_name: str | None = setting(None, "name of the folder (default: date and time)", FOLDER_NAME)
+    resume: str | None = setting(None, "'auto' for the newest checkpoint, or a run or a checkpoint")
     init_from: str | None = setting(
         None,
         "start from the weights of a run, a checkpoint or a folder, or 'auto' for the newest run: "
@@ -74,52 +69,40 @@ class TrainingArguments:
     keep_last: int = setting(
         3,
         "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all",
-        must=AT_LEAST_0,
+        AT_LEAST_0,
     )
-    time_limit: float | None = setting(
-        None, "minutes after the start at which to save and stop", must=POSITIVE
-    )
+    time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
     num_workers: int = setting(
-        0, "extra processes that read batches; 0 reads in the training process", must=AT_LEAST_0
+        0, "extra processes that read batches; 0 reads in the training process", AT_LEAST_0
     )
 
-    epochs: int = setting(1, "passes over the data", group="training", must=AT_LEAST_1)
-    max_steps: int | None = setting(
-        None, "stop after this many steps (default: decided by epochs)", must=AT_LEAST_1
-    )
-    batch_size: int = setting(8, "sequences per process in one micro-batch", must=AT_LEAST_1)
-    accumulation_steps: int = setting(1, "micro-batches per optimizer step", must=AT_LEAST_1)
+    epochs: int = setting(1, "passes over the data", AT_LEAST_1, group="training")
+    max_steps: int | None = setting(None, "steps to train (default: decided by epochs)", AT_LEAST_1)
+    batch_size: int = setting(8, "sequences per process in one micro-batch", AT_LEAST_1)
+    accumulation_steps: int = setting(1, "micro-batches per optimizer step", AT_LEAST_1)
     optimizer: str = setting(
         "adamw",
         "muon steps the matrices of the blocks by Muon, and the rest by AdamW",
         choices=OPTIMIZERS,
     )
-    learning_rate: float = setting(5e-4, "peak learning rate of AdamW", must=POSITIVE)
-    muon_learning_rate: float = setting(
-        0.02, "peak learning rate of Muon, which follows the same schedule", must=POSITIVE
-    )
+    learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
+    muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
     warmup_steps: int | None = setting(
-        None, "linear warm-up (default: a twentieth of all steps, at most 2000)", must=AT_LEAST_0
+        None, "linear warm-up (default: a twentieth of all steps, at most 2000)", AT_LEAST_0
     )
-    min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", must=SHARE)
-    decay_fraction: float = setting(
-        0.2, "share of all steps that 'wsd' decays over, at the end", must=SHARE
-    )
-    weight_decay: float = setting(
-        0.1, "decay of matrices towards zero, times the learning rate", must=NOT_NEGATIVE
-    )
-    beta1: float = setting(0.9, "AdamW's average of the gradient", must=BELOW_1)
-    beta2: float = setting(0.95, "AdamW's average of its square", must=BELOW_1)
-    muon_momentum: float = setting(0.95, "Muon's average of the gradient", must=BELOW_1)
-    grad_clip: float = setting(
-        1.0, "largest norm of the gradient; 0 leaves it as it is", must=NOT_NEGATIVE
-    )
+    min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
+    decay_fraction: float = setting(0.2, "share of steps that 'wsd' decays over, at the end", SHARE)
+    weight_decay: float = setting(0.1, "decay of matrices, times the learning rate", NOT_NEGATIVE)
+    beta1: float = setting(0.9, "AdamW's average of the gradient", BELOW_1)
+    beta2: float = setting(0.95, "AdamW's average of its square", BELOW_1)
+    muon_momentum: float = setting(0.95, "Muon's average of the gradient", BELOW_1)
+    grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as is", NOT_NEGATIVE)
     max_bad_steps: int = setting(
         20,
         "stop after so many steps in a row with a non-finite gradient; float16's search for a "
         "loss scale counts",
-        must=AT_LEAST_1,
+        AT_LEAST_1,
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
     compile: str = setting(
@@ -127,39 +110,27 @@ class TrainingArguments:
         "torch.compile, block by block; 'auto' where the run is long enough to gain by it",
         choices=COMPILE,
     )
-    seed: int = setting(42, "of initial weights, order of the data, dropout and samples", must=SEED)
+    seed: int = setting(42, "of initial weights, order of the data, dropout and samples", SEED)
 
-    log_interval: int = setting(10, "steps between log lines", group="reports", must=AT_LEAST_1)
+    log_interval: int = setting(10, "steps between log lines", AT_LEAST_1, group="reports")
     log_with: str = setting(
-        "tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}", must=TRACKER_LIST
+        "tensorboard", f"trackers, separated by commas: {', '.join(TRACKERS)}", TRACKER_LIST
     )
-    eval_interval: int = setting(
-        500, "steps between validations; 0 validates at the end only", must=AT_LEAST_0
-    )
-    eval_samples: int = setting(
-        1024, "sequences of a validation, spread over the split; 0 takes all", must=AT_LEAST_0
-    )
-    save_interval: int = setting(
-        1000, "steps between checkpoints; 0 saves at the end only", must=AT_LEAST_0
-    )
-    save_minutes: float = setting(
-        30.0, "minutes between checkpoints, besides those by steps; 0 for none", must=NOT_NEGATIVE
-    )
-    profile: bool = setting(
-        False, "measure the phases of a step and write a trace, every profile_interval steps"
-    )
-    profile_interval: int = setting(100, "steps between profiled steps", must=AT_LEAST_1)
-    sample_interval: int = setting(
-        0, "steps between samples through training; 0 samples at the end only", must=AT_LEAST_0
-    )
+    eval_interval: int = setting(500, "steps between validations; 0: at the end only", AT_LEAST_0)
+    eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
+    save_interval: int = setting(1000, "steps between checkpoints; 0: at the end only", AT_LEAST_0)
+    save_minutes: float = setting(30.0, "minutes between checkpoints too; 0: none", NOT_NEGATIVE)
+    profile: bool = setting(False, "measure and trace a step every profile_interval steps")
+    profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)
+    sample_interval: int = setting(0, "steps between samples; 0: at the end only", AT_LEAST_0)
     sample_prompt: str | None = setting(
-        None, "prompt that the model continues (default: how the validation text begins)"
+        None, "prompt to continue (default: how the validation text begins)"
     )
-    sample_tokens: int = setting(100, "tokens of that continuation", must=AT_LEAST_0)
+    sample_tokens: int = setting(100, "tokens of a sample", AT_LEAST_0)
 
     def __post_init__(self):
         for item in fields(self):
-            value, must = getattr(self, item.name), item.metadata.get("must")
+            value, must = getattr(self, item.name), item.metadata["must"]
             if must and value is not None and not must.holds(value):
                 raise UsageError(f"--{item.name} must be {must.be}, not {value!r}")
 
@@ -191,12 +162,10 @@ def build_parser() -> argparse.ArgumentParser:
         if item.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            is_optional = isinstance(item.type, types.UnionType)
-            options["type"] = item.type.__args__[0] if is_optional else item.type
-            options["choices"] = item.metadata.get("choices")
-            options["metavar"] = (
-                options["type"].__name__.upper() if not options["choices"] else None
-            )
+            kind = item.type.__args__[0] if isinstance(item.type, types.UnionType) else item.type
+            choices = item.metadata.get("choices")
+            metavar = None if choices else kind.__name__.upper()
+            options |= {"type": kind, "choices": choices, "metavar": metavar}
         group.add_argument(f"--{item.name}", **options)
     return parser
 
