@@ -1,7 +1,8 @@
 """Multiple-choice questions, answered with the choice that the model finds likeliest."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -47,20 +48,13 @@ def encode_choices(
     """
     texts = [question.text + delimiter + choice for choice in question.choices]
     encoded = tokenizer.encode_batch([question.text, *texts])
-    n_context = 1 + common_prefix(encoded)  # <s> and what is equal
+    equal = takewhile(lambda column: len(set(column)) == 1, zip(*encoded, strict=False))
+    n_context = 1 + len(list(equal))  # <s> too
     ids = [[tokenizer.bos_id, *choice] for choice in encoded[1:]]
     for i, choice in enumerate(ids):
         if len(choice) == n_context:
             raise DataError(f"{question.place}: choice {i} adds no token to the question")
     return ids, n_context
-
-
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many first items are the same in all sequences."""
-    for length, items in enumerate(zip(*sequences, strict=False)):
-        if len(set(items)) > 1:
-            return length
-    return min(map(len, sequences))
 
 
 def question_rows(

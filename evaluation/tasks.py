@@ -31,8 +31,8 @@ FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
 
 @dataclass
 class EvaluationSettings:
-    """What is scored, and how. What is None is filled in while scoring, if it applies. Raises
-    UsageError: a flag that means nothing for this kind of data."""
+    """What is scored, and how; None where nothing was asked for. Raises UsageError: a flag that
+    means nothing for this kind of data."""
 
     data: str  # a prepared folder, or files of text or questions
     task: str  # packed, text or choice
@@ -103,19 +103,16 @@ def detect_task(data: str) -> str:
 def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
     """Sequences as training reads them. Raises DataError: prepared with another tokenizer, or
     shorter than one sequence."""
-    settings.split = settings.split or "val"
-    data, split, seq_len = settings.data, settings.split, trained.model.config.max_seq_len
+    data, split, seq_len = settings.data, settings.split or "val", trained.model.config.max_seq_len
     check_tokenizer(data, trained)
     if not PackedDataset.fits(data, split, seq_len):
-        raise DataError(
-            f"{data}: the {split} split is shorter than one sequence of {seq_len} tokens"
-        )
+        raise DataError(f"{data}: the {split} split is shorter than a sequence of {seq_len}")
     dataset = PackedDataset(data, split, seq_len)
     total = min(settings.limit or len(dataset), len(dataset))
     with progress(scorer, total, "sequence") as bar:
         bos_id = trained.tokenizer.bos_id
         sums = packed_sums(scorer, dataset, settings.limit, bos_id, bar.update)
-    return {"sequences": total} | summary(sums)
+    return {"split": split, "sequences": total} | summary(sums)
 
 
 def check_tokenizer(folder: str, trained: Trained) -> None:
@@ -135,31 +132,27 @@ def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -
     hold no text.
     """
     seq_len = trained.model.config.max_seq_len
-    settings.stride = settings.stride or max(1, seq_len // 2)
-    if settings.stride > seq_len:
-        raise UsageError(
-            f"--stride {settings.stride} leaves tokens out: at most {seq_len}, the context"
-        )
+    stride = settings.stride or max(1, seq_len // 2)
+    if stride > seq_len:
+        raise UsageError(f"--stride {stride} leaves tokens out: at most {seq_len}, the context")
     with records(settings, scorer, "document") as documents:
-        rows = document_rows(documents, trained.tokenizer, seq_len, settings.stride)
-        sums = text_sums(scorer, rows)
+        sums = text_sums(scorer, document_rows(documents, trained.tokenizer, seq_len, stride))
     if not sums.n:
         raise DataError(f"{settings.data}: no document with any text to score")
-    return summary(sums)
+    return {"stride": stride} | summary(sums)
 
 
 def score_choices(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
     """Questions, answered with the likeliest choice. Raises DataError: files that cannot be read,
     or hold no questions."""
-    settings.delimiter = " " if settings.delimiter is None else settings.delimiter
+    delimiter = " " if settings.delimiter is None else settings.delimiter
     counts, seq_len = ChoiceCounts(), trained.model.config.max_seq_len
     with records(settings, scorer, "question") as lines:
-        rows = question_rows(lines, trained.tokenizer, seq_len, settings.delimiter, counts)
-        answer(scorer, rows, counts)
+        answer(scorer, question_rows(lines, trained.tokenizer, seq_len, delimiter, counts), counts)
     if not counts.n:
         raise DataError(f"{settings.data}: no question in it")
-    result = {"units": counts.n, "unit": "questions", "truncated": counts.truncated}
-    return result | {"metrics": counts.metrics()}
+    number = {"units": counts.n, "unit": "questions", "truncated": counts.truncated}
+    return {"delimiter": delimiter, **number, "metrics": counts.metrics()}
 
 
 def progress(scorer: Scorer, total: int | None, unit: str, scale: bool = False) -> tqdm:

@@ -250,7 +250,7 @@ def test_a_split_shorter_than_one_sequence_is_refused(refused, corpus, trained_r
     options = PackingOptions(None, 0.0, workers=1, skip_bad_lines=False, tokenizer=tokenizer)
     prepare([str(corpus)], tmp_path / "no_val", options, progress=lambda n_bytes: None)
     line = refused("--data", tmp_path / "no_val")
-    assert f"the val split is shorter than one sequence of {SEQ_LEN} tokens" in line
+    assert f"the val split is shorter than a sequence of {SEQ_LEN}" in line
 
 
 def test_weights_alone_need_data(refused, trained_run, tmp_path):

@@ -12,7 +12,6 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation.multiple_choice import (
     ChoiceCounts,
     answer,
-    common_prefix,
     encode_choices,
     question_rows,
 )
@@ -82,14 +81,6 @@ def test_a_choice_that_adds_no_token_is_refused():
 
     with pytest.raises(DataError, match=r"q\.jsonl, line 4: choice 1 adds no token"):
         encode_choices(Question("q.jsonl, line 4", "x", ("y", " "), 0), Strips(), " ")
-
-
-@pytest.mark.parametrize(
-    ("sequences", "length"),
-    [([[1, 2], [1, 2, 3]], 2), ([[1, 2], [1, 3]], 1), ([[], [1]], 0), ([[1], [2]], 0)],
-)
-def test_the_common_prefix(sequences, length):
-    assert common_prefix(sequences) == length
 
 
 def naive(model, tokenizer, fields: dict, delimiter: str) -> tuple[int, int]:
