@@ -12,9 +12,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: LMConfig):
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # gate
-        self.w2 = nn.Linear(
-            config.hidden_dim, config.dim, bias=False
-        )  # back to the residual stream
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)  # to the residual stream
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # value
         self.dropout = nn.Dropout(config.dropout)
 

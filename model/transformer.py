@@ -148,9 +148,8 @@ class Transformer(nn.Module):
             nn.init.normal_(module.weight, mean=0.0, std=std)
 
     def _rotations(self) -> Tensor:
-        return precompute_pos_cis(
-            self.config.head_dim, self.config.max_seq_len, self.config.rope_theta
-        )
+        config = self.config
+        return precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
 
     def _apply(self, fn, recurse=True):
         """Everything that moves or casts a module comes through here; pos_cis is moved, but never

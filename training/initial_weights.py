@@ -62,12 +62,12 @@ class InitialWeights:
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
         tokenizer = self.source.tokenizer
-        room = self.settings["vocab_size"]
+        pieces, room = train_set.vocab_size, self.settings["vocab_size"]
         there = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
-        if there is None and train_set.vocab_size != room:
+        if there is None and pieces != room:
             raise DataError(
-                f"{train_set.folder} has a vocabulary of {train_set.vocab_size}, the model in "
-                f"{self.source.path} one of {room}: prepare the text with the model's tokenizer"
+                f"{train_set.folder} has a vocabulary of {pieces}, the model in {self.source.path} "
+                f"one of {room}: prepare the text with the model's tokenizer"
             )
         if there is not None and there != train_set.description["tokenizer_sha256"]:
             raise DataError(
@@ -75,10 +75,8 @@ class InitialWeights:
                 "prepare the text with the model's, in a folder of its own: `python -m "
                 f"scripts.prepare_data --tokenizer {tokenizer} --data TEXT --out FOLDER`"
             )
-        if train_set.vocab_size > room:
-            raise DataError(
-                f"{tokenizer} has {train_set.vocab_size} pieces, the model beside it only {room}"
-            )
+        if pieces > room:
+            raise DataError(f"{tokenizer} has {pieces} pieces, the model beside it only {room}")
         return LMConfig(**self.settings)
 
     def load(self) -> dict[str, Tensor]:

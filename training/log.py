@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.atomic import write_whole
 from common.progress import progress_bar
+from report.history import number
 from training.engine.device import device_name, mfu, peak_flops
 
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's, which are a warning
@@ -132,7 +133,7 @@ class TrainingLog:
             "tokens": step * self.tokens_per_step,
             "loss": loss,
             "learning_rate": learning_rate,
-            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,
+            "grad_norm": grad_norm,
             "skipped_steps": self.skipped_steps,
             "tokens_per_second": tokens_per_second,
             "step_seconds": round(seconds, 4),
@@ -141,7 +142,7 @@ class TrainingLog:
         }
         self._write(values, "train")
         self.say(
-            f"step {step}/{self.total_steps}  loss {_show(loss, '.4f')}  lr {learning_rate:.2e}  "
+            f"step {step}/{self.total_steps}  loss {_show(loss)}  lr {learning_rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}"
         )
         self._watch(step, loss)
@@ -158,7 +159,7 @@ class TrainingLog:
         at_the_end = step == self.total_steps and self._above
         if self.divergence is None and (self._above >= ABOVE_IN_A_ROW or at_the_end):
             self.divergence = (
-                f"WARNING: the loss is {_show(loss, '.4f')} at step {step} and was "
+                f"WARNING: the loss is {_show(loss)} at step {step} and was "
                 f"{self._first_loss:.4f} at first: the model does not learn; try lower rates "
                 "(--learning_rate, --muon_learning_rate)"
             )
@@ -209,31 +210,23 @@ class TrainingLog:
     def _write(self, values: dict, section: str) -> None:
         if self._file is None:
             return
-        values = {name: value if is_finite(value) else None for name, value in values.items()}
+        values = {name: number(value) for name, value in values.items()}
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:  # unbuffered: a killed run loses nothing that was said
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            self.say(
-                f"NOT WRITTEN: {error}; kept in memory until there is room in {self._file.name}"
-            )
-        scalars = {
-            k.removeprefix("val_"): v for k, v in values.items() if k != "step" and v is not None
-        }
+            self.say(f"NOT WRITTEN: {error}; kept in memory until there is room in {self.path}")
+        step = values.pop("step")
+        known = {k.removeprefix("val_"): v for k, v in values.items() if v is not None}
         try:
-            numbers = {f"{section}/{k}": v for k, v in scalars.items()}
-            self.accelerator.log(numbers, step=values["step"])
+            self.accelerator.log({f"{section}/{k}": v for k, v in known.items()}, step=step)
         except OSError as error:
             self.say(f"NOT LOGGED to the trackers: {error}")
 
 
-def is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _show(value: float | None, form: str) -> str:
-    return "n/a" if value is None else format(value, form)
+def _show(loss: float | None) -> str:
+    return "n/a" if loss is None else f"{loss:.4f}"
 
 
 def drop_rows_from(path: Path, step: int) -> None:

@@ -34,13 +34,8 @@ def prompt_and_continuation(
             prompt.pop()  # the first bytes of a character
     else:
         prompt = [tokenizer.bos_id, *tokenizer.encode(args.sample_prompt)]
-    (ids,) = generate(
-        model,
-        [prompt],
-        args.sample_tokens,
-        Sampling(seed=args.seed),
-        stop_ids=(tokenizer.eos_id,),
-    )
+    stop_ids, sampling = (tokenizer.eos_id,), Sampling(seed=args.seed)
+    (ids,) = generate(model, [prompt], args.sample_tokens, sampling, stop_ids=stop_ids)
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 

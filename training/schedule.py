@@ -54,9 +54,7 @@ class LearningRate:
         if warmup is None:
             warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
         if warmup > total_steps:
-            raise UsageError(
-                f"--warmup_steps {warmup} is longer than the run of {total_steps} steps"
-            )
+            raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
         return cls(
             args.learning_rate,
             total_steps,

@@ -3,7 +3,6 @@
 import json
 import platform
 import sys
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,10 +42,6 @@ def saved_arguments(run: RunFolder) -> dict:
 
 def changed_arguments(run: RunFolder, args: TrainingArguments) -> list[str]:
     """Flags of training that differ from those in the run's settings.json."""
-    before, now = saved_arguments(run), vars(args)
-    names = [item.name for item in fields(args) if item.name not in ("resume", "run_name")]
-    return [
-        f"--{name} {before[name]} → {now[name]}"
-        for name in names
-        if name in before and before[name] != now[name]
-    ]
+    may_change = {"resume": args.resume, "run_name": args.run_name}
+    before = saved_arguments(run) | may_change
+    return [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]

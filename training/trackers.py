@@ -16,9 +16,7 @@ def require_trackers(names: list[str]) -> None:
     """Raises UsageError: a tracker's package is not installed."""
     for name in names:
         if name != "none" and importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f"--log_with {name}: the package is not installed (pip install {name})"
-            )
+            raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")
 
 
 def start_trackers(
@@ -34,16 +32,12 @@ def start_trackers(
     accelerator.log_with = filter_trackers(names, str(run))
     accelerator.project_configuration.logging_dir = str(run)
     # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
-    identifier = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]
+    number = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]
+    same_run = {"id": number, "resume": "allow"}
     options = {
         "tensorboard": {"purge_step": first_step},
-        "wandb": {"name": run.name, "dir": str(run), "id": identifier, "resume": "allow"},
-        "swanlab": {
-            "experiment_name": run.name,
-            "logdir": str(run / "swanlog"),
-            "id": identifier,
-            "resume": "allow",
-        },
+        "wandb": {"name": run.name, "dir": str(run), **same_run},
+        "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **same_run},
     }
     # TensorBoard would make a folder of "hyperparameters" per start; settings.json has them all.
     config = None

@@ -35,8 +35,7 @@ def fused_choice(config: LMConfig, dtype: torch.dtype, device: torch.device) -> 
 
     None where it does not tell: the question is not part of its public interface.
     """
-    grouped = takes_grouped_heads(dtype)
-    n_kv_heads = config.n_kv_heads if grouped else config.n_heads
+    n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
     q, k, v = (
         torch.empty(
             *(1, heads, config.max_seq_len, config.head_dim),
