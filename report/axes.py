@@ -88,11 +88,10 @@ def thin(items: list, limit: int) -> list:
     return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
-def show(value: float, digits: int = 4) -> str:
+def show(value: float) -> str:
     """A number for people: 0.0012, 2.906, 12,345, and 1.2M from a million on."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if size <= abs(value) < 1e15:
-            return f"{value / size:.{digits}g}{letter}"
-    if value == int(value) or abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}" if abs(value) < 1e6 else f"{value:.{digits}g}"
-    return f"{value:.{digits}g}"
+            return f"{value / size:.4g}{letter}"
+    whole = abs(value) < 1e6 and (value == int(value) or abs(value) >= 1000)
+    return f"{value:,.0f}" if whole else f"{value:.4g}"

@@ -29,8 +29,13 @@ class Curve:
     tokens_per_step: float | None  # of its run; None where nothing tells
 
     @property
+    def known(self) -> list[tuple[float, float]]:
+        """The points that have a value."""
+        return [(step, value) for step, value in self.points if value is not None]
+
+    @property
     def values(self) -> list[float]:
-        return [value for _, value in self.points if value is not None]
+        return [value for _, value in self.known]
 
     @property
     def style(self) -> str:
@@ -72,14 +77,12 @@ def draw(chart: Chart) -> str:
     if chart.bars:
         columns = zip(*(curve.points for curve in curves), strict=True)
         sums = [sum(value or 0 for _, value in column) for column in columns]
-        values = value_axis(sums, from_zero=True, linear=True)
-        marks = _bars(curves, extent, values)
+        axis = value_axis(sums, from_zero=True, linear=True)
+        marks = _bars(curves, extent, axis)
     else:
-        values = value_axis([v for curve in full for v in curve.values], chart.from_zero)
-        marks = "".join(_line(curve, extent, values) for curve in curves)
-    notes = [chart.unit]
-    if values.logarithmic:
-        notes.append("logarithmic")
+        axis = value_axis([v for curve in full for v in curve.values], chart.from_zero)
+        marks = "".join(_line(curve, extent, axis) for curve in curves)
+    notes = [chart.unit] + ["logarithmic"] * axis.logarithmic
     number, shown = (max(len(curve.points) for curve in some) for some in (full, curves))
     if shown < number:
         spikes = "" if chart.bars else ", all spikes among them"
@@ -88,16 +91,14 @@ def draw(chart: Chart) -> str:
         f'<li style="{c.style}"><span>{escape(c.label)}</span> <b>{show(c.values[-1])}</b></li>'
         for c in full
     )
-    grid = "".join(
-        f'<path class="grid" d="M0 {_y(value, values)}H{SIZE}"/>' for value, _ in values.ticks()
-    )
+    grid = "".join(f'<path class="grid" d="M0 {_y(at, axis)}H{SIZE}"/>' for at, _ in axis.ticks())
     return (
         f'<figure data-chart="{escape(json.dumps(_read_out(curves, extent)))}">\n'
         f"<figcaption><h2>{escape(chart.title)}</h2> <small>{escape(', '.join(notes))}</small>"
         f"<output></output></figcaption>\n<ul>{legend}</ul>\n"
         f'<div class="plot" role="img" tabindex="0" aria-label="{escape(_summary(chart))}">\n'
         f'<svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" aria-hidden="true">'
-        f"{grid}{marks}</svg>\n{_labels(extent, values)}\n</div>\n</figure>"
+        f"{grid}{marks}</svg>\n{_labels(extent, axis)}\n</div>\n</figure>"
     )
 
 
@@ -127,17 +128,14 @@ def _y(value: float, axis: Axis) -> int:
 
 def _line(curve: Curve, extent: Extent, axis: Axis) -> str:
     """The curve's line, and dots where its points are few; a point between gaps is a dot too."""
-    line, dots, pen_down = [], [], False
+    line, dots = [], []
     values = [None, *(value for _, value in curve.points), None]
-    for i, (step, value) in enumerate(curve.points):
+    for before, (step, value), after in zip(values, curve.points, values[2:], strict=False):
         if value is None:
-            pen_down = False
             continue
         at = f"{_x(step, extent)} {_y(value, axis)}"
-        line.append(f"{'L' if pen_down else 'M'}{at}")
-        pen_down = True
-        alone = values[i] is None and values[i + 2] is None
-        if alone or len(curve.points) <= DOTS_UP_TO:
+        line.append(f"{'M' if before is None else 'L'}{at}")
+        if before is after is None or len(curve.points) <= DOTS_UP_TO:
             dots.append(f"M{at}h0")
     look = f'style="{curve.style}; --stretch: {extent.stretch(curve):.6g}"'
     drawn = f'<path class="line" {look} d="{"".join(line)}"/>'
@@ -151,11 +149,10 @@ def _bars(curves: list[Curve], extent: Extent, axis: Axis) -> str:
     for curve in curves:
         path = []
         for i, (step, value) in enumerate(curve.points):
-            top = below[i] + (value or 0.0)
-            foot = _y(below[i], axis)
-            height = _y(below[i], axis) - _y(top, axis)
-            path.append(f"M{_x(step, extent) - width // 2} {foot}h{width}v-{height}h-{width}z")
-            below[i] = top
+            left, foot = _x(step, extent) - width // 2, _y(below[i], axis)
+            below[i] += value or 0.0
+            height = foot - _y(below[i], axis)
+            path.append(f"M{left} {foot}h{width}v-{height}h-{width}z")
         drawn.append(f'<path class="bars" style="{curve.style}" d="{"".join(path)}"/>')
     return "".join(drawn)
 
@@ -179,16 +176,14 @@ def _labels(extent: Extent, values: Axis) -> str:
 
 def _read_out(curves: list[Curve], extent: Extent) -> dict:
     """What the page's script finds values in: the ends of the axes, and x and y of each curve."""
-    series = []
-    for curve in curves:
-        known = [(step, value) for step, value in curve.points if value is not None]
-        series.append(
-            {
-                "tokens": curve.tokens_per_step,
-                "x": [step for step, _ in known],
-                "y": [float(f"{value:.5g}") for _, value in known],
-            }
-        )
+    series = [
+        {
+            "tokens": curve.tokens_per_step,
+            "x": [step for step, _ in curve.known],
+            "y": [float(f"{value:.5g}") for value in curve.values],
+        }
+        for curve in curves
+    ]
     return {"step": extent.step, "token": extent.token, "series": series}
 
 
@@ -196,10 +191,6 @@ def _summary(chart: Chart) -> str:
     """The chart in words, for who does not see it."""
     ends = []
     for curve in chart.curves:
-        known = [(step, value) for step, value in curve.points if value is not None]
-        (first, before) = known[0]
-        (last, after) = known[-1]
-        ends.append(
-            f"{curve.label} from {show(before)} at step {first:,} to {show(after)} at step {last:,}"
-        )
+        first, last = (f"{show(y)} at step {x:,}" for x, y in (curve.known[0], curve.known[-1]))
+        ends.append(f"{curve.label} from {first} to {last}")
     return f"{chart.title} ({chart.unit}): {'; '.join(ends)}"

@@ -69,40 +69,41 @@ def leave_report(run: RunFolder) -> str:
     return str(run.report)
 
 
-def page(runs: list[History]) -> str:
+def page(histories: list[History]) -> str:
     """The HTML of one run's report, or of several runs together."""
-    names = run_names(runs)
-    single = len(runs) == 1
-    samples = "\n".join(_samples(name, run, single) for name, run in zip(names, runs, strict=True))
+    runs = by_name(histories)
+    numbers = {name: final_numbers(run) for name, run in runs.items()}
+    (first, run), *others = runs.items()
+    samples = "\n".join(_samples(name, run, not others) for name, run in runs.items())
     parts = {
-        "title": escape(", ".join(names)),
-        "heading": escape(names[0]) if single else f"{len(runs)} runs",
-        "numbers": _table({n: final_numbers(r) for n, r in zip(names, runs, strict=True)}),
-        "charts": "\n".join(draw(chart) for chart in charts(names, runs)),
+        "title": escape(", ".join(runs)),
+        "heading": f"{len(runs)} runs" if others else escape(first),
+        "numbers": _table(numbers) if others else _pairs(numbers[first], "numbers"),
+        "charts": "\n".join(draw(chart) for chart in charts(runs)),
         "samples": f"<h2>What the model writes</h2>\n{samples}" if samples.strip() else "",
-        "settings": _settings(runs[0].settings) if single else _differences(names, runs),
+        "settings": _differences(runs) if others else _settings(run.settings),
     }
     # In one pass: a sample that looks like a placeholder stays as it is.
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def run_names(runs: list[History]) -> list[str]:
-    """The folders' names, or their paths where two have the same name."""
-    paths = [run.folder.path.resolve() for run in runs]
-    names = [path.name for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
+def by_name(runs: list[History]) -> dict[str, History]:
+    """The folders' names, or their paths where two have the same name → runs."""
+    paths = {run.folder.path.resolve(): run for run in runs}
+    names = {path.name: run for path, run in paths.items()}
+    return names if len(names) == len(paths) else {str(path): run for path, run in paths.items()}
 
 
-def charts(names: list[str], runs: list[History]) -> list[Chart]:
+def charts(runs: dict[str, History]) -> list[Chart]:
     """Every chart that there are numbers for."""
-    drawn = [_chart(measure, names, runs) for measure in (LOSS, VAL_LOSS, *OTHERS)]
+    drawn = [_chart(measure, runs) for measure in (LOSS, VAL_LOSS, *OTHERS)]
     if len(runs) == 1:  # both losses in one chart
         training, validation = (
             [replace(curve, label=label, color=color) for curve in drawn[color].curves]
             for color, label in enumerate(("training", "validation"))
         )
         drawn[:2] = [replace(drawn[0], title="Loss", curves=training + validation)]
-    for name, run in zip(names, runs, strict=True):
+    for name, run in runs.items():
         phases = []
         for color, phase in enumerate(run.phases):
             points = [(row["step"], number(row.get(f"{phase}_seconds"))) for row in run.profile]
@@ -112,10 +113,10 @@ def charts(names: list[str], runs: list[History]) -> list[Chart]:
     return [chart for chart in drawn if chart.curves and all(c.values for c in chart.curves)]
 
 
-def _chart(measure: Measure, names: list[str], runs: list[History]) -> Chart:
+def _chart(measure: Measure, runs: dict[str, History]) -> Chart:
     """One curve per run that has such numbers."""
     curves = []
-    for color, (name, run) in enumerate(zip(names, runs, strict=True)):
+    for color, (name, run) in enumerate(runs.items()):
         points = [
             (step, None if value is None else value * measure.factor)
             for step, value in series(getattr(run, measure.rows), measure.key)
@@ -177,11 +178,8 @@ def _duration(run: History) -> str | None:
 
 
 def _table(rows: dict[str, dict[str, str]]) -> str:
-    """Name and value of one run, or a table of several: {run: {name: value}}."""
-    names = list(dict.fromkeys(name for values in rows.values() for name in values))
-    if len(rows) == 1:
-        (values,) = rows.values()
-        return _pairs(values, "numbers")
+    """{run: {name: value}}, a column per run."""
+    names = dict.fromkeys(name for values in rows.values() for name in values)
     head = "".join(f"<th>{escape(run)}</th>" for run in rows)
     body = "".join(
         f"<tr><th>{escape(name)}</th>"
@@ -259,10 +257,10 @@ def _plain(value) -> str:
     return UNKNOWN if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
-def _differences(names: list[str], runs: list[History]) -> str:
+def _differences(runs: dict[str, History]) -> str:
     """The settings in which the runs are not alike, and each one's command."""
     flat = {}
-    for name, run in zip(names, runs, strict=True):
+    for name, run in runs.items():
         if run.settings:
             groups = _groups(run.settings).values()
             flat[name] = {key: value for group in groups for key, value in group.items()}
@@ -272,7 +270,7 @@ def _differences(names: list[str], runs: list[History]) -> str:
     table = _table({n: {k: v.get(k, UNKNOWN) for k in different} for n, v in flat.items()})
     commands = "\n".join(
         f"<h3>{escape(name)}</h3>\n<pre>{escape(_command(run.settings))}</pre>"
-        for name, run in zip(names, runs, strict=True)
+        for name, run in runs.items()
     )
     alike = "<p>None that settings.json tells of.</p>"
     return f"<h2>Settings that differ</h2>\n{table if different else alike}\n{commands}"
