@@ -18,13 +18,14 @@ from benchmarks.flags import at_least, names, new_parser, numbers
 from benchmarks.markdown import heading, table
 from benchmarks.work import VOCAB_SIZE
 from common.errors import UsageError, one_line_errors
-from formats.hugging_face_names import DTYPES, llama_config, to_llama
+from formats.hugging_face_names import llama_config, to_llama
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
 from model import LMConfig, Transformer
 
 PROGRAM = "benchmarks.generation"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = {  # dim, layers, heads; 3m is what run_accelerate.sh trains on a CPU
     "3m": (192, 4, 4),
     "26m": (512, 8, 8),

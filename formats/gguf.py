@@ -167,10 +167,8 @@ def largest_difference(path: Path, tensors: dict[str, Tensor]) -> float:
 
 @np.errstate(all="ignore")  # what does not fit is found when it is read back
 def export_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, file_type: str) -> str:
-    """Write the file aside, check it, and give it its name; returns what to tell.
-
-    Args:
-        file_type: of the matrices, one of TYPES.
+    """Write the file aside, its matrices as `file_type`, check it, and give it its name; returns
+    what to tell.
 
     Raises UsageError, DataError: nothing that the file can hold. OSError: the disk is full or
     refuses.

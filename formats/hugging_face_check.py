@@ -39,18 +39,9 @@ NASTY_TEXTS = (
 )
 
 
-def check(
-    folder: Path, model: Transformer, tokenizer: Tokenizer | None, *, dtype: str
-) -> list[str]:
-    """Load the folder as anybody would, and compare; says how equal it is.
-
-    Args:
-        model: what was exported; it is left with the weights as they were stored.
-        tokenizer: None if it was not exported.
-        dtype: of the weights, as torch calls it.
-
-    Raises UsageError: something differs.
-    """
+def check(folder: Path, model: Transformer, tokenizer: Tokenizer | None, dtype: str) -> list[str]:
+    """Load the folder as anybody would, and compare with what was exported (None: no tokenizer),
+    the weights in `dtype`; says how equal it is. Raises UsageError: something differs."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     said = [check_model(folder, model, dtype)]

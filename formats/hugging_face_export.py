@@ -52,15 +52,8 @@ def is_export(folder: Path) -> bool:
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str
 ) -> None:
-    """Weights, config, generation settings and a model card.
-
-    Args:
-        tokenizer: whose begin and end markers the settings name.
-        dtype: of the weights, as torch calls it.
-        name: of the model, for the card.
-
-    Raises OSError: the disk is full or refuses.
-    """
+    """Weights in `dtype`, config, generation settings with the tokenizer's begin and end markers,
+    and a model card. Raises OSError: the disk is full or refuses."""
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}

@@ -8,7 +8,6 @@ keys meet in a product that does not care for the order of channels.
 
 import re
 
-import torch
 from torch import Tensor
 
 from model.config import ConfigError, LMConfig
@@ -30,7 +29,6 @@ IN_LAYER = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def split_halves(weight: Tensor, heads: int) -> Tensor:
@@ -64,7 +62,7 @@ def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return llama
 
 
-def from_llama_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def our_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Hugging Face's names → ours; the rows of wq and wk still lie as they did. Raises ConfigError:
     a name that a Llama does not have."""
     outer = {theirs: ours for ours, theirs in OUTER.items()}
@@ -81,7 +79,7 @@ def from_llama_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def from_llama_rotation(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def our_rotation(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of wq and wk reordered, of weights that have our names and the config's shapes."""
     heads = {name: rotated_heads(name, config) for name in weights}
     return {n: join_halves(w, heads[n]) if heads[n] else w for n, w in weights.items()}
@@ -127,10 +125,8 @@ def config_from_llama(values: dict) -> LMConfig:
             raise ConfigError(f"{name} must be an object, not {given!r}")
         refuse_other_arithmetic(values, given)
         rope |= given
-    missing = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"} - set(
-        values
-    )
-    if missing:
+    needed = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"}
+    if missing := needed - values.keys():
         raise ConfigError(f"{min(missing)} is missing")
     config = LMConfig(
         dim=values["hidden_size"],

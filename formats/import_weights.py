@@ -94,9 +94,6 @@ def copy_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Pa
             raise
         return f"none: {error}; {need}"
     if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"{path} has {tokenizer.vocab_size} pieces, the model only {vocab_size}: they do not "
-            "belong together"
-        )
+        raise DataError(f"{path} has {tokenizer.vocab_size} pieces, the model only {vocab_size}")
     shutil.copyfile(path, folder / TOKENIZER_FILE)
     return f"{path}, {tokenizer.vocab_size:,} pieces"

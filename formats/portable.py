@@ -18,10 +18,9 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
 
-def save_portable(folder: str | Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
+def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
     """Write the folder. Weights go by their names in `named_parameters()`, a tied matrix once.
     Raises OSError: the disk is full or refuses."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())
@@ -67,10 +66,9 @@ def load_config(folder: Path) -> LMConfig:
         raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
 
 
-def load_portable(folder: str | Path) -> Transformer:
+def load_portable(folder: Path) -> Transformer:
     """The model of such a folder, in evaluation mode, on the CPU, in fp32. Raises ConfigError:
     files missing or damaged, or weights that do not fit the config; names what is wrong."""
-    folder = Path(folder)
     config = load_config(folder)
     try:
         weights = load_file(folder / WEIGHTS_FILE)
@@ -100,12 +98,9 @@ def require_fit(model: Transformer, weights: dict[str, Tensor], source: str) -> 
     if model.config.tie_embeddings:
         weights.pop("output.weight", None)  # the same matrix as tok_embeddings.weight
     for name in sorted(parameters.keys() ^ weights.keys()):
-        raise ConfigError(
-            f"{source}: {name} is {'missing' if name in parameters else 'not in this model'}"
-        )
+        wrong = "missing" if name in parameters else "not in this model"
+        raise ConfigError(f"{source}: {name} is {wrong}")
     for name, parameter in parameters.items():
-        if parameter.shape != weights[name].shape:
-            raise ConfigError(
-                f"{source}: {name} is {tuple(weights[name].shape)}, "
-                f"the model has {tuple(parameter.shape)}"
-            )
+        ours, theirs = tuple(parameter.shape), tuple(weights[name].shape)
+        if ours != theirs:
+            raise ConfigError(f"{source}: {name} is {theirs}, the model has {ours}")

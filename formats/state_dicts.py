@@ -14,12 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from formats.hugging_face_names import (
-    OUTER,
-    config_from_llama,
-    from_llama_names,
-    from_llama_rotation,
-)
+from formats.hugging_face_names import OUTER, config_from_llama, our_names, our_rotation
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights, read_json
 from model.config import ConfigError, LMConfig
 from model.transformer import Transformer
@@ -170,18 +165,13 @@ def merge_shards(parts: list[dict[str, Tensor]], folder: Path) -> dict[str, Tens
 
 
 def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Config and fp32 weights as formats.portable stores them.
-
-    Args:
-        settings: every one of SETTINGS.
-
-    Raises ConfigError: weights that are missing, superfluous, or of another shape.
-    """
+    """Config, with every one of SETTINGS as in `settings`, and fp32 weights, as formats.portable
+    stores them. Raises ConfigError: weights that are missing, superfluous, or of another shape."""
     weights, config = foreign.weights, foreign.llama
     theirs = config is not None or any(name in weights for name in OUTER.values())
     try:
         if theirs:
-            weights = from_llama_names(weights)
+            weights = our_names(weights)
         if config:
             config = LMConfig.from_dict(config.to_dict() | settings)
         else:
@@ -195,7 +185,7 @@ def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, di
             raise ConfigError(f"{source}: says that the embeddings are tied, but they differ")
         weights = {name: w for name, w in weights.items() if name != "output.weight"}
     if theirs:
-        weights = from_llama_rotation(config, weights)
+        weights = our_rotation(config, weights)
     return config, {name: weight.float() for name, weight in weights.items()}
 
 
