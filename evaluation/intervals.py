@@ -30,10 +30,8 @@ class Estimate(NamedTuple):
 class UnitSums:
     """Sums over independent units, from which ratios of totals and their intervals follow.
 
-    Totals and sums of products are all that is kept, so memory does not grow with the units.
-
-    Args:
-        size: how many numbers are measured on each unit.
+    Totals of the `size` numbers that are measured on each unit, and sums of their products, are all
+    that is kept, so memory does not grow with the units.
     """
 
     def __init__(self, size: int):

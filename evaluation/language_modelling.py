@@ -69,11 +69,8 @@ def packed_sums(
     """The same for packed sequences, those that the validation of a training run reads.
 
     A sequence begins anywhere and sees nothing before itself, and begin markers are predicted too,
-    as in training. Sequences that begin in the same document make one unit.
-
-    Args:
-        max_samples: as `--eval_samples` in training; 0 takes all.
-        progress: called with 1 for every sequence scored.
+    as in training. Sequences that begin in the same document make one unit. `max_samples` is
+    `--eval_samples` of training (0: all), `progress` is called with 1 for every sequence scored.
     """
     loader = validation_loader(dataset, scorer.batch_size, max_samples, scorer.accelerator)
     units = dataset.documents_of(spread(len(dataset), max_samples), bos_id)

@@ -69,14 +69,8 @@ def score(args: argparse.Namespace) -> None:
 
     trained = load_trained(args.run)
     data = args.data or data_of_run(trained.folder)
-    settings = EvaluationSettings(
-        data=data,
-        task=args.task or detect_task(data),
-        split=args.split,
-        stride=args.stride,
-        delimiter=args.delimiter,
-        limit=args.limit,
-    )
+    asked = {name: getattr(args, name) for name in ("split", "stride", "delimiter", "limit")}
+    settings = EvaluationSettings(data, args.task or detect_task(data), **asked)
     scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
     result = evaluate(settings, trained, scorer)
     if scorer.accelerator.is_main_process:
