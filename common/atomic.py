@@ -62,14 +62,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """`whole_folder`, where a person may have named a place that holds something else.
-
-    Args:
-        what: what the folder will be, as in "export".
-        is_one: whether a folder that exists is such a thing; nothing else is ever replaced.
-
-    Raises UsageError: `out` must not be replaced.
-    """
+    """`whole_folder`, where a person may have named a place that holds something else: of a folder
+    that exists `is_one` tells whether it is `what` is to be written, as in "export", and nothing
+    else is ever replaced. Raises UsageError: `out` must not be replaced."""
     if out.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"{out} is the working folder or above it: choose another")
     if out.exists() and not out.is_dir():
@@ -116,11 +111,10 @@ def _doomed(path: Path) -> Path:
 
 def _remove_abandoned(out: Path) -> None:
     """What processes that no longer run were writing, and what they had not deleted yet."""
-    written, replaced = f"{escape(out.name)}.partial-*", f"{DOOMED}{escape(out.name)}-*"
-    # What is to be replaced goes only when the new one has come.
-    for leftover in (
-        path for kind in (written, replaced)[: 1 + out.exists()] for path in out.parent.glob(kind)
-    ):
+    leftovers = list(out.parent.glob(f"{escape(out.name)}.partial-*"))
+    if out.exists():  # what is to be replaced goes only when the new one has come
+        leftovers += out.parent.glob(f"{DOOMED}{escape(out.name)}-*")
+    for leftover in leftovers:
         pid = leftover.name.rpartition("-")[2]
         # Our own number: in a container every run may have the same one.
         lives = pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()

@@ -11,10 +11,7 @@ class TextStream:
     What is given out together is what `tokenizer.decode` makes of all ids, up to the first stop
     string, which is not given out; of overlapping ones, the first that is complete. Held back is
     only what the next id may change: the first bytes of a character, and an end that may be the
-    beginning of a stop string.
-
-    Args:
-        stop: strings that end the text; an empty one is ignored.
+    beginning of a stop string. An empty stop string is ignored.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):

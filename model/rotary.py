@@ -50,9 +50,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
             f"pos_cis must be complex, not {pos_cis.dtype}: its imaginary part was lost in a cast"
         )
     if pos_cis.shape != (xq.shape[1], xq.shape[-1] // 2):
-        raise ValueError(
-            f"pos_cis {tuple(pos_cis.shape)} does not fit queries of shape {tuple(xq.shape)}"
-        )
+        raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries {tuple(xq.shape)}")
     # The real view instead of complex products: the same arithmetic, which torch.compile can fuse.
     cos, sin = torch.view_as_real(pos_cis)[None, :, None].unbind(-1)  # (1, T, 1, head_dim/2) each
 

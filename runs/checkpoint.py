@@ -29,14 +29,9 @@ RANDOM, STATE, MANIFEST = "random.safetensors", "state.json", "manifest.json"
 
 
 def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], state: dict) -> int:
-    """Write the checkpoint of state["step"] and let `latest` name it; returns its size in bytes.
-
-    Args:
-        tensors: WEIGHTS, OPTIMIZER and RANDOM → what that file holds.
-        state: for state.json.
-
-    Raises OSError: the disk is full or refuses; what was there before still is.
-    """
+    """Write the checkpoint of state["step"], with WEIGHTS, OPTIMIZER and RANDOM → what that file
+    holds, and let `latest` name it; returns its size in bytes. Raises OSError: the disk is full or
+    refuses; what was there before still is."""
     path = run.checkpoint(state["step"])
     with whole_folder(path) as partial:
         for name, content in tensors.items():

@@ -24,11 +24,8 @@ class InitialWeights:
 
     @classmethod
     def find(cls, init_from: str | None, given: dict) -> "InitialWeights":
-        """Look for the weights and read their shape.
-
-        Args:
-            init_from: the flag.
-            given: settings of the model that were typed.
+        """Look for the weights and read their shape; `given` are the settings of the model that
+        were typed.
 
         Raises UsageError: no weights there, or a flag contradicts their shape. ConfigError: a shape
         that cannot be read, or a flag with a value that cannot work.

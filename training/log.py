@@ -48,13 +48,8 @@ class TrainingLog:
             drop_rows_from(self.path, self.first_step)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, closed in close()
         self._unwritten = b""
-        self.bar = progress_bar(
-            self.total_steps,
-            desc="step",
-            unit="step",
-            initial=self.first_step - 1,
-            disable=not accelerator.is_main_process,
-        )
+        shown = {"initial": self.first_step - 1, "disable": not accelerator.is_main_process}
+        self.bar = progress_bar(self.total_steps, "step", "step", **shown)
         self._loss_sum = torch.zeros((), device=accelerator.device)
         self._step_loss = torch.zeros_like(self._loss_sum)
         self._weight = self._step_weight = 0.0
@@ -121,9 +116,8 @@ class TrainingLog:
         if step != self.first_step:
             left = int(seconds * (self.total_steps - step))
             tokens_per_second = round(self.tokens_per_step / seconds, 1)
-            utilisation = mfu(
-                tokens_per_second, self.flops_per_token, self.peak, self.accelerator.num_processes
-            )
+            processes = self.accelerator.num_processes
+            utilisation = mfu(tokens_per_second, self.flops_per_token, self.peak, processes)
             timing = f"{tokens_per_second:,.0f} tokens/s  "
             timing += f"MFU {utilisation:.1%}  " if utilisation is not None else ""
             timing += f"left {left // 60}:{left % 60:02d}"
@@ -181,10 +175,8 @@ class TrainingLog:
         )
 
     def profile(self, step: int, seconds: dict[str, float], report: str) -> None:
-        self._write(
-            {"step": step} | {f"{name}_seconds": round(s, 5) for name, s in seconds.items()},
-            "profile",
-        )
+        phases = {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}
+        self._write({"step": step} | phases, "profile")
         self.say(report)
 
     def say(self, text: str) -> None:

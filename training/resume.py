@@ -48,12 +48,8 @@ def choose_run(args: TrainingArguments) -> StartingPoint:
 
 def find_starting_point(args: TrainingArguments, quiet: bool = False) -> StartingPoint:
     """What `choose_run` chooses; only reads, so that it can be asked before anything is launched.
-
-    Args:
-        quiet: say nothing of checkpoints that are missing or passed over.
-
-    Raises UsageError: as `choose_run`, but for the lock.
-    """
+    `quiet` says nothing of checkpoints that are missing or passed over. Raises UsageError: as
+    `choose_run`, but for the lock."""
     try:
         if args.resume == "auto":
             return _newest(args, quiet) or _new_run(args, may_exist=True)
@@ -105,8 +101,7 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
     run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     if run.metrics.exists() and not may_exist:
         raise UsageError(
-            f"{run.path} holds a run already: pass --resume auto to go on with it, "
-            "or another --run_name"
+            f"{run.path} holds a run: pass --resume auto to go on with it, or another --run_name"
         )
     return StartingPoint(run)
 

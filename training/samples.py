@@ -63,16 +63,14 @@ class SampleWriter:
 
     def write(self, step: int) -> None:
         """If it is time. A disk that is full or refuses does not stop training."""
-        interval = self.args.sample_interval
+        args, interval = self.args, self.args.sample_interval
         if not interval or step % interval or not self.accelerator.is_main_process:
             return
         # Every process has all weights under DDP, ZeRO-1 and ZeRO-2: the others go on and wait at
         # their next exchange.
-        decoder = Decoder(plain_module(self.model), getattr(torch, self.args.dtype))
+        decoder = Decoder(plain_module(self.model), getattr(torch, args.dtype))
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
-            prompt, text = prompt_and_continuation(
-                decoder, self.args, self.tokenizer, self.prompt_from
-            )
+            prompt, text = prompt_and_continuation(decoder, args, self.tokenizer, self.prompt_from)
         row = {"step": step, "prompt": prompt, "text": text}
         try:
             with open(self.path, "a", encoding="utf-8") as file:
