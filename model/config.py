@@ -49,7 +49,7 @@ class LMConfig:
     def __post_init__(self):
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.type is int:
+            if item.type is int or (item.type == int | None and value is not None):
                 if type(value) is not int or value <= 0:
                     raise ConfigError(f"{item.name} must be a positive whole number, not {value!r}")
                 if value > LARGEST:
@@ -73,10 +73,6 @@ class LMConfig:
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of
-        if type(self.hidden_dim) is not int or self.hidden_dim <= 0:
-            raise ConfigError(
-                f"hidden_dim must be a positive whole number, not {self.hidden_dim!r}"
-            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         for name in ("norm_eps", "rope_theta"):

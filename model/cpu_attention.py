@@ -51,21 +51,21 @@ def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
-def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(start, end, weights) of each block: positions, and a view (Z, rows of the block, end)."""
+def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[slice, int, int, Tensor]]:
+    """(rows, start, end, weights) of each block: which rows, which positions, and a view of flat,
+    (Z, rows of the block, end)."""
     group = rows.shape[1] // seq_len
     used = 0
     for start, end in _blocks(seq_len, group):
         shape = (rows.shape[0], (end - start) * group, end)
         n = math.prod(shape)
-        yield start, end, flat[used : used + n].view(shape)
+        yield slice(start * group, end * group), start, end, flat[used : used + n].view(shape)
         used += n
 
 
 def _weights_like(rows: Tensor, k: Tensor) -> Tensor:
-    seq_len = k.shape[1]
     group = rows.shape[1] // k.shape[1]
-    n = sum((end - start) * group * end for start, end in _blocks(seq_len, group))
+    n = sum((end - start) * group * end for start, end in _blocks(k.shape[1], group))
     return rows.new_empty(rows.shape[0] * n)
 
 
@@ -80,8 +80,7 @@ def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     size = min(seq_len, _blocks(seq_len, group)[0][1])
     future = torch.full((size, size), float("-inf"), dtype=rows.dtype, device=rows.device).triu(1)
     future = future.repeat_interleave(group, dim=0)  # (size · group, size)
-    for start, end, weights in _walk(flat, rows, seq_len):
-        block = slice(start * group, end * group)
+    for block, start, end, weights in _walk(flat, rows, seq_len):
         scores = rows[:, block] @ k[:, :end].transpose(1, 2)
         scores[:, :, start:] += future[: (end - start) * group, : end - start]
         torch.softmax(scores, dim=-1, out=weights)
@@ -94,13 +93,10 @@ def _attend_backward(
     grad: Tensor, rows: Tensor, k: Tensor, v: Tensor, flat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of rows, k and v from that of the output, (Z, T · group, D)."""
-    seq_len = k.shape[1]
-    group = rows.shape[1] // k.shape[1]
     grad_rows = torch.empty_like(rows)
     wide = torch.promote_types(rows.dtype, torch.float32)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-    for start, end, weights in _walk(flat, rows, seq_len):
-        block = slice(start * group, end * group)
+    for block, _, end, weights in _walk(flat, rows, k.shape[1]):
         grad_v[:, :end] += weights.transpose(1, 2) @ grad[:, block]
         grad_weights = grad[:, block] @ v[:, :end].transpose(1, 2)
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, rows.dtype)
