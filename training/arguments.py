@@ -66,24 +66,16 @@ class TrainingArguments:
         "the shape of the model is theirs, the optimizer new; a checkpoint that --resume finds is "
         "preferred",
     )
-    keep_last: int = setting(
-        3,
-        "newest checkpoints to keep, besides the best one saved at a validation; 0 keeps all",
-        AT_LEAST_0,
-    )
+    keep_last: int = setting(3, "newest checkpoints to keep, besides the best; 0: all", AT_LEAST_0)
     time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
-    num_workers: int = setting(
-        0, "extra processes that read batches; 0 reads in the training process", AT_LEAST_0
-    )
+    num_workers: int = setting(0, "extra processes that read batches; 0: none", AT_LEAST_0)
 
     epochs: int = setting(1, "passes over the data", AT_LEAST_1, group="training")
     max_steps: int | None = setting(None, "steps to train (default: decided by epochs)", AT_LEAST_1)
     batch_size: int = setting(8, "sequences per process in one micro-batch", AT_LEAST_1)
     accumulation_steps: int = setting(1, "micro-batches per optimizer step", AT_LEAST_1)
     optimizer: str = setting(
-        "adamw",
-        "muon steps the matrices of the blocks by Muon, and the rest by AdamW",
-        choices=OPTIMIZERS,
+        "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest", choices=OPTIMIZERS
     )
     learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
@@ -106,9 +98,7 @@ class TrainingArguments:
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
     compile: str = setting(
-        "auto",
-        "torch.compile, block by block; 'auto' where the run is long enough to gain by it",
-        choices=COMPILE,
+        "auto", "torch.compile by blocks; 'auto' where the run gains by it", choices=COMPILE
     )
     seed: int = setting(42, "of initial weights, order of the data, dropout and samples", SEED)
 
@@ -123,9 +113,7 @@ class TrainingArguments:
     profile: bool = setting(False, "measure and trace a step every profile_interval steps")
     profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)
     sample_interval: int = setting(0, "steps between samples; 0: at the end only", AT_LEAST_0)
-    sample_prompt: str | None = setting(
-        None, "prompt to continue (default: how the validation text begins)"
-    )
+    sample_prompt: str | None = setting(None, "prompt (default: how the validation text begins)")
     sample_tokens: int = setting(100, "tokens of a sample", AT_LEAST_0)
 
     def __post_init__(self):
