@@ -23,11 +23,9 @@ def windows(ids: list[int], seq_len: int, stride: int) -> Iterator[tuple[list[in
 
     A window reads up to seq_len ids and the next begins `stride` further. The first predicts after
     every id that it reads; the others only what no window before them did, so that each prediction
-    has all ids before it as context, or at least seq_len - stride of them.
-
-    Args:
-        ids: a document with its begin and end markers, at least two ids.
-        stride: 1 to seq_len. A smaller one gives more context and takes more windows.
+    has all ids before it as context, or at least seq_len - stride of them: a smaller stride, 1 to
+    seq_len, gives more context and takes more windows. `ids` is a document with its begin and end
+    markers.
     """
     done = 0  # ids[1:done + 1] are predicted
     for start in range(0, len(ids), stride):

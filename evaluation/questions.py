@@ -5,7 +5,7 @@
 The answer is the number of the right choice, counted from 0, or its letter, counted from "A".
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from data.corpus import Record, load_json, refuse_half_characters
 from data.errors import DataError
@@ -32,18 +32,13 @@ def parse_question(record: Record) -> Question:
             raise DataError(f"{record.place}: choice {i} is {choice!r}, not a text to score")
         refuse_half_characters(record, choice)
     refuse_half_characters(record, fields["question"])
-    answer = _index(fields.get("answer"), len(choices))
-    if answer is None:
+    answer = fields.get("answer")
+    if isinstance(answer, str) and len(answer) == 1 and answer.isascii():
+        answer = ord(answer) - ord("A")
+    if type(answer) is not int or not 0 <= answer < len(choices):
         letters = f'"A" to "{chr(ord("A") + len(choices) - 1)}"'
         raise DataError(
             f'{record.place}: "answer" is {fields.get("answer")!r}; it must be 0 to '
             f"{len(choices) - 1} or {letters}"
         )
     return Question(record.place, fields["question"], tuple(choices), answer)
-
-
-def _index(answer: Any, n: int) -> int | None:
-    """0 to n - 1 for a number or letter that means it, else None."""
-    if isinstance(answer, str) and len(answer) == 1 and answer.isascii():
-        answer = ord(answer) - ord("A")
-    return answer if type(answer) is int and 0 <= answer < n else None

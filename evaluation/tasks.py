@@ -104,25 +104,20 @@ def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer)
     """Sequences as training reads them. Raises DataError: prepared with another tokenizer, or
     shorter than one sequence."""
     data, split, seq_len = settings.data, settings.split or "val", trained.model.config.max_seq_len
-    check_tokenizer(data, trained)
+    tokenizer = trained.tokenizer
+    ours = hashlib.sha256(Path(tokenizer.path).read_bytes()).hexdigest()
+    if read_description(data).get("tokenizer_sha256") != ours:
+        raise DataError(
+            f"{data} was prepared with another tokenizer than that of {trained.folder}: prepare "
+            f"the text with --tokenizer {tokenizer.path}, or give the text itself"
+        )
     if not PackedDataset.fits(data, split, seq_len):
         raise DataError(f"{data}: the {split} split is shorter than a sequence of {seq_len}")
     dataset = PackedDataset(data, split, seq_len)
     total = min(settings.limit or len(dataset), len(dataset))
     with progress(scorer, total, "sequence") as bar:
-        bos_id = trained.tokenizer.bos_id
-        sums = packed_sums(scorer, dataset, settings.limit, bos_id, bar.update)
+        sums = packed_sums(scorer, dataset, settings.limit, tokenizer.bos_id, bar.update)
     return {"split": split, "sequences": total} | summary(sums)
-
-
-def check_tokenizer(folder: str, trained: Trained) -> None:
-    """Raises DataError: the data was prepared with another tokenizer than the model's."""
-    ours = hashlib.sha256(Path(trained.tokenizer.path).read_bytes()).hexdigest()
-    if read_description(folder).get("tokenizer_sha256") != ours:
-        raise DataError(
-            f"{folder} was prepared with another tokenizer than that of {trained.folder}: prepare "
-            f"the text with --tokenizer {trained.tokenizer.path}, or give the text itself"
-        )
 
 
 def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
@@ -14,11 +14,11 @@ class History:
     """Rows as in the files, in the order of steps, the last one where a step comes twice."""
 
     folder: RunFolder
-    train: list[dict] = field(default_factory=list)
-    validation: list[dict] = field(default_factory=list)
-    profile: list[dict] = field(default_factory=list)
-    samples: list[dict] = field(default_factory=list)
-    settings: dict = field(default_factory=dict)  # empty if there is no readable settings.json
+    settings: dict  # empty if there is no readable settings.json
+    train: list[dict]
+    validation: list[dict]
+    profile: list[dict]
+    samples: list[dict]
 
     @property
     def last_step(self) -> int:
@@ -46,21 +46,17 @@ def read_history(path: Path) -> History:
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")
-    history = History(folder, settings=read_settings(folder.settings))
-    for row in read_rows(folder.metrics):
-        if "val_loss" in row:
-            history.validation.append(row)
-        elif "forward_seconds" in row:
-            history.profile.append(row)
-        else:
-            history.train.append(row)
-    if not (history.train or history.validation or history.profile):
+    rows = read_rows(folder.metrics)
+    if not rows:
         raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")
-    history.samples = [row for row in read_rows(folder.samples) if "text" in row]
-    for name in ("train", "validation", "profile", "samples"):
-        by_step = {row["step"]: row for row in getattr(history, name)}
-        setattr(history, name, [by_step[step] for step in sorted(by_step)])
-    return history
+    train, validation, profile = {}, {}, {}  # step → row
+    for row in rows:
+        kind = validation if "val_loss" in row else profile if "forward_seconds" in row else train
+        kind[row["step"]] = row
+    samples = {row["step"]: row for row in read_rows(folder.samples) if "text" in row}
+    kinds = (train, validation, profile, samples)
+    ordered = ([kind[step] for step in sorted(kind)] for kind in kinds)
+    return History(folder, read_settings(folder.settings), *ordered)
 
 
 def read_rows(path: Path) -> list[dict]:
