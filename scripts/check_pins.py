@@ -39,6 +39,4 @@ def unsatisfied(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    missing = unsatisfied(Path(sys.argv[1]))
-    if missing:
-        sys.exit(", ".join(missing))
+    sys.exit(", ".join(unsatisfied(Path(sys.argv[1]))) or None)

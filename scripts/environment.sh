@@ -3,6 +3,8 @@
 
 has_pins() { "$1" scripts/check_pins.py "$requirements" >/dev/null 2>&1; }
 
+fail() { echo "error: $1" >&2; exit 2; }
+
 supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; }
 
 requirements=$1
@@ -14,20 +16,13 @@ if [ -z "$python" ]; then
   for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
     [ -z "$base" ] || ! supported "$base" || break
   done
-  if [ -z "$base" ]; then
-    echo "error: needs Python 3.10 to 3.13; name one with PYTHON=/path/to/python" >&2
-    exit 2
-  fi
+  [ -n "$base" ] || fail "needs Python 3.10 to 3.13; name one with PYTHON=/path/to/python"
   echo "installing $requirements into .venv, once (on Linux PyTorch brings several GB of CUDA along)"
-  if ! "$base" -m venv .venv; then
-    echo "error: $base cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)" >&2
-    exit 2
-  fi
+  "$base" -m venv .venv ||
+    fail "$base cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)"
   python=.venv/bin/python
-  if ! "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements"; then
-    echo "error: pip could not install $requirements; its reason stands above" >&2
-    exit 2
-  fi
+  "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements" ||
+    fail "pip could not install $requirements; its reason stands above"
 fi
 python=$(command -v "$python")
 # DeepSpeed looks for the tools it compiles with, such as ninja, on PATH.

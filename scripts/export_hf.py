@@ -16,8 +16,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="folder to write")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=dtypes, default="float32", help="of the weights")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
     on = {"action": argparse.BooleanOptionalAction, "default": True}
     add("--tokenizer", **on, help="export the tokenizer too")
     add("--check", **on, help="load what was written with transformers and compare")

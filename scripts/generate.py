@@ -77,16 +77,14 @@ def load_generator(args: argparse.Namespace):
     if args.run == "auto":
         say(f"weights: {trained.folder}")
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    same = ("max_new_tokens", "num_samples", "batch_size", "jsonl")
     return TextGenerator(
         decoder=Decoder(trained.model.to(device), getattr(torch, dtype)),
         tokenizer=trained.tokenizer,
         sampling=sampling,
-        max_new_tokens=args.max_new_tokens,
-        num_samples=args.num_samples,
-        batch_size=args.batch_size,
         stop=tuple(args.stop),
         slide=args.beyond_context == "slide",
-        jsonl=args.jsonl,
+        **{name: getattr(args, name) for name in same},
     )
 
 
