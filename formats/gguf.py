@@ -52,13 +52,6 @@ def gguf_name(name: str) -> str:
     return f"{WHOLE_MODEL[name]}.weight"
 
 
-def stored_type(values: np.ndarray, wanted: str) -> str:
-    """Norms stay f32, and with q8_0 rows that are not whole blocks become f16."""
-    if values.ndim == 1:
-        return "f32"
-    return "f16" if wanted == "q8_0" and values.shape[-1] % BLOCK else wanted
-
-
 def rounding(values: np.ndarray, kind: str) -> np.ndarray | float:
     """How far each number may be off when it comes back.
 
@@ -76,11 +69,13 @@ def rounding(values: np.ndarray, kind: str) -> np.ndarray | float:
 
 
 def read_tensors(model: Transformer, wanted: str) -> dict[str, Tensor]:
-    """The parameters by their names in GGUF, a tied matrix once."""
+    """The parameters by their names in GGUF, a tied matrix once. Norms stay f32, and with q8_0 rows
+    that are not whole blocks become f16."""
     tensors = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
-        tensors[gguf_name(name)] = Tensor(values, stored_type(values, wanted))
+        kind = "f16" if wanted == "q8_0" and values.shape[-1] % BLOCK else wanted
+        tensors[gguf_name(name)] = Tensor(values, "f32" if values.ndim == 1 else kind)
     return tensors
 
 

@@ -52,10 +52,8 @@ def check(folder: Path, model: Transformer, tokenizer: Tokenizer | None, dtype: 
 
 def check_model(folder: Path, model: Transformer, dtype: str) -> str:
     """Logits of AutoModelForCausalLM on the folder against ours, both computing in fp32 with the
-    weights as they were stored; says how far apart. `model` is left with those weights.
-
-    Raises UsageError: further than TOLERANCE.
-    """
+    weights as they were stored, which `model` is left with; says how far apart. Raises UsageError:
+    further than TOLERANCE."""
     kind = getattr(torch, dtype)
     loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     if loaded.dtype != kind:

@@ -19,9 +19,7 @@ def import_weights(
     """Read somebody's weights and write this project's; returns what to tell.
 
     Args:
-        source: see `read_foreign`.
         tokenizer: a SentencePiece model; None takes the one beside the weights, if there is one.
-        overwrite: whether an older import may be replaced.
         settings: those of SETTINGS that the files leave open; None is as good as none.
 
     Raises UsageError: no such source, a place that must not be replaced, or see `choose_settings`.

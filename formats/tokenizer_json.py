@@ -98,11 +98,8 @@ def written(piece: ModelProto.SentencePiece) -> str:
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every pair of pieces whose union is a piece, the best union first.
-
-    Args:
-        scores: piece → score, the ordinary pieces alone, no two unions with the same score.
-    """
+    """Every pair of pieces whose union is a piece, the best union first, from piece → score of the
+    ordinary pieces alone, no two unions with the same score."""
     found = []
     for piece in sorted(scores, key=scores.get, reverse=True):
         cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))

@@ -59,11 +59,8 @@ class TrainingLog:
         self._start_clock()
 
     def micro_batch(self, loss: Tensor, weight: float = 1.0) -> None:
-        """One micro-batch's mean loss over the targets that count, detached, still on the device.
-
-        Args:
-            weight: how many of its targets count, as a share of a full micro-batch's.
-        """
+        """One micro-batch's mean loss over the targets that count, detached, still on the device,
+        and how many count, as a share of a full micro-batch's."""
         self._step_loss.add_(loss, alpha=weight)
         self._step_weight += weight
 

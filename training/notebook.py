@@ -26,10 +26,8 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     compiling after eight models, a run folder stays locked as long as its process lives, and
     signals would still go to the run that has ended.
 
-    Args:
-        program: what a person would start to get the same run.
-        argv: its flags, which stand in sys.argv meanwhile. None if they came from there: then the
-            process ends with the run, and nothing is changed.
+    Meanwhile sys.argv is what a person would start to get the same run. Without argv the flags came
+    from there: the process ends with the run, and nothing is changed.
     """
     global _active
     if argv is None:

@@ -64,9 +64,8 @@ def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)
     paths = [out / args.run_name] if args.run_name else list(out.glob("*"))
-    run = newest_run(
-        [RunFolder(path) for path in paths], lambda run: max(run.all_checkpoints(), default=None)
-    )
+    runs = [RunFolder(path) for path in paths]
+    run = newest_run(runs, lambda run: max(run.all_checkpoints(), default=None))
     if run is None:
         where = paths[0] if args.run_name else out
         if not quiet:

@@ -22,14 +22,11 @@ SHOWN = 80  # characters of a sample in the log
 
 
 def prompt_and_continuation(
-    model: Decoder | Transformer,
-    args: TrainingArguments,
-    tokenizer: Tokenizer,
-    prompt_from: PackedDataset,
+    model: Decoder | Transformer, args: TrainingArguments, tokenizer: Tokenizer, data: PackedDataset
 ) -> tuple[str, str]:
-    """The prompt of --sample_prompt, or how `prompt_from` begins, and how the model goes on."""
+    """The prompt of --sample_prompt, or how `data` begins, and how the model goes on."""
     if args.sample_prompt is None:
-        prompt = prompt_from[0][0][:PROMPT_TOKENS].tolist()
+        prompt = data[0][0][:PROMPT_TOKENS].tolist()
         while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
             prompt.pop()  # the first bytes of a character
     else:

@@ -45,8 +45,5 @@ def start_trackers(
         settings = (vars(args) | model.to_dict()).items()
         plain = bool | int | float | str
         config = {k: v if isinstance(v, plain) else str(v) for k, v in settings}
-    accelerator.init_trackers(
-        "tensorboard" if names == ["tensorboard"] else "pretrain",
-        config=config,
-        init_kwargs={name: options[name] for name in names if name in options},
-    )
+    project = "pretrain" if config else "tensorboard"
+    accelerator.init_trackers(project, config, {name: options[name] for name in names})

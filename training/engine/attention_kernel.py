@@ -12,11 +12,8 @@ MATH = 0  # torch.nn.attention.SDPBackend: no kernel of its own, all T × T scor
 def attention_kernel(
     config: LMConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, bool]:
-    """What the start block says of attention, and whether all T × T scores are kept in memory.
-
-    Args:
-        dtype: of queries, keys and values in forward.
-    """
+    """What the start block says of attention, and whether all T × T scores are kept in memory;
+    `dtype` is that of queries, keys and values."""
     if not config.use_flash_attn:
         return "plain: all T × T scores (--use_flash_attn for the fast paths)", True
     if device.type == "cpu":

@@ -63,7 +63,7 @@ class TrainingState:
         """name → fp32 weights."""
         whole = {}
         for name, parameter, held in self._shards():
-            whole |= self._on_main(name, parameter, held.inside, held.fp32)
+            whole |= self._join(name, parameter, held.inside, held.fp32)
         return whole
 
     def moments(self) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class TrainingState:
         whole = {}
         for name, parameter, held in self._shards():
             for key, part in held.moments.items():
-                whole |= self._on_main(f"{name}.{key}", parameter, held.inside, part)
+                whole |= self._join(f"{name}.{key}", parameter, held.inside, part)
         return whole
 
     def scalars(self) -> dict:
@@ -133,9 +133,7 @@ class TrainingState:
         state = state_of(self.optimizer, group, stepped)
         return {key: state[key] for key in state_keys(group)}
 
-    def _on_main(
-        self, name: str, parameter: Tensor, inside: slice, part: Tensor
-    ) -> dict[str, Tensor]:
+    def _join(self, name: str, parameter: Tensor, inside: slice, part: Tensor) -> dict[str, Tensor]:
         """{name: the whole tensor} on the main process, put together from everybody's part."""
         if self.zero:
             whole = torch.zeros(parameter.numel(), device=parameter.device)
