@@ -62,9 +62,9 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """`whole_folder`, where a person may have named a place that holds something else: of a folder
-    that exists `is_one` tells whether it is `what` is to be written, as in "export", and nothing
-    else is ever replaced. Raises UsageError: `out` must not be replaced."""
+    """`whole_folder`, where a person may have named a place that holds something else: a folder
+    that exists is only replaced if `is_one` knows it for a `what`, as in "export". Raises
+    UsageError: `out` must not be replaced."""
     if out.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"{out} is the working folder or above it: choose another")
     if out.exists() and not out.is_dir():
