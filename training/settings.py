@@ -42,6 +42,5 @@ def saved_arguments(run: RunFolder) -> dict:
 
 def changed_arguments(run: RunFolder, args: TrainingArguments) -> list[str]:
     """Flags of training that differ from those in the run's settings.json."""
-    may_change = {"resume": args.resume, "run_name": args.run_name}
-    before = saved_arguments(run) | may_change
+    before = saved_arguments(run) | {"resume": args.resume, "run_name": args.run_name}  # no matter
     return [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]
