@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
+from model.attention import without_cudnn
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
@@ -62,7 +63,7 @@ class Scorer:
         device = self.accelerator.device.type
         autocast = torch.autocast(device, torch.bfloat16, self.dtype == torch.bfloat16)
         for tokens, targets in loader:
-            with torch.inference_mode(), autocast:
+            with torch.inference_mode(), autocast, without_cudnn():
                 logits = self.model(tokens).logits  # (B, T, vocab_size)
                 nll = self.model.token_loss(logits, targets, "none").double()  # (B, T)
                 hits, counted = logits.argmax(dim=-1) == targets, targets != IGNORE_INDEX

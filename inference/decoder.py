@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from model.attention import fused_attention
+from model.attention import fused_attention, without_cudnn
 from model.transformer import Transformer, TransformerBlock
 
 
@@ -78,6 +78,7 @@ class Decoder:
         self.lengths: list[int] = []  # tokens read, of each sequence
 
     @torch.inference_mode()
+    @without_cudnn()
     def read(self, prompts: list[list[int]], capacity: int) -> Tensor:
         """Begin with these prompts, forgetting what was there.
 
@@ -109,6 +110,7 @@ class Decoder:
         return self._logits(x[self._rows, self._columns - 1])
 
     @torch.inference_mode()
+    @without_cudnn()
     def step(self, tokens: Tensor) -> Tensor:
         """One token for each sequence, (B,) int64 → fp32 logits of the next, (B, vocab_size).
         Raises ValueError: a sequence has no room left."""

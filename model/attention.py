@@ -1,5 +1,8 @@
 """Causal self-attention with grouped key/value heads and rotary positions."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -63,6 +66,23 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared
     )
     return out.transpose(1, 2)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """For lengths that change from call to call; cuDNN is as it was afterwards.
+
+    On compute capability 9 and 10 (H100, H200, B200) PyTorch prefers cuDNN's attention in 16 bits,
+    which makes a plan for every new shape: in training once, but one for each token of a cache that
+    grows. Flash, memory-efficient and plain attention have none. (`sdpa_kernel` can do this too,
+    and takes several times as long, at every token.)
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def takes_grouped_heads(dtype: torch.dtype) -> bool:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.nn import functional as F
 
 from inference.decoder import Decoder, Packed
 from model import LMConfig, Transformer
@@ -50,6 +51,23 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
             text.append(id)
         logits = decoder.step(torch.tensor(token))
     torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_that_grows_is_attended_to_without_cudnn(monkeypatch):
+    """cuDNN would make a plan for every length."""
+    asked = []
+
+    def attention(*qkv, **options):
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*qkv, **options)
+
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    decoder = Decoder(transformer(n_layers=1))
+    decoder.read(ids(3), 9)
+    decoder.step(torch.tensor([7]))
+    assert asked == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # as training has it
 
 
 def test_a_prompt_as_long_as_the_context_is_read_whole():

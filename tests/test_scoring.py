@@ -50,6 +50,20 @@ def test_rows_of_different_lengths_score_as_each_does_alone(scorer, n):
         assert score == pytest.approx(alone(scorer.model, row), rel=1e-5)
 
 
+def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
+    """It would make a plan for every length."""
+    asked, forward = [], scorer.model.forward
+
+    def model(tokens):
+        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return forward(tokens)
+
+    monkeypatch.setattr(scorer.model, "forward", model)
+    for _ in scorer.rows(random_rows(5)):
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # as whoever asked has it
+    assert asked == [False, False]
+
+
 def test_the_likeliest_next_tokens_are_all_hits(scorer):
     tokens = torch.arange(SEQ_LEN)
     targets = scorer.model(tokens[None]).logits[0].argmax(dim=-1)

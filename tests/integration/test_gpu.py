@@ -5,6 +5,7 @@ import torch
 from conftest import TINY, Trained, launch_command, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from inference.decoder import Decoder
 from model import LMConfig, Transformer
 from model.attention import flash_attention, plain_attention
 from training.engine.attention_kernel import KERNELS, attention_kernel
@@ -49,6 +50,17 @@ def test_fused_kernels_give_the_output_and_gradients_of_plain_fp32(
     for mine, theirs in zip(ours, reference, strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine.float() - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cache_that_grows_has_no_plan_for_each_length(dtype):
+    shape = {"dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
+    decoder = Decoder(Transformer(LMConfig(**shape)).cuda(), dtype)
+    with torch.profiler.profile() as profile:
+        decoder.read([[1, 2, 3], [4]], 9)  # of different lengths: with a mask
+        for _ in range(3):
+            decoder.step(torch.tensor([5, 6], device="cuda"))
+    assert [event.key for event in profile.key_averages() if "cudnn" in event.key.lower()] == []
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
