@@ -156,6 +156,16 @@ def test_a_bucket_that_was_set_stays(config, key):
     assert get(resolved(put(config, key, value)), key) == value
 
 
+@pytest.mark.parametrize("value", [True, False, "auto", None])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_process_that_is_alone_overlaps_nothing(config, value, stage):
+    config = put(
+        put(config, "zero_optimization.overlap_comm", value), "zero_optimization.stage", stage
+    )
+    alone = resolve(config, ARGS, 1, "my.json")
+    assert alone["zero_optimization"]["overlap_comm"] is False
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

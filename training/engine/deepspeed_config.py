@@ -37,7 +37,8 @@ def read_config(path: str) -> dict:
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """A copy of the configuration with every "auto" replaced by what the flags say.
+    """A copy of the configuration with every "auto" replaced by what the flags say, and
+    "overlap_comm" off where a process is alone.
 
     Accelerate could fill most of them too, but not all, and clips at 1.0 whatever the script asked.
 
@@ -84,6 +85,8 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         section, name = _section(config, key, source)
         if section.get(name) == "auto":
             section[name] = value
+    if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
+        config["zero_optimization"]["overlap_comm"] = False
     if config.get("bf16", {}).get("check_grad_overflow") is False:
         raise UsageError(f'{source}: "check_grad_overflow": false would let NaN into the weights')
     for key in _autos(config):
