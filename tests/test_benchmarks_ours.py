@@ -56,7 +56,7 @@ def test_a_step_of_several_micro_batches_updates_once(monkeypatch):
 
 def test_a_gradient_that_is_not_finite_is_no_step(monkeypatch):
     step = OurStep(WORK, compiled=False)
-    monkeypatch.setattr(step.run.accelerator, "clip_grad_norm_", lambda *_: math.nan)
+    monkeypatch.setattr(step.run.accelerator, "clip_grad_norm_", lambda *_: torch.tensor(math.nan))
     with pytest.raises(FloatingPointError, match="norm is nan"):
         step.step()
 

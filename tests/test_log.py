@@ -437,6 +437,54 @@ def test_a_step_without_a_finite_gradient_is_counted_and_its_loss_left_out(
     assert rows(tmp_path)[1]["grad_norm"] is None
 
 
+@pytest.fixture
+def read_late(monkeypatch) -> list[list[float]]:
+    """What a GPU's log has asked for: the norm of a step's gradient, and its loss."""
+    asked = []
+
+    def copied(numbers: torch.Tensor):
+        return lambda: (asked.append(numbers.tolist()), numbers.tolist())[1]
+
+    monkeypatch.setattr(log_module, "copied", copied)
+    return asked
+
+
+def test_on_a_gpu_a_step_is_judged_when_the_next_one_has_been_queued(
+    start, clock, capsys, read_late
+):
+    log = start(log_interval=100)
+    log._late = True
+    norms = (1.0, float("inf"), 0.5, float("nan"), float("nan"), 0.25)
+    judged = []
+    for step, norm in enumerate(norms, 1):
+        clock.now += 1
+        feed(log, step, [2.0], grad_norm=torch.tensor(norm) if step % 2 else norm)
+        judged.append((len(read_late), log.bad_in_row, log.last_bad))
+    # The first step reports, and so asks at once.
+    assert judged == [(1, 0, 0), (1, 0, 0), (2, 1, 2), (3, 0, 2), (4, 1, 4), (5, 2, 5)]
+    assert [norm for norm, _ in read_late] == pytest.approx(norms[:5], nan_ok=True)
+    assert capsys.readouterr().out.count("SKIPPED") == 3
+
+
+def test_a_log_that_asks_late_says_and_keeps_the_same(start, clock, tmp_path, capsys, read_late):
+    norms = (1.0, 0.5, float("inf"), 0.5, 0.25, float("nan"), 2.0, float("nan"), 1.0)
+    told = []
+    for late in (False, True):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        log = start(log_interval=4, total_steps=9)
+        log._late, states = late, []
+        for step, norm in enumerate(norms, 1):
+            clock.now += 1
+            loss = step / 3 if norm < 9 else float("nan")
+            feed(log, step, [loss, loss / 7], grad_norm=norm)
+            if step in (3, 6, 7):  # a checkpoint
+                states.append(log.state().tolist())
+        told.append((rows(tmp_path), states, log.skipped_steps, log.bad_in_row))
+        told[-1] += (capsys.readouterr().out,)
+    assert len(read_late) == len(norms)
+    assert told[0] == told[1]
+
+
 def test_every_line_is_on_disk_when_it_has_been_said(start, clock, tmp_path):
     log = start()
     for step in (1, 2):

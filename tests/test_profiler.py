@@ -67,15 +67,15 @@ def run_step(
     profiler.begin_step(step)
     profiler.phase("data")
     for i in range(accumulation_steps):
-        clock.now += SECONDS["data"] * (i + 1)
         profiler.phase("forward")
         clock.now += SECONDS["forward"] * (i + 1)
+        profiler.phase("data")  # of the next one
+        clock.now += SECONDS["data"] * (i + 1)
         profiler.phase("backward")
         clock.now += SECONDS["backward"] / 2 * (i + 1)
         if engine is not None and i == accumulation_steps - 1:
             assert engine.step() == "stepped"
         clock.now += SECONDS["backward"] / 2 * (i + 1)
-        profiler.phase("data")
     profiler.phase("optimizer")
     if engine is None:
         clock.now += SECONDS["optimizer"]

@@ -184,14 +184,78 @@ def test_a_gradient_is_clipped_to_the_norm_that_was_asked_for_and_by_0_not_at_al
     assert after == pytest.approx(1e-3 if clipped else norm, rel=1e-2)
 
 
+def weights_and_state(run: Run) -> dict[str, torch.Tensor]:
+    """Copies of all that a step changes."""
+    names = {id(p): name for name, p in run.model.named_parameters()}
+    kept = {names[id(p)]: p for p in run.model.parameters()}
+    for p, state in run.optimizer.state.items():
+        kept |= {f"{names[id(p)]} {key}": value for key, value in state.items()}
+    return {name: tensor.detach().clone() for name, tensor in kept.items()}
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(run_of, bad):
-    run = run_of()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_changes_nothing(run_of, optimizer, bad):
+    run = run_of(optimizer=optimizer)
     before = [p.detach().clone() for p in run.model.parameters()]
+    for step in (1, 2, 3):
+        take(run, step)
+        if step != 2:
+            run.model.norm.weight.grad[0] = bad
+        kept = weights_and_state(run)
+        run.update()
+        assert torch.tensor(run.grad_norm).isfinite() == (step == 2)
+        assert all(p.grad is None for p in run.model.parameters())
+        if step == 1:
+            assert all(map(torch.equal, before, run.model.parameters()))
+            assert not any(
+                tensor.any() for state in run.optimizer.state.values() for tensor in state.values()
+            )
+        if step == 3:
+            after = weights_and_state(run)
+            assert kept.keys() == after.keys()
+            assert all(torch.equal(kept[name], after[name]) for name in kept)
+            assert "norm.weight step" in kept
+            assert kept["norm.weight step"] == 1
+
+
+class OnTheGPU(torch.Tensor):
+    """A number that nobody may ask for yet."""
+
+    is_cuda = True
+
+    def item(self):
+        raise AssertionError("the GPU has to be waited for")
+
+    __float__ = __bool__ = tolist = item
+
+
+def test_adamw_steps_without_waiting_for_the_norm_of_the_gradient(run_of, monkeypatch):
+    run = run_of()
+    clip = run.accelerator.clip_grad_norm_
+    monkeypatch.setattr(
+        run.accelerator, "clip_grad_norm_", lambda *args: clip(*args).as_subclass(OnTheGPU)
+    )
     take(run, 1)
-    run.model.norm.weight.grad[0] = bad
     run.update()
-    assert not torch.isfinite(torch.tensor(run.grad_norm))
-    assert all(map(torch.equal, before, run.model.parameters()))
-    assert all(p.grad is None for p in run.model.parameters())
-    assert not run.optimizer.state
+    assert run.optimizer.state
+    assert isinstance(run.grad_norm, OnTheGPU)
+
+
+@pytest.mark.parametrize("every_target_counts", [True, False])
+def test_micro_batches_are_read_while_a_gpu_is_at_the_forward_pass(
+    run_of, monkeypatch, every_target_counts
+):
+    """But for those that the first step begins with."""
+    run, events = run_of(ALL * 2, every_target_counts), []
+
+    def noted(name, function):
+        return lambda *args: (events.append(name), function(*args))[1]
+
+    monkeypatch.setattr(run, "batches", map(noted("read", lambda x: x), run.batches))
+    monkeypatch.setattr(run.model, "forward", noted("forward", run.model.forward))
+    monkeypatch.setattr(run.accelerator, "backward", noted("backward", run.accelerator.backward))
+    for step in (1, 2):
+        take(run, step)
+    first = 1 if every_target_counts else ACCUMULATION
+    assert events == ["read"] * first + ["forward", "read", "backward"] * 2 * ACCUMULATION

@@ -5,10 +5,12 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -22,14 +24,36 @@ from training.engine.device import device_name, mfu, peak_flops
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's, which are a warning
 
 
+def copied(numbers: Tensor) -> Callable[[], list[float]]:
+    """Numbers that a GPU has yet to compute. The function waits for them and gives them, and does
+    not wait for what the GPU was asked meanwhile."""
+    here = numbers.to("cpu", non_blocking=True)  # pinned memory
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return here.tolist()
+
+    return read
+
+
+class EndedStep(NamedTuple):
+    number: int
+    loss: Tensor  # the sum over its micro-batches
+    weight: float  # theirs
+    read: Callable[[], list[float]]  # norm of the gradient, and loss
+
+
 @dataclass
 class TrainingLog:
     """Collects each step's loss and reports every `log_interval` steps: the mean over all targets
     that counted since the last report, on all processes.
 
-    Losses stay on the device between reports: asking for one waits for the GPU. Throughput counts
-    training only, not what happens inside `pause()`, and not the first step of this start, which
-    compiles and fills caches.
+    Losses stay on the device between reports: asking for one waits for the GPU. There a step's
+    gradient is judged when the next step has been queued, so that the GPU never runs dry, or sooner
+    where a report or the state needs it. Throughput counts training only, not what happens inside
+    `pause()`, and not the first step of this start, which compiles and fills caches.
     """
 
     accelerator: Accelerator  # after `prepare`; only its main process writes
@@ -53,7 +77,9 @@ class TrainingLog:
         self._loss_sum = torch.zeros((), device=accelerator.device)
         self._step_loss = torch.zeros_like(self._loss_sum)
         self._weight = self._step_weight = 0.0
-        self.skipped_steps = self.bad_in_row = 0
+        self.skipped_steps = self.bad_in_row = self.last_bad = 0  # the last one's number
+        self._late = accelerator.device.type == "cuda"
+        self._ended: EndedStep | None = None  # not yet judged
         self.divergence: str | None = None  # a warning, once there is reason for one
         self._first_loss, self._above = None, 0  # of the first report; reports in a row above it
         self._start_clock()
@@ -66,6 +92,7 @@ class TrainingLog:
 
     def state(self) -> Tensor:
         """What has been collected since the last report, to go on with after a resume."""
+        self._judge()
         return torch.tensor([self._loss_sum.item(), self._weight, self.skipped_steps])
 
     def load_state(self, state: Tensor) -> None:
@@ -73,28 +100,49 @@ class TrainingLog:
         self._weight = state[1].item()
         self.skipped_steps = int(state[2])
 
-    def step(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
+    def step(
+        self, step: int, learning_rate: float, grad_norm: float | Tensor, epoch: float
+    ) -> None:
         """An optimizer step has ended. One with a non-finite gradient has changed no weights."""
         self._steps += 1
         self.bar.update()
+        self._judge()
+        loss, weight = self._step_loss, self._step_weight
+        self._step_loss, self._step_weight = torch.zeros_like(loss), 0.0
+        if self._late:
+            known = not isinstance(grad_norm, Tensor)
+            norm = torch.full_like(loss, grad_norm) if known else grad_norm
+            read = copied(torch.hstack([norm, loss]))
+        else:
+            read = partial(map, float, (grad_norm, loss))
+        self._ended = EndedStep(step, loss, weight, read)
+        reports = step % self.log_interval == 0 or step in (1, self.total_steps)
+        if reports or not self._late:
+            self._judge()
+        if reports:
+            self._report(step, learning_rate, float(grad_norm), epoch)
+        elif step == self.first_step:
+            self._start_clock()
+
+    def _judge(self) -> None:
+        """Count the step that has ended, or leave it out, unless that was done already."""
+        if self._ended is None:
+            return
+        (step, loss, weight, read), self._ended = self._ended, None
+        grad_norm, shown_loss = read()
         if math.isfinite(grad_norm):
-            self._loss_sum += self._step_loss
-            self._weight += self._step_weight
+            self._loss_sum += loss
+            self._weight += weight
             self.bad_in_row = 0
         else:
             self.skipped_steps += 1
             self.bad_in_row += 1
+            self.last_bad = step
             self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
-        if not self.bar.disable and self._step_weight:  # read for people at a terminal alone
-            loss = self._step_loss.item() / self._step_weight
+        if not self.bar.disable and weight:
             speed = self._steps * self.tokens_per_step / max(self._seconds(), 1e-9)
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
-        self._step_loss.zero_()
-        self._step_weight = 0.0
-        if step % self.log_interval == 0 or step in (1, self.total_steps):
-            self._report(step, learning_rate, grad_norm, epoch)
-        elif step == self.first_step:
-            self._start_clock()
+            shown = f"loss {shown_loss / weight:.3f}, {speed:,.0f} tokens/s"
+            self.bar.set_postfix_str(shown, refresh=False)
 
     def _start_clock(self) -> None:
         self._last = time.perf_counter()

@@ -89,7 +89,15 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Under ZeRO collective: all processes step the same groups in the same order."""
+        """Under ZeRO collective: all processes step the same groups in the same order.
+
+        Nothing changes where `found_inf` is set, a tensor, and not zero. That is AdamW's protocol;
+        but AdamW's kernel looks at it, and here asking waits for the GPU. (Kernels that left out a
+        step would have to keep NaN out of every momentum.)
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf:
+            return
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
             if stepped and group["algorithm"] == "muon":

@@ -45,11 +45,14 @@ class StepProfiler:
         self._began = self._now()
 
     def phase(self, name: str) -> None:
-        """This phase begins, and the one before it has ended; "data" begins a micro-batch."""
+        """This phase begins, and the one before it has ended; "forward" begins a micro-batch.
+
+        (What is read in "data" may be for another one.)
+        """
         if self.seconds is None:
             return
         self._end_phase()
-        if name == "data":
+        if name == "forward":
             self._micro_batches += 1
             if self._micro_batches == self.args.accumulation_steps:
                 self._context = self.accelerator.profile(ProfileKwargs())

@@ -3,9 +3,11 @@
 import json
 import math
 import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +31,12 @@ from training.samples import SampleWriter
 from training.schedule import LearningRate
 from training.setup import BuiltModel
 from training.validation import validate, validation_loader
+
+
+class MicroBatch(NamedTuple):
+    tokens: Tensor  # (batch_size, max_seq_len), on the device as the targets are
+    targets: Tensor
+    n_targets: int  # those that count in the loss
 
 
 class Run:
@@ -77,6 +85,7 @@ class Run:
         )
         on_gpu = accelerator.device.type == "cuda"
         self.batches = micro_batches(train_set, self.sampler, args.num_workers, pin_memory=on_gpu)
+        self._ahead: deque[MicroBatch] = deque()  # read, and not yet trained on
         self.log = TrainingLog(
             accelerator,
             self.folder.metrics,
@@ -119,25 +128,29 @@ class Run:
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(tokens, targets) of one step, on the device, each (batch_size, max_seq_len)."""
-        device = self.accelerator.device
-        self.profiler.phase("data")
-        step = islice(self.batches, self.args.accumulation_steps)
-        if not self.train_set.every_target_counts:
-            step = list(
-                step
-            )  # all of it first: each micro-batch weighs by its share of the targets
-            self._mean_count = self._count_targets(step)
-        for tokens, targets in step:
-            self._count = count_targets(targets)
-            tokens = tokens.to(device, non_blocking=True)
-            yield tokens, targets.to(device, non_blocking=True)
-            self.profiler.phase("data")
+        """(tokens, targets) of one step, on the device, each (batch_size, max_seq_len).
 
-    def _count_targets(self, step: list[tuple[Tensor, Tensor]]) -> float:
-        """How many targets count in a micro-batch of this step, on average over all processes."""
-        count = sum(count_targets(targets) for _, targets in step)
-        return max(1, self.engine.total(count)) / (len(step) * self.engine.processes)
+        They were read ahead, by one, or by a whole step where each weighs by its share of the
+        step's targets: for each of these, `backward` reads another one.
+        """
+        steps = self.args.accumulation_steps
+        self.profiler.phase("data")
+        if not self._ahead:
+            self._read(1 if self.train_set.every_target_counts else steps)
+        if not self.train_set.every_target_counts:
+            count = self.engine.total(sum(batch.n_targets for batch in self._ahead))
+            self._mean_count = max(1, count) / (steps * self.engine.processes)
+        for _ in range(steps):
+            tokens, targets, self._count = self._ahead.popleft()
+            yield tokens, targets
+
+    def _read(self, number: int) -> None:
+        """So many micro-batches more, which begin their way to the device."""
+        device = self.accelerator.device
+        for tokens, targets in islice(self.batches, number):
+            count = int((targets != IGNORE_INDEX).sum())
+            tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
+            self._ahead.append(MicroBatch(tokens, targets, count))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -152,6 +165,8 @@ class Run:
 
         Every target of the global batch weighs the same, whichever micro-batch it is in.
         """
+        self.profiler.phase("data")
+        self._read(1)  # while a GPU is at the forward pass; DeepSpeed's step below waits for it
         self.profiler.phase("backward")
         if self.train_set.every_target_counts:
             self.accelerator.backward(loss)
@@ -166,14 +181,17 @@ class Run:
         """Clip the gradient, step, and begin a new gradient.
 
         Where its norm is not finite, the step is left out: DeepSpeed and fp16's loss scaling see to
-        it themselves.
+        it themselves. Other optimizers are told as a GradScaler does it, by a tensor: the norm is
+        not known yet, for nothing here waits for a GPU.
         """
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
-        self.grad_norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm))
-        if math.isfinite(self.grad_norm) or self.accelerator.scaler is not None:
-            self.optimizer.step()
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        if self.engine.deepspeed is None and self.accelerator.scaler is None:
+            self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
+        self.optimizer.step()
         self.optimizer.zero_grad()
+        self.grad_norm = norm if getattr(norm, "is_cuda", False) else float(norm)
 
     def end(self, step: int) -> bool:
         """Log the step; validate, write a sample and save where it is time. True: the run was told
@@ -186,7 +204,7 @@ class Run:
         if profile:
             log.profile(step, *profile)
         if log.bad_in_row >= self.args.max_bad_steps:
-            self._give_up(step)
+            self._give_up(log.last_bad)
         val_loss = None
         if self.val_loader and self._is_time(step, self.args.eval_interval):
             with log.pause():
@@ -219,7 +237,7 @@ class Run:
         return is_last or (interval > 0 and step % interval == 0)
 
     def _give_up(self, step: int) -> None:
-        """Write down which samples the last step had, and end the run: nothing but gradients that
+        """Write down which samples that step had, and end the run: nothing but gradients that
         are not finite. Raises UsageError: always."""
         self.checkpointer.wait()
         first, last = (step - 1) * self.samples_per_step, step * self.samples_per_step
@@ -249,8 +267,3 @@ class Run:
                     f"{self.folder.path}: the weights are there, the last checkpoint is not"
                 )
         self.accelerator.end_training()
-
-
-def count_targets(targets: Tensor) -> int:
-    """Those that count in the loss."""
-    return int((targets != IGNORE_INDEX).sum())
