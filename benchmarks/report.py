@@ -66,7 +66,7 @@ class SizeReport:
     @property
     def sheet_peak(self) -> float | None:
         """FLOP/s that a GPU's data sheet states for bfloat16."""
-        return peak_flops(self.gpu) if self.gpu and self.work.dtype == "bfloat16" else None
+        return peak_flops(self.gpu, "bf16") if self.gpu and self.work.dtype == "bfloat16" else None
 
 
 def ratios(a: Result, b: Result) -> list[float]:

@@ -17,6 +17,7 @@ from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
 from model.attention import without_cudnn
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
+from training.engine.gpu import has_bf16
 
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
 
@@ -132,7 +133,7 @@ def build_scorer(
         keep_freed_memory()
         use_all_cores()
     dtype = dtype or ("float32" if on_cpu else "bfloat16")
-    supported = on_cpu or torch.cuda.is_bf16_supported(including_emulation=False)
+    supported = on_cpu or has_bf16()
     if dtype == "bfloat16" and not supported:
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float32")
     return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))

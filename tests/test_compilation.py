@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import run
 from test_transformer import some_tokens, transformer
+from torch._dynamo.utils import get_optimize_ddp_mode
 
 from common.errors import UsageError
 from model import LMConfig, Transformer
@@ -91,6 +92,12 @@ def test_a_compiler_that_fails_is_a_reason_of_one_line(tmp_path):
     assert called.exists(), ended.out
     assert ended.code == 0, ended.out
     assert ended.out.splitlines()[-1].startswith("torch.compile fails here: ")
+
+
+def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)
+    compile_blocks(transformer())
+    assert get_optimize_ddp_mode() == "no_optimization"
 
 
 @needs_compiler

@@ -9,6 +9,7 @@ from torch.distributed import ReduceOp
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
+from training.engine import launch
 from training.engine.launch import (
     Engine,
     _check_launch,
@@ -41,7 +42,15 @@ def refused(args: TrainingArguments, deepspeed: bool = False, has_gpu: bool = Fa
     return str(error.value)
 
 
-def fake_gpu(monkeypatch, has_bf16: bool = True, devices: int = 1) -> None:
+def fake_gpu(
+    monkeypatch,
+    has_bf16: bool = True,
+    devices: int = 1,
+    capability: tuple[int, int] = (8, 0),
+    cuda: str | None = "13.0",
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
@@ -191,6 +200,46 @@ def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerato
     assert engine.accelerator.mixed_precision == precision
     assert engine.accelerator.num_processes == 1
     assert engine.cpu_group is None
+
+
+def test_ddp_does_not_copy_gradients_into_its_buckets(accelerator):
+    type(accelerator.state)._reset_state(reset_partial_state=True)
+    assert build_engine(FP32).accelerator.ddp_handler.gradient_as_bucket_view
+
+
+@pytest.mark.parametrize("deepspeed", [True, False])
+@pytest.mark.parametrize("tf32", [True, False])
+def test_on_a_gpu_the_cores_are_divided_as_well_and_tf32_is_as_the_flag_says(
+    environ, monkeypatch, tf32, deepspeed
+):
+    fake_gpu(monkeypatch)
+    done = []
+    matmul = SimpleNamespace(allow_tf32=not tf32)
+    environ |= {"RANK": "0", "ACCELERATE_USE_DEEPSPEED": str(deepspeed).lower()}
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    monkeypatch.setattr(launch, "require_usable_gpus", lambda: None)
+    monkeypatch.setattr(launch, "keep_freed_memory", lambda: done.append("memory"))
+    monkeypatch.setattr(launch, "deepspeed_plugin", lambda args: plugin)
+    monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    monkeypatch.setattr(launch, "use_all_cores", lambda: done.append("cores"))
+    build_engine(TrainingArguments(dtype="float32", tf32=tf32))
+    assert done == ["cores"]
+    assert matmul.allow_tf32 is tf32
+
+
+def test_tf32_is_refused_where_it_would_do_nothing(monkeypatch):
+    fake_gpu(monkeypatch)
+    tf32 = TrainingArguments(dtype="float32", tf32=True)
+    assert "--tf32 needs an NVIDIA GPU" in refused(tf32)  # a CPU
+    _check_launch(tf32, deepspeed=False, has_gpu=True)
+    message = refused(TrainingArguments(dtype="bfloat16", tf32=True), has_gpu=True)
+    assert message == "--tf32 is a way to compute in --dtype float32, not in bfloat16"
+    fake_gpu(monkeypatch, capability=(7, 5))
+    assert "Ampere" in refused(tf32, has_gpu=True)
+    fake_gpu(monkeypatch, cuda=None)  # AMD's
+    assert "NVIDIA" in refused(tf32, has_gpu=True)
 
 
 def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):

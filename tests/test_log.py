@@ -147,6 +147,7 @@ class TwoProcesses:
     """An accelerator of two processes, of which the other one has collected this much."""
 
     is_main_process, num_processes, device = True, 2, torch.device("cpu")
+    mixed_precision = "no"
 
     def __init__(self, losses: list[float], weight: float = 1.0):
         self.loss_sum, self.weight = weight * sum(losses), weight * len(losses)
@@ -252,6 +253,7 @@ def test_other_processes_write_nothing(start, accelerator, clock, tmp_path, caps
         device=accelerator.device,
         is_main_process=False,
         num_processes=2,
+        mixed_precision="no",
         reduce=lambda mine, how: mine,
     )
     log = start(accelerator=other)
@@ -370,6 +372,13 @@ def test_mfu_is_reported_against_the_peak_of_all_devices(start, clock, tmp_path,
     feed_losses(log, clock, [1.0, 1.0])
     assert rows(tmp_path)[1]["mfu"] == pytest.approx(640 * FLOPS_PER_TOKEN / 1e6)
     assert "MFU 64.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("precision", "peak"), [("fp16", 65e12), ("no", 8.1e12), ("bf16", None)])
+def test_the_peak_is_that_of_the_precision_in_use(start, accelerator, monkeypatch, precision, peak):
+    monkeypatch.setattr(log_module, "device_name", lambda device: "Tesla T4")
+    used = {"device": accelerator.device, "is_main_process": False, "mixed_precision": precision}
+    assert start(accelerator=SimpleNamespace(**used)).peak == peak
 
 
 def test_mfu_of_an_unknown_device_is_left_out(start, clock, tmp_path, capsys):

@@ -105,6 +105,22 @@ def test_muon_orthogonalises_in_half_precision_unless_training_is_in_full(dtype,
     assert build_optimizer(tiny(), args, engine_of(None)).dtype == by
 
 
+@pytest.mark.parametrize(
+    ("has_bf16", "dtype", "by"),
+    [
+        (False, "float16", torch.float32),
+        (False, "float32", torch.float32),
+        (True, "float16", torch.bfloat16),
+        (True, "float32", torch.float32),
+    ],
+)
+def test_a_gpu_without_bf16_orthogonalises_in_fp32(monkeypatch, has_bf16, dtype, by):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    args = dataclasses.replace(MUON, dtype=dtype)
+    assert build_optimizer(tiny(), args, engine_of(None)).dtype == by
+
+
 def test_frozen_matrices_are_left_out_of_muon():
     model = tiny()
     model.layers[0].attention.wq.weight.requires_grad_(False)

@@ -97,6 +97,11 @@ class TrainingArguments:
         AT_LEAST_1,
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
+    tf32: bool = setting(
+        False,
+        "with float32, on NVIDIA GPUs from Ampere on: matrix products in TF32, which is faster and "
+        "rounds factors to 11 bits",
+    )
     compile: str = setting(
         "auto", "torch.compile by blocks; 'auto' where the run gains by it", choices=COMPILE
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from common.atomic import write_whole
 from common.progress import progress_bar
 from report.history import number
-from training.engine.device import device_name, mfu, peak_flops
+from training.engine.device import device_name, matrix_precision, mfu, peak_flops
 
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's, which are a warning
 
@@ -66,7 +66,8 @@ class TrainingLog:
 
     def __post_init__(self):
         accelerator = self.accelerator
-        self.peak = peak_flops(device_name(accelerator.device))
+        precision = matrix_precision(accelerator.mixed_precision)
+        self.peak = peak_flops(device_name(accelerator.device), precision)
         self._file = None
         if accelerator.is_main_process:
             drop_rows_from(self.path, self.first_step)
@@ -77,7 +78,8 @@ class TrainingLog:
         self._loss_sum = torch.zeros((), device=accelerator.device)
         self._step_loss = torch.zeros_like(self._loss_sum)
         self._weight = self._step_weight = 0.0
-        self.skipped_steps = self.bad_in_row = self.last_bad = 0  # the last one's number
+        self.skipped_steps = self.bad_in_row = 0
+        self.last_bad = 0  # number of the last step that was skipped
         self._late = accelerator.device.type == "cuda"
         self._ended: EndedStep | None = None  # not yet judged
         self.divergence: str | None = None  # a warning, once there is reason for one
@@ -117,7 +119,7 @@ class TrainingLog:
             read = partial(map, float, (grad_norm, loss))
         self._ended = EndedStep(step, loss, weight, read)
         reports = step % self.log_interval == 0 or step in (1, self.total_steps)
-        if reports or not self._late:
+        if reports or step == self.first_step or not self._late:
             self._judge()
         if reports:
             self._report(step, learning_rate, float(grad_norm), epoch)

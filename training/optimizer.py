@@ -8,6 +8,7 @@ from torch import nn
 
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import ADAM_EPS
+from training.engine.gpu import has_bf16
 from training.engine.launch import Engine
 from training.engine.partition import partitions
 from training.muon import Muon
@@ -33,6 +34,20 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
+def orthogonalizing_dtype(dtype: str) -> torch.dtype:
+    """In which Muon computes: in bf16, or as training does in fp32.
+
+    A GPU without bf16 (V100, T4) takes fp32, which costs time and nothing else: in fp16 the small
+    gradients would be gone before they are normalised.
+
+    Args:
+        dtype: --dtype.
+    """
+    if dtype == "float32" or (torch.cuda.is_available() and not has_bf16()):
+        return torch.float32
+    return torch.bfloat16
+
+
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """What --optimizer asks for, for `accelerator.prepare`; `tell_layout` comes after it.
 
@@ -51,8 +66,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
         }
         by_adamw = parameter_groups(model, args.weight_decay, without=matrices)
         groups = [by_muon, *({**group, "betas": betas, "eps": ADAM_EPS} for group in by_adamw)]
-        dtype = torch.float32 if args.dtype == "float32" else torch.bfloat16
-        return Muon(groups, args.learning_rate, dtype)
+        return Muon(groups, args.learning_rate, orthogonalizing_dtype(args.dtype))
     groups = parameter_groups(model, args.weight_decay)
     if "optimizer" in (engine.deepspeed or {}):
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)

@@ -9,7 +9,7 @@ from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
 from training.engine.advice import faster_engine
 from training.engine.attention_kernel import attention_kernel
-from training.engine.device import device_name
+from training.engine.device import device_name, matrix_precision
 from training.engine.memory import (
     GIB,
     activation_bytes,
@@ -43,7 +43,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         "engine": engine.name,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
-        "precision": "fp32" if args.dtype == "float32" else run.accelerator.mixed_precision,
+        "precision": _precision(run.accelerator.mixed_precision),
         "attention": attention,
         "compiled": str(built.compilation),
         "parameters": f"{built.n_parameters / 1e6:.2f} million (dim {config.dim}, "
@@ -67,6 +67,12 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     if advice := _advice(run, activations):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _precision(mixed_precision: str) -> str:
+    """Of forward and backward."""
+    precision = matrix_precision(mixed_precision)
+    return "fp32, matrix products in TF32" if precision == "tf32" else precision
 
 
 def _checkpoints(args: TrainingArguments, total_steps: int) -> str:

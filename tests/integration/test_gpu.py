@@ -139,8 +139,9 @@ def test_zero2_over_nccl_trains_in_bf16_and_goes_on_where_it_was(
         torch.testing.assert_close(tensor, weights[name], rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float32 --tf32"])
 def test_precisions_train_with_fused_attention(packed, tmp_path, dtype):
     run = train_on_gpu("plain", packed, tmp_path / "run", f"--dtype {dtype} --max_steps 20")
+    assert ("matrix products in TF32" in run.out) == dtype.endswith("--tf32")
     losses = run.column("loss")
     assert losses[-1] < losses[0]

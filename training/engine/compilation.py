@@ -71,6 +71,8 @@ def compile_blocks(model: Transformer) -> None:
     _keep_compiled_code()
     # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
+    # DDP would have graphs split where its buckets end. Blocks are small graphs already, and alike.
+    torch._dynamo.config.optimize_ddp = False
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 

@@ -1,4 +1,4 @@
-"""What makes training on a CPU fast: all of its cores, and memory that is kept.
+"""What makes a CPU fast: all of its cores, and in training memory that is kept.
 
 By default glibc returns every large block to the system when a tensor is freed and asks for it
 again a moment later; each time the system hands out zeroed pages one fault at a time. Training
@@ -31,7 +31,11 @@ def keep_freed_memory() -> bool:
 
 
 def use_all_cores() -> None:
-    """Divide this machine's cores among its processes; launchers give each a single one."""
+    """Divide this machine's cores among its processes; launchers give each a single one.
+
+    Beside GPUs too: weights are drawn, offloaded optimizers step and the last sample is written on
+    the CPU.
+    """
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -2,35 +2,60 @@
 
 import torch
 
-# Dense bf16 matrix FLOP/s without sparsity, from the makers' data sheets. First match wins: longer
-# names first.
-PEAK_BF16_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165.2e12,
-    "RTX 4080": 97.5e12,
-    "RTX 3090": 71e12,
-    "MI300X": 1307e12,
-    "MI250X": 191.5e12,  # one of its two dies, which is what PyTorch calls a device
+# TFLOP/s of dense matrix products that are summed in fp32, from the makers' data sheets and white
+# papers: in bf16, fp16, TF32 and fp32. First match wins: longer names first.
+PEAKS = {
+    "GB200": (2500, 2500, 1250, 80),
+    "B300": (2250, 2250, 1125, 75),
+    "B200": (2250, 2250, 1125, 75),
+    "GH200": (989, 989, 494.5, 67),
+    "H200 NVL": (835, 835, 417.5, 60),
+    "H200": (989, 989, 494.5, 67),
+    "H100 PCIe": (756, 756, 378, 51),
+    "H100 NVL": (835, 835, 417.5, 60),
+    "H100": (989, 989, 494.5, 67),
+    "H800 PCIe": (756, 756, 378, 51),
+    "H800": (989, 989, 494.5, 67),
+    "H20": (148, 148, 74, 44),
+    "A100": (312, 312, 156, 19.5),
+    "A800": (312, 312, 156, 19.5),
+    "A40": (149.7, 149.7, 74.8, 37.4),
+    "A30": (165, 165, 82, 10.3),
+    "A10G": (70, 70, 35, 35),
+    "A10": (125, 125, 62.5, 31.2),
+    "L40S": (362, 362, 183, 91.6),
+    "L40": (181, 181, 90.5, 90.5),
+    "L4": (121, 121, 60, 30.3),
+    "T4": (None, 65, None, 8.1),
+    "V100 SXM2": (None, 125, None, 15.7),
+    "V100 PCIE": (None, 112, None, 14),
+    "V100S PCIE": (None, 130, None, 16.4),
+    "RTX 6000 Ada": (364.2, 364.2, 182.1, 91.1),
+    "RTX A6000": (154.8, 154.8, 77.4, 38.7),
+    "RTX 5090": (209.5, 209.5, 104.8, 104.8),
+    "RTX 5080": (112.6, 112.6, 56.3, 56.3),
+    "RTX 4090": (165.2, 165.2, 82.6, 82.6),
+    "RTX 4080": (97.5, 97.5, 48.7, 48.7),
+    "RTX 3090 Ti": (80, 80, 40, 40),
+    "RTX 3090": (71, 71, 35.6, 35.6),
+    "MI300X": (1307, 1307, 653.7, 163.4),
+    # One of its two dies, which is what PyTorch calls a device.
+    "MI250X": (191.5, 191.5, None, 47.9),
 }
-# Parts of names that mean less than the whole device: laptop chips, cut-down chips, MIG slices.
-SMALLER_RELATIVES = ("Laptop", "D", "MIG")
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")  # the columns
+# Parts of names that mean another device: laptop chips, chips cut down or not, MIG slices.
+RELATIVES = ("Laptop", "D", "Ti", "SUPER", "MIG")
+
+
+def matrix_precision(mixed_precision: str) -> str:
+    """In which of PRECISIONS this process computes matrix products.
+
+    Args:
+        mixed_precision: Accelerate's: "bf16", "fp16", or "no" for float32.
+    """
+    if mixed_precision != "no":
+        return mixed_precision
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
 
 
 def device_name(device: torch.device) -> str:
@@ -39,15 +64,16 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads per process"
 
 
-def peak_flops(name: str) -> float | None:
-    """Peak of the named device, None if the table does not have it."""
+def peak_flops(name: str, precision: str) -> float | None:
+    """Peak of the named device in one of PRECISIONS, None if the table does not have it."""
     words = f" {name} ".replace("-", " ")
-    if any(f" {part} " in words for part in SMALLER_RELATIVES):
-        return None
-    return next(
-        (peak for key, peak in PEAK_BF16_FLOPS.items() if f" {key} " in words),
-        None,
-    )
+    for key, peaks in PEAKS.items():
+        before, found, after = words.partition(f" {key} ")
+        if found:
+            others = set(f"{before} {after}".split())
+            peak = None if others.intersection(RELATIVES) else peaks[PRECISIONS.index(precision)]
+            return peak and peak * 1e12
+    return None
 
 
 def mfu(

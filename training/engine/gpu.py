@@ -1,4 +1,5 @@
-"""GPUs that are there and cannot be used: said, instead of training on the CPU in silence."""
+"""What the GPU can do; and GPUs that are there and cannot be used: said, instead of training on the
+CPU in silence."""
 
 import os
 import shutil
@@ -15,6 +16,16 @@ OTHER_PYTORCH = (
     "a PyTorch built for another CUDA (https://pytorch.org/get-started/locally/ has the command)"
 )
 ON_THE_CPU = "to train on the CPU all the same, put CUDA_VISIBLE_DEVICES= in front"
+
+
+def has_bf16() -> bool:
+    """Whether the GPU computes in bfloat16, as those from Ampere on do."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_tf32() -> bool:
+    """Whether the GPU has TF32, NVIDIA's way to multiply in fp32 on tensor cores."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def require_usable_gpus() -> None:

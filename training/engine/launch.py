@@ -14,7 +14,11 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+)
 from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -22,7 +26,7 @@ from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import read_config, resolve
-from training.engine.gpu import require_usable_gpus
+from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 # Process groups, and what holds one, to the end of the process: gloo's waits for its thread when it
@@ -96,28 +100,32 @@ def build_engine(args: TrainingArguments) -> Engine:
     require_usable_gpus()
     has_gpu = torch.cuda.is_available()
     _check_launch(args, deepspeed, has_gpu)
-    if not has_gpu:
+    if has_gpu:
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
+    else:
         keep_freed_memory()
     # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
     plugin = None
-    handlers = [InitProcessGroupKwargs(timeout=timedelta(hours=1))]
+    process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     if deepspeed:
         plugin = deepspeed_plugin(args)
         if "RANK" not in os.environ:
             raise UsageError("DeepSpeed is asked for without a launcher: use accelerate launch")
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
-            handlers = [InitProcessGroupKwargs("gloo", timeout=timedelta(hours=1))]
+            process_group.backend = "gloo"
             _skip_compiled_communication()
-    elif not has_gpu:
-        use_all_cores()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         accelerator = Accelerator(
             mixed_precision=PRECISIONS[args.dtype],
             gradient_accumulation_steps=args.accumulation_steps,
             deepspeed_plugin=plugin,
-            kwargs_handlers=handlers,
+            # DDP's gradients are parts of its buckets, and not copied into them.
+            kwargs_handlers=[
+                process_group,
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            ],
             cpu=not has_gpu and not deepspeed,
             step_scheduler_with_optimizer=False,
         )
@@ -131,8 +139,7 @@ def build_engine(args: TrainingArguments) -> Engine:
             f"the launcher started {world_size} processes, "
             f"Accelerate sees {accelerator.num_processes}"
         )
-    if deepspeed and not has_gpu:
-        use_all_cores()
+    use_all_cores()
     config = plugin.deepspeed_config if plugin else None
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
@@ -159,12 +166,12 @@ def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> No
         )
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
-    if (
-        args.dtype == "bfloat16"
-        and has_gpu
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    if args.dtype == "bfloat16" and has_gpu and not has_bf16():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float16")
+    if args.tf32 and args.dtype != "float32":
+        raise UsageError(f"--tf32 is a way to compute in --dtype float32, not in {args.dtype}")
+    if args.tf32 and not (has_gpu and has_tf32()):
+        raise UsageError("--tf32 needs an NVIDIA GPU of the Ampere generation or newer")
     if deepspeed and wants_cpu:
         raise UsageError(
             "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out"
