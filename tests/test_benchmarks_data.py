@@ -168,6 +168,7 @@ def test_waiting_for_data_is_part_of_a_step_and_warming_up_is_not(monkeypatch):
     run = SimpleNamespace(
         batches=batches(),
         update=update,
+        grad_norm=0.5,
         steps=lambda: count(1),
         samples_per_step=4,
         train_set=SimpleNamespace(seq_len=25),
