@@ -62,6 +62,17 @@ def pytest_collection_modifyitems(config, items):
 VARIANTS = pytest.StashKey[int]()
 
 
+def pytest_sessionfinish(session):
+    """A worker of pytest-xdist tells what it has left out; all leave out the same."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["variants"] = session.config.stash.get(VARIANTS, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    node.config.stash[VARIANTS] = getattr(node, "workeroutput", {}).get("variants", 0)
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """One line on what did not run, and what would run it."""
     counts = Counter()
