@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
@@ -51,6 +52,12 @@ class Tokenizer:
     def eos_id(self) -> int:
         return self._model.eos_id()
 
+    @cached_property
+    def ids_with_space(self) -> list[int]:
+        """All pieces that begin with a space."""
+        pieces = map(self._model.id_to_piece, range(self.vocab_size))
+        return [id for id, piece in enumerate(pieces) if piece.startswith(SPACE_SYMBOL)]
+
     def byte_of(self, id: int) -> int | None:
         """The byte that this piece stands for; None for a piece of text or a marker."""
         return int(self._model.id_to_piece(id)[3:5], 16) if self._model.is_byte(id) else None
@@ -58,6 +65,17 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without begin and end pieces."""
         return self.encode_batch([text])[0]
+
+    def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text that is to be continued, begin piece included, and the ids that may come
+        next, [] for all.
+
+        Words begin with the space before them, and a model has hardly ever seen a word after a
+        space that is a piece by itself: one at the end of the text is left to the next piece.
+        """
+        if text.endswith(" ") and self.ids_with_space:
+            return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
+        return [self.bos_id, *self.encode(text)], []
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         batch = self._model.encode(texts)

@@ -1,6 +1,7 @@
 """Continue prompts, token by token."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
@@ -26,6 +27,7 @@ class Generation:
     max_new_tokens: int  # at most so many for each prompt
     sampling: Sampling = DEFAULT  # prompt i draws with seed + i
     _: KW_ONLY
+    next_ids: Sequence[list[int]] = ()  # tokens that may follow prompt i at once; [] for all
     stop_ids: tuple[int, ...] = ()  # tokens that end a continuation and are not part of it
     # What happens at the end of the context. True: the later half of the sequence is read anew and
     # the text goes on from there. False: it ends, and `cut` has its index.
@@ -60,7 +62,7 @@ class Generation:
     def __iter__(self) -> Iterator[dict[int, int]]:
         if not self.max_new_tokens or not self.live:
             return
-        logits = self._read()
+        logits = self._restrict(self._read())
         for _ in range(self.max_new_tokens - 1):
             tokens = self.sampler(logits)
             yield self._append(tokens)
@@ -76,6 +78,16 @@ class Generation:
             full = max(self.decoder.lengths) == self.context
             logits = self._read() if full else self.decoder.step(tokens)
         yield self._append(self.sampler(logits))
+
+    def _restrict(self, logits: Tensor) -> Tensor:
+        """The first logits of all prompts, (B, vocab_size): -inf where `next_ids` forbids."""
+        logits = logits.clone()
+        for row, ids in enumerate(self.next_ids):
+            if ids:
+                allowed = logits[row, ids]
+                logits[row] = -math.inf
+                logits[row, ids] = allowed
+        return logits
 
     def _append(self, tokens: Tensor) -> dict[int, int]:
         new = dict(zip(self.live, tokens.tolist(), strict=True))
@@ -108,12 +120,19 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling = DEFAULT,
     *,
+    next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
     slide: bool = True,
 ) -> list[list[int]]:
     """The ids that follow each prompt; see `Generation`."""
     generation = Generation(
-        model, prompts, max_new_tokens, sampling, stop_ids=stop_ids, slide=slide
+        model,
+        prompts,
+        max_new_tokens,
+        sampling,
+        next_ids=next_ids,
+        stop_ids=stop_ids,
+        slide=slide,
     )
     for _ in generation:
         pass

@@ -30,44 +30,60 @@ class TextGenerator:
     slide: bool  # at the end of the context: read the later half anew and go on
     jsonl: bool  # print JSON objects
 
-    def encode(self, prompt: str) -> list[int]:
-        """Raises UsageError: longer than the context, and it is not to slide."""
-        ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+    def encode(self, prompt: str) -> tuple[list[int], list[int]]:
+        """As `Tokenizer.encode_prompt`. Raises UsageError: longer than the context, and it is not
+        to slide."""
+        ids, next_ids = self.tokenizer.encode_prompt(prompt)
         context = self.decoder.config.max_seq_len
         if len(ids) > context and not self.slide:
             raise UsageError(
                 f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
                 "it, or pass --beyond_context slide to go on from its end"
             )
-        return ids
+        return ids, next_ids
+
+    def _is_strange(self, prompt: str) -> bool:
+        """Whether the tokenizer has so seldom seen most of the characters that it spells them."""
+        spelled = map(self.tokenizer.byte_of, self.tokenizer.encode(prompt))
+        # Bytes of 0b10...... go on with a character of UTF-8 that another has begun.
+        begun = sum(byte is not None and byte >> 6 != 0b10 for byte in spelled)
+        return 2 * begun > len(prompt)
 
     def write(self, prompts: list[str]) -> None:
         """Continue every prompt, num_samples times each, and say how fast that was. Raises
         UsageError: a prompt that does not fit into the context."""
         asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
-        ids = [self.encode(prompt) for prompt in asked]
-        if any(prompt.endswith(" ") for prompt in prompts):
-            say("a prompt ends with a space: without it goes better, for words begin with theirs")
+        encoded = [self.encode(prompt) for prompt in asked]
+        if strange := [prompt for prompt in prompts if self._is_strange(prompt)]:
+            say(
+                f"{len(strange)} of {len(prompts)} prompts: most characters of {strange[0][:20]!r} "
+                "were rare or missing in the text that the tokenizer was made from; the model "
+                "hardly knows them"
+            )
         tokens, started = 0, time.perf_counter()
         for first in range(0, len(asked), self.batch_size):
             batch = slice(first, first + self.batch_size)
             printer = Printer(asked[batch], number=first + 1, total=len(asked), jsonl=self.jsonl)
-            tokens += self._write_batch(ids[batch], first, printer)
+            tokens += self._write_batch(encoded[batch], first, printer)
         seconds = time.perf_counter() - started
         where = f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}"
         say(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s, {where}")
 
-    def _write_batch(self, ids: list[list[int]], first: int, printer: "Printer") -> int:
+    def _write_batch(
+        self, encoded: list[tuple[list[int], list[int]]], first: int, printer: "Printer"
+    ) -> int:
         """Continue these together; returns how many tokens came."""
+        ids, next_ids = zip(*encoded, strict=True)
         generation = Generation(
             self.decoder,
             ids,
             self.max_new_tokens,
             replace(self.sampling, seed=(self.sampling.seed + first) % 2**63),
+            next_ids=next_ids,
             stop_ids=(self.tokenizer.eos_id,),
             slide=self.slide,
         )
-        streams = [TextStream(self.tokenizer, self.stop) for _ in ids]
+        streams = [TextStream(self.tokenizer, self.stop, " " if some else "") for some in next_ids]
         for new in generation:
             for i, token in new.items():
                 printer.add(i, streams[i].add(token))

@@ -12,13 +12,17 @@ class TextStream:
     string, which is not given out; of overlapping ones, the first that is complete. Held back is
     only what the next id may change: the first bytes of a character, and an end that may be the
     beginning of a stop string. An empty stop string is ignored.
+
+    Args:
+        shown: how the first token begins, which is no part of the text: the prompt has it already.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), shown: str = ""):
         self._tokenizer, self._stop = tokenizer, tuple(text for text in stop if text)
         # Some tokenizers drop a space at the beginning of what they decode: let something precede.
         self._before = tokenizer.encode("x")
         self._skip = len(tokenizer.decode(self._before))
+        self._shown = len(shown)
         self._waiting: list[int] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # of bytes in a row
         self._held = ""
@@ -42,8 +46,8 @@ class TextStream:
         return text + rest
 
     def _decode(self) -> str:
-        text = self._tokenizer.decode(self._before + self._waiting)[self._skip :]
-        self._waiting = []
+        text = self._tokenizer.decode(self._before + self._waiting)[self._skip + self._shown :]
+        self._waiting, self._shown = [], 0
         return text
 
     def _give(self, text: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from data.tokenizer import Tokenizer
 from formats.portable import load_portable, save_portable
 from inference.generation import generate
-from inference.sampling import Sampling
+from inference.sampling import Sampling, penalise
 from model import LMConfig, Transformer
 from scripts.generate import main
 from tests.conftest import VOCAB_SIZE
@@ -68,9 +68,50 @@ def test_it_prints_the_prompt_and_what_follows(call, weights):
     assert code == 0
 
 
-def test_a_space_at_the_end_of_a_prompt_is_pointed_out(call):
-    assert "ends with a space" in call("--prompt", "sum ", "--max_new_tokens", "2")[1]
-    assert "ends with a space" not in call("--prompt", "sum", "--max_new_tokens", "2")[1]
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+@pytest.mark.parametrize("prompt", ["sum ", "sum 1  ", " "])
+def test_a_space_at_the_end_of_a_prompt_is_the_first_tokens(call, weights, prompt, penalty):
+    tokenizer, model = Tokenizer(weights / "tokenizer.model"), load_portable(weights)
+    read = [tokenizer.bos_id, *tokenizer.encode(prompt[:-1])]
+    with torch.no_grad():
+        logits = model(torch.tensor([read])).logits
+    logits = penalise(
+        logits[0, -1], torch.isin(torch.arange(VOCAB_SIZE), torch.tensor(read)), penalty
+    )
+    decoded = [tokenizer.decode([*read, id]) for id in range(VOCAB_SIZE)]
+    begins = [id for id in range(VOCAB_SIZE) if decoded[id].startswith(prompt)]
+    assert 10 < len(begins) < VOCAB_SIZE
+    first = max(begins, key=lambda id: logits[id])
+    greedy = Sampling(temperature=0, repetition_penalty=penalty)
+    (rest,) = generate(model, [[*read, first]], 7, greedy, stop_ids=(tokenizer.eos_id,))
+    flags = ("--greedy", "--repetition_penalty", str(penalty), "--max_new_tokens", "8")
+    out, err, _ = call("--prompt", prompt, *flags)
+    assert out == tokenizer.decode([*read, first, *rest]) + "\n"
+    assert err.startswith(f"{len(rest) + 1} tokens in")
+    (row,) = call("--prompt", prompt, *flags, "--jsonl")[0].splitlines()
+    assert json.loads(row) == {"prompt": prompt, "text": out[len(prompt) : -1]}
+
+
+def test_prompts_with_and_without_a_space_at_the_end_can_grow_together(call):
+    prompts = ("sum ", "sum", "第1句: ", "1 + 2 =  ")
+    flags = ("--max_new_tokens", "6", "--num_samples", "2", "--temperature", "2", "--top_k", "0")
+    asked = [part for prompt in prompts for part in ("--prompt", prompt)]
+    together = call(*asked, *flags)[0]
+    assert call(*asked, *flags, "--batch_size", "1")[0] == together
+    assert all(f"---\n{prompt}" in together for prompt in prompts)
+
+
+def test_a_stop_string_is_not_looked_for_in_the_space_of_the_prompt(call):
+    flags = ("--prompt", "sum ", "--greedy", "--max_new_tokens", "3")
+    text = call(*flags)[0].removeprefix("sum ")
+    assert call(*flags, "--stop", " " + text[0])[0] != "sum \n"
+    assert call(*flags, "--stop", text[0])[0] == "sum \n"
+
+
+def test_a_prompt_of_characters_that_the_tokenizer_does_not_know_is_pointed_out(call):
+    flags = ("--prompt", "sum 1", "--prompt", "ab 龘龘龘龘", "--max_new_tokens", "2")
+    assert "1 of 2 prompts: most characters of 'ab 龘龘龘龘'" in call(*flags)[1]
+    assert "most characters" not in call("--prompt", "sum 1 龘龘", "--max_new_tokens", "2")[1]
 
 
 def test_greedy_and_the_other_settings_reach_the_sampler(call, weights):

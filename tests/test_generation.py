@@ -95,6 +95,17 @@ def test_a_prompt_longer_than_the_context_is_refused_without_sliding():
         Generation(transformer(), [[1] * 13], 5)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=2.0, top_k=3, seed=4)])
+def test_the_first_token_is_one_of_those_that_are_given_and_the_others_are_free(sampling):
+    model = transformer()
+    free = generate(model, [PROMPT, [9]], 6, sampling)
+    allowed = [id for id in range(30) if id not in free[1][:1]][:5]
+    texts = generate(model, [PROMPT, [9]], 6, sampling, next_ids=[[], allowed])
+    assert texts[0] == free[0]
+    assert texts[1][0] in allowed
+    assert {*texts[1][1:]} - {*allowed}
+
+
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
     decoder = Decoder(transformer())
     texts = [generate(decoder, [PROMPT], 20, Sampling(temperature=2.0, seed=s)) for s in (7, 7, 8)]

@@ -156,3 +156,11 @@ def test_a_disk_that_refuses_is_reported_and_training_goes_on(writer_of, tmp_pat
     (tmp_path / "samples.jsonl").mkdir()
     writer.write(2)
     assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out
+
+
+def test_a_space_at_the_end_of_the_prompt_begins_the_text(text, model):
+    args = TrainingArguments(sample_prompt="sum ", sample_tokens=8)
+    tokenizer = Tokenizer(text.tokenizer_path)
+    prompt, written = prompt_and_continuation(model, args, tokenizer, text)
+    assert prompt == "sum"
+    assert written.startswith(" ")

@@ -107,3 +107,10 @@ def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(t
     parts = [stream.add(id) for text in ("a", "b", "c") for id in tokenizer.encode(text)]
     assert parts == ["", "", "abc"]
     assert stream.end() == ""
+
+
+def test_what_the_prompt_has_shown_already_is_not_given_again_and_is_no_stop_string(tokenizer):
+    stream = TextStream(tokenizer, (" 3",), shown=" ")
+    parts = [stream.add(id) for text in (" 3", ": 1", " 3") for id in tokenizer.encode(text)]
+    assert "".join(parts) == "3: 1"
+    assert stream.stopped

@@ -81,6 +81,24 @@ def test_a_batch_is_encoded_as_its_texts_one_by_one(tokenizer):
     assert tokenizer.encode_batch([]) == []
 
 
+def test_pieces_that_begin_with_a_space_are_those_that_decode_to_one(tokenizer):
+    one = tokenizer.encode("1")
+    decoded = {id: tokenizer.decode([*one, id]) for id in range(3, 400)}
+    spaced = [id for id, text in decoded.items() if text.startswith("1 ")]
+    assert tokenizer.ids_with_space == [id for id in spaced if tokenizer.byte_of(id) is None]
+    assert 5 < len(spaced) < 300
+
+
+def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
+    for text in ("1 + ", "1  ", " "):
+        ids, next_ids = tokenizer.encode_prompt(text)
+        assert ids == [tokenizer.bos_id, *tokenizer.encode(text[:-1])]
+        assert next_ids == tokenizer.ids_with_space
+    for text in ("1 +", " 1", "1\n", "1\t"):
+        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+        assert tokenizer.encode_prompt(text) == (ids, [])
+
+
 def test_markers_decode_to_nothing(tokenizer):
     ids = [tokenizer.bos_id, *tokenizer.encode("1 + 1"), tokenizer.eos_id]
     assert tokenizer.decode(ids) == "1 + 1"

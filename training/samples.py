@@ -25,14 +25,21 @@ def prompt_and_continuation(
     model: Decoder | Transformer, args: TrainingArguments, tokenizer: Tokenizer, data: PackedDataset
 ) -> tuple[str, str]:
     """The prompt of --sample_prompt, or how `data` begins, and how the model goes on."""
+    next_ids = []
     if args.sample_prompt is None:
         prompt = data[0][0][:PROMPT_TOKENS].tolist()
         while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
             prompt.pop()  # the first bytes of a character
     else:
-        prompt = [tokenizer.bos_id, *tokenizer.encode(args.sample_prompt)]
-    stop_ids, sampling = (tokenizer.eos_id,), Sampling(seed=args.seed)
-    (ids,) = generate(model, [prompt], args.sample_tokens, sampling, stop_ids=stop_ids)
+        prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
+    (ids,) = generate(
+        model,
+        [prompt],
+        args.sample_tokens,
+        Sampling(seed=args.seed),
+        next_ids=[next_ids],
+        stop_ids=(tokenizer.eos_id,),
+    )
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 
