@@ -31,6 +31,7 @@ class Contender:
     engine: str = "single"  # of ours: single, ddp, zero1, zero2, alone
     processes: int = 1
     our_allocator: bool = False  # a peer that is given the training script's settings
+    fused: bool = False  # ours with benchmarks.projections, which the project does not have
 
     @property
     def is_ours(self) -> bool:
@@ -40,11 +41,14 @@ class Contender:
     def name(self) -> str:
         engine = "" if self.engine == "single" else f"-{self.engine}"
         mode = "compiled" if self.compiled else "eager"
-        return f"{self.family}{engine}-{mode}" + "+allocator" * self.our_allocator
+        name = f"{self.family}{engine}-{mode}"
+        return name + "+allocator" * self.our_allocator + "+fused" * self.fused
 
     @property
     def words(self) -> set[str]:
-        """Every word of --contenders that means this one."""
+        """Every word of --contenders that means this one; an experiment has its name alone."""
+        if self.fused:
+            return {self.name}
         mode = "compiled" if self.compiled else "eager"
         return {"all", self.name, self.family, mode} | ({"peers"} if not self.is_ours else set())
 
@@ -65,6 +69,7 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
         for engine in engines
         for compiled in (False, True)
     ]
+    found += [Contender("ours", compiled, fused=True) for compiled in (False, True)]
     found += [
         Contender(family, compiled, our_allocator=ours)
         for family in PEERS

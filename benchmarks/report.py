@@ -87,11 +87,11 @@ def compare(report: SizeReport, a: Result, b: Result) -> float:
 
 def fastest(report: SizeReport, is_ours: bool, our_allocator: bool = False) -> Result | None:
     """The fastest of ours, or of the peers with or without our allocator, with one process."""
-    wanted = 1, is_ours, our_allocator
+    wanted = 1, is_ours, our_allocator, False
     found = []
     for result in report.played:
-        contender = result.contender
-        if (contender.processes, contender.is_ours, contender.our_allocator) == wanted:
+        c = result.contender
+        if (c.processes, c.is_ours, c.our_allocator, c.fused) == wanted:
             found.append(result)
     return max(found, key=lambda result: compare(report, result, report.baseline), default=None)
 

@@ -32,12 +32,13 @@ class Session:
 
     All that fit into memory together are alive at the same time and take turns. Where not all do,
     some play their rounds, make room, and the next play theirs; the baseline plays in every round,
-    so that ratios to it are always taken within a round.
+    so that ratios to it are always taken within a round. Each one's first round, with the baseline
+    alone, is played as soon as it is up: whatever ends the session early leaves that much.
 
     Args:
         size: its name.
         work: what each contender does.
-        options: contenders, in the order of the table; rounds, steps, warmup_steps and
+        options: contenders, in the order of the table; rounds, steps, warmup_steps, trace and
             keep_compile_cache of benchmarks.throughput.
         folder: temporary, for logs, DeepSpeed files and compiled code.
     """
@@ -62,9 +63,16 @@ class Session:
         self._measure_products()
         while waiting:
             while waiting and self._has_room():
-                self._start(waiting.pop(0))
-            self._play_rounds()
+                contender = waiting.pop(0)
+                self._start(contender)
+                if contender in self._teams:
+                    baseline = next(iter(self._teams))
+                    self._play_round(list(dict.fromkeys((baseline, contender))))
+            for _ in range(self.options.rounds - 1):
+                self._play_round(list(self._teams))
             for contender in list(self._teams)[1 if waiting else 0 :]:
+                if self.options.trace:
+                    self._trace(contender)
                 self._teams.pop(contender).close()
         self._measure_products()
         self.report.finished = True
@@ -72,7 +80,7 @@ class Session:
     def _able(self) -> list[Contender]:
         """Those that nothing known stands in the way of, the baseline first."""
         reasons = {contender: obstacle(contender) for contender in self.options.contenders}
-        self.report.missing = {c.name: reason for c, reason in reasons.items() if reason}
+        self.report.missing = {c.name: r or "no time left" for c, r in reasons.items()}
         able = [contender for contender, reason in reasons.items() if reason is None]
         rank = {name: position for position, name in enumerate(BASELINES)}
         return sorted(able, key=lambda contender: rank.get(contender.name, len(rank)))
@@ -117,19 +125,18 @@ class Session:
         self.report.results.append(result)
         self._say(f"{contender.name}: first step after {seconds:.1f} s")
 
-    def _play_rounds(self) -> None:
-        for number in range(1, self.options.rounds + 1):
-            self.report.rounds += 1
-            self._measure_products()
-            said = []
-            for contender in list(self._teams):
-                try:
-                    self._turn(contender)
-                except TeamError as error:
-                    self._drop(contender, error)
-                    continue
-                said.append(f"{contender.name} {self._results[contender].speeds()[-1]:,.0f}")
-            self._say(f"round {number}/{self.options.rounds}, tokens/s: {', '.join(said)}")
+    def _play_round(self, contenders: list[Contender]) -> None:
+        self.report.rounds += 1
+        self._measure_products()
+        said = []
+        for contender in contenders:
+            try:
+                self._turn(contender)
+            except TeamError as error:
+                self._drop(contender, error)
+                continue
+            said.append(f"{contender.name} {self._results[contender].speeds()[-1]:,.0f}")
+        self._say(f"round {self.report.rounds}, tokens/s: {', '.join(said)}")
 
     def _turn(self, contender: Contender) -> None:
         result = self._results[contender]
@@ -139,6 +146,15 @@ class Session:
         result.step_seconds[self.report.rounds] = statistics.median(steps)
         result.losses.append(answers[0]["loss"])
         result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
+        self.report.missing.pop(contender.name, None)
+
+    def _trace(self, contender: Contender) -> None:
+        """Record a step, when nothing more is measured: a process may remain slower after it."""
+        name = f"{self.report.size}-{contender.name}.json.gz".replace("+", "-")
+        try:
+            self._teams[contender].ask((self.options.trace / name).absolute())
+        except TeamError as error:
+            self._say(f"{contender.name} left no trace: {error}")
 
     def _drop(self, contender: Contender, error: TeamError) -> None:
         """Count it out, and show why."""

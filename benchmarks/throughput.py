@@ -48,6 +48,7 @@ def build_parser(n_gpus: int) -> argparse.ArgumentParser:
     add("--processes", type=number, default=n_gpus or 1, help="of DDP and ZeRO")
     text = "use PyTorch's compile cache and not an empty one: first steps are no first run's"
     add("--keep_compile_cache", action="store_true", help=text)
+    add("--trace", type=Path, metavar="FOLDER", help="leave a trace of one step of each there")
     add("--json", type=Path, metavar="FILE", help="write every number there")
     return parser
 
@@ -72,6 +73,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
             options.json.open("a").close()
     except OSError as error:
         raise UsageError(f"--json: no file can be written at {options.json}") from error
+    if options.trace and not options.trace.is_dir():
+        raise UsageError(f"--trace: there is no folder {options.trace}")
     return options
 
 

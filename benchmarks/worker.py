@@ -5,8 +5,9 @@
 Allocator settings, compiled code and peak memory belong to a process, so each contender has its
 own. FD is an end of a pipe between two of Python's `Connection`s. In comes (Contender, Work),
 answered after the first step, and then numbers of steps to take, each answered with what
-`take_steps` measured; in between no CPU is used. An error is answered by {"error": one line} and
-ends the process, with the traceback on stderr; so does the other end of the pipe, when it closes.
+`take_steps` measured; in between no CPU is used. A Path asks for `trace_step` into it. An error is
+answered by {"error": one line} and ends the process, with the traceback on stderr; so does the
+other end of the pipe, when it closes.
 """
 
 import math
@@ -14,8 +15,10 @@ import os
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -34,7 +37,9 @@ def serve(connection: Connection) -> int:
         task = build(contender, work)
         connection.send(take_first_step(task))
         while True:
-            connection.send(take_steps(task, connection.recv()))
+            asked = connection.recv()
+            act = trace_step if isinstance(asked, Path) else take_steps
+            connection.send(act(task, asked))
     except EOFError:
         return 0
     except Exception as error:
@@ -47,8 +52,10 @@ def build(contender: Contender, work: Work):
     """An OurStep or a PeerStep. Their imports take seconds; a contender makes its own only."""
     if contender.is_ours:
         from benchmarks.ours import OurStep
+        from benchmarks.projections import fused_projections
 
-        return OurStep(work, contender.compiled)
+        with fused_projections() if contender.fused else nullcontext():
+            return OurStep(work, contender.compiled)
     from benchmarks.peers import PeerStep
 
     return PeerStep(contender.family, work, contender.compiled, contender.our_allocator)
@@ -84,6 +91,16 @@ def take_steps(task, number: int) -> dict:
         seconds = [(time.perf_counter() - clock[0]) / number] * number
     peak = peak_memory_bytes(task.device)
     return {"seconds": seconds, "loss": task.loss(), "peak_bytes": peak}
+
+
+def trace_step(task, path: Path) -> dict:
+    """Write a trace of one step of the first rank, for Perfetto or chrome://tracing."""
+    with torch.profiler.profile() as profile:
+        task.step()
+        synchronize(task.device)
+    if os.environ.get("RANK", "0") == "0":
+        profile.export_chrome_trace(str(path))
+    return {}
 
 
 def one_line(error: Exception) -> str:

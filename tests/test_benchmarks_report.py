@@ -41,6 +41,7 @@ def test_the_closing_line_takes_the_fastest_of_each_side_and_compares_allocators
         result(OURS, {1: 1.0, 2: 1.0}),
         result(OURS_COMPILED, {1: 0.5, 2: 0.5}),
         result(Contender("ours", True, "zero2", processes=2), {1: 0.1, 2: 0.1}),
+        result(Contender("ours", True, fused=True), {1: 0.1, 2: 0.1}),
         result(LLAMA, {1: 1.2, 2: 1.2}),
         result(LLAMA_COMPILED, {1: 0.8, 2: 0.82}),
         result(Contender("litgpt", True, our_allocator=True), {1: 0.75, 2: 0.76}),

@@ -20,18 +20,20 @@ class FakeTeam:
 
     alive: ClassVar[int]
     turns: ClassVar[list]  # names, in order
-    fails_at: ClassVar[dict]  # (name, "build" or "steps") → reason
+    fails_at: ClassVar[dict]  # (name, "build", "steps" or "trace") → reason
 
     def __init__(self, environments, folder):
         self.name, self.started = folder.name, 0.0
         FakeTeam.alive += 1
 
     def ask(self, question):
-        what = "steps" if isinstance(question, int) else "build"
+        what = {int: "steps", tuple: "build"}.get(type(question), "trace")
         if (self.name, what) in FakeTeam.fails_at:
             raise TeamError(FakeTeam.fails_at[self.name, what], "end of its log")
         if what == "steps":
             FakeTeam.turns.append(self.name)
+        if what == "trace":
+            FakeTeam.turns.append(question.name)
         engine = next(
             (v for k, v in session.ENGINE_NAMES.items() if k in self.name), "single process"
         )
@@ -63,15 +65,20 @@ def fake_teams(monkeypatch):
     return FakeTeam
 
 
-def new_session(folder, *chosen, rounds=2):
+def new_session(folder, *chosen, rounds=2, trace=None):
     options = Namespace(
-        contenders=list(chosen), rounds=rounds, steps=1, warmup_steps=0, keep_compile_cache=False
+        contenders=list(chosen),
+        rounds=rounds,
+        steps=1,
+        warmup_steps=0,
+        trace=trace,
+        keep_compile_cache=False,
     )
     return Session("test", SIZES["test"], options, folder)
 
 
-def measure(folder, *chosen, rounds=2):
-    running = new_session(folder, *chosen, rounds=rounds)
+def measure(folder, *chosen, **options):
+    running = new_session(folder, *chosen, **options)
     running.measure()
     running.close()
     assert FakeTeam.alive == 0
@@ -82,30 +89,61 @@ def rounds_of(found):
     return {result.name: sorted(result.step_seconds) for result in found.played}
 
 
-def test_contenders_take_turns_with_matrix_products_in_every_round(fake_teams, tmp_path):
-    found = measure(tmp_path, LLAMA, OURS)
-    one_round = ["products", "ours-eager", "transformers-eager"]
-    assert fake_teams.turns == ["products", *one_round, *one_round, "products"]
-    assert (found.baseline.name, len(found.matrix_products)) == ("ours-eager", 4)
+def test_each_plays_a_round_when_it_is_up_and_then_all_take_turns(fake_teams, tmp_path):
+    found = measure(tmp_path, LLAMA, OURS, Contender("litgpt", False))
+    assert fake_teams.turns == [
+        "products",
+        *("products", "ours-eager"),
+        *("products", "ours-eager", "transformers-eager"),
+        *("products", "ours-eager", "litgpt-eager"),
+        *("products", "ours-eager", "transformers-eager", "litgpt-eager"),
+        "products",
+    ]
+    assert (found.baseline.name, len(found.matrix_products)) == ("ours-eager", 6)
+    assert rounds_of(found) == {
+        "ours-eager": [1, 2, 3, 4],
+        "transformers-eager": [2, 4],
+        "litgpt-eager": [3, 4],
+    }
 
 
 def test_where_not_all_fit_the_baseline_meets_every_one(fake_teams, tmp_path):
     found = measure(tmp_path, LLAMA, LLAMA_COMPILED, OURS, OURS_COMPILED)
     assert rounds_of(found) == {
-        "ours-compiled": [1, 2, 3, 4],
-        "ours-eager": [1, 2],
-        "transformers-eager": [1, 2],
-        "transformers-compiled": [3, 4],
+        "ours-compiled": [1, 2, 3, 4, 5, 6],
+        "ours-eager": [2, 4],
+        "transformers-eager": [3, 4],
+        "transformers-compiled": [5, 6],
     }
+
+
+def test_each_leaves_a_trace_when_nothing_more_is_measured_of_it(fake_teams, tmp_path):
+    chosen = OURS_COMPILED, OURS, LLAMA, Contender("ours", True, fused=True)
+    measure(tmp_path, *chosen, rounds=1, trace=tmp_path)
+    turns = [turn for turn in fake_teams.turns if turn != "products"]
+    assert turns == [
+        *("ours-compiled", "ours-compiled", "ours-eager", "ours-compiled", "transformers-eager"),
+        *("test-ours-eager.json.gz", "test-transformers-eager.json.gz"),
+        *("ours-compiled", "ours-compiled+fused"),
+        *("test-ours-compiled.json.gz", "test-ours-compiled-fused.json.gz"),
+    ]
+
+
+def test_who_leaves_no_trace_keeps_its_figures(fake_teams, tmp_path, capsys):
+    fake_teams.fails_at = {("ours-eager", "trace"): "OSError: no room"}
+    found = measure(tmp_path, OURS, LLAMA, trace=tmp_path)
+    assert rounds_of(found) == {"ours-eager": [1, 2, 3], "transformers-eager": [2, 3]}
+    assert found.missing == {}
+    assert "ours-eager left no trace: OSError: no room" in capsys.readouterr().err
 
 
 def test_beside_the_baseline_there_is_always_another(fake_teams, tmp_path, monkeypatch):
     monkeypatch.setattr(session, "free_memory", lambda _: 0)
     found = measure(tmp_path, OURS_COMPILED, OURS, LLAMA, rounds=1)
     assert rounds_of(found) == {
-        "ours-compiled": [1, 2],
-        "ours-eager": [1],
-        "transformers-eager": [2],
+        "ours-compiled": [1, 2, 3],
+        "ours-eager": [2],
+        "transformers-eager": [3],
     }
 
 
@@ -143,11 +181,12 @@ def test_who_is_stopped_has_the_rounds_that_were_played(fake_teams, tmp_path, mo
         running.measure()
     running.close()
     assert rounds_of(running.report) == {
-        "ours-compiled": [1, 2],
-        "ours-eager": [1],
-        "transformers-eager": [1],
+        "ours-compiled": [1, 2, 3],
+        "ours-eager": [2],
     }
-    assert "STOPPED in round 2, before the end." in size_table(running.report)
+    late = dict.fromkeys(("transformers-eager", "transformers-compiled"), "no time left")
+    assert running.report.missing == late
+    assert "STOPPED in round 3, before the end." in size_table(running.report)
 
 
 def test_who_is_stopped_before_the_first_round_has_nothing(fake_teams, tmp_path):

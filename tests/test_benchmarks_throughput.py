@@ -1,3 +1,4 @@
+import gzip
 import json
 import math
 import os
@@ -85,21 +86,35 @@ def throughput_command(*flags):
     return [sys.executable, "-m", "benchmarks.throughput", "--sizes", "test", *flags]
 
 
+def test_only_the_first_rank_writes_a_trace_and_all_take_the_step(monkeypatch, tmp_path):
+    fake_task(monkeypatch, loss=UNTRAINED)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        connection = FakeConnection((LLAMA, SIZES["test"]), tmp_path / f"{rank}.json", 1)
+        assert worker.serve(connection) == 0
+        assert connection.answers[1] == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+
+
 @pytest.mark.slow
 def test_a_whole_run_prints_a_table_and_writes_the_file(tmp_path):
     flags = ["--contenders", "ours-eager,transformers-eager"]
     flags += ["--rounds", "2", "--steps", "1", "--warmup_steps", "0"]
     ended = subprocess.run(
-        throughput_command(*flags, "--json", str(tmp_path / "out.json")),
+        throughput_command(*flags, "--json", str(tmp_path / "out.json"), "--trace", str(tmp_path)),
         cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"^\| transformers-eager \| 1 \| [\d,]+ \(", ended.stdout, re.MULTILINE)
     assert "ours / fastest peer: n/a" not in ended.stdout
     (size,) = json.loads((tmp_path / "out.json").read_text())
-    for found in size["results"]:
-        assert len(found["step_seconds"]) == 2
+    for found, rounds in zip(size["results"], (3, 2), strict=True):
+        assert len(found["step_seconds"]) == rounds
         assert found["losses"][0] == pytest.approx(UNTRAINED, abs=0.1)
+    for name in ("ours-eager", "transformers-eager"):
+        with gzip.open(tmp_path / f"test-{name}.json.gz", "rt") as file:
+            events = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert {"aten::mm", "aten::embedding"} <= events
 
 
 @pytest.mark.slow
@@ -111,7 +126,7 @@ def test_a_run_that_is_terminated_prints_its_table_and_writes_its_rounds(tmp_pat
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     for line in running.stderr:
-        if "round 2/" in line:
+        if "round 2," in line:
             break
     running.terminate()
     out, _ = running.communicate()
@@ -152,6 +167,7 @@ def test_an_interrupt_ends_every_worker(tmp_path):
         ("--steps many", "--steps: whole numbers from 1 on, not 'many'"),
         ("--json /no/such/folder/x", "--json: no file can be written at /no/such/folder/x"),
         ("--json /tmp", "--json: no file can be written at /tmp"),
+        ("--trace /no/such/folder", "--trace: there is no folder /no/such/folder"),
         ("--round 3", "did you mean --rounds?"),
     ],
 )
