@@ -236,6 +236,14 @@ def test_every_flag_that_is_named_is_a_flag_of_something(name):
     assert named <= known, f"{name} names what is no flag: {sorted(named - known)}"
 
 
+def test_beside_the_flags_of_others_stand_flags_that_exist():
+    text = (REPOSITORY / "docs/coming-from.md").read_text(encoding="utf-8")
+    tables = [rows(block.text) for block in blocks(text) if block.kind == "table"]
+    training, generating = ({*flags_in("".join(row[0] for row in table))} for table in tables)
+    assert {"--dim", "--max_seq_len"} <= training <= flags_of("train_pretrain_accelerate")
+    assert {"--prompt"} <= generating <= flags_of("scripts.generate")
+
+
 def test_a_module_or_flag_that_does_not_exist_would_be_found():
     text = (
         "`python -m scripts.generat auto --promt x`\n\n    python -m scripts.report \\\n      --pic"
