@@ -36,14 +36,18 @@ if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 fi
 
+sequences=0 # per process and step, to be divided into micro-batches that fit into memory; 0: as the flags say
 if ((gpus > 0)); then
   flags=(
-    --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024
-    --use_flash_attn --dtype bfloat16
+    --epochs 3 --max_seq_len 1024 --use_flash_attn --dtype bfloat16
     --learning_rate 2e-4 --grad_clip 1.0
-    --log_interval 100 --save_interval 10000 --profile --profile_interval 10
   )
   shape=(--dim 1024 --n_layers 32)
+  if [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]]; then
+    flags+=(--batch_size 24 --accumulation_steps 32)
+  else
+    sequences=$((24 * 32))
+  fi
 else
   export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
   # A small model that two cores train in a few minutes. Muon ends at a validation loss of 2.8,
@@ -62,8 +66,10 @@ flags+=(--data "$packed" "$@")
 
 config=${CONFIG:-accelerate_config.yaml}
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
+echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
-"$python" -m training.preflight "$config" "$processes" "${flags[@]}"
+micro_batch=$("$python" -m training.preflight "$config" "$processes" "$sequences" "${flags[@]}")
+flags+=($micro_batch)
 # The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
 # reaches it once, from here. Ranks that have saved and stopped leave a note, which is a good end.
 STOP_NOTE=$PWD/out/.stopped-$$

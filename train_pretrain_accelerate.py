@@ -14,6 +14,7 @@ from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
 from training.engine.launch import build_engine
 from training.engine.main_process import on_main_process
+from training.engine.out_of_memory import one_line_out_of_memory
 from training.initial_weights import InitialWeights
 from training.interruption import leave
 from training.notebook import leave_as_found
@@ -35,7 +36,8 @@ def main(argv: list[str] | None = None) -> None:
     """
     with one_line_errors(PROGRAM, UsageError, ConfigError), leave_as_found(PROGRAM, argv):
         args, model_settings = parse_arguments(argv)
-        train(args, model_settings)
+        with one_line_out_of_memory(args, model_settings):
+            train(args, model_settings)
 
 
 def train(args: TrainingArguments, model_settings: dict) -> None:

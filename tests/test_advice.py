@@ -1,13 +1,6 @@
-from types import SimpleNamespace
-
 import pytest
-import torch
 
-from training import start_block
-from training.arguments import TrainingArguments
 from training.engine.advice import bytes_sent, faster_engine
-from training.engine.launch import Engine
-from training.engine.memory import GIB
 
 N = 1000
 
@@ -70,38 +63,3 @@ def test_on_gpus_it_is_the_one_that_sends_the_fewest_bytes():
 )
 def test_nothing_is_advised_where_nothing_is_gained_or_fits(changes):
     assert advice(**changes) is None
-
-
-# What a ZeRO-2 run with two processes holds before its first step: 16-bit weights, and half of the
-# fp32 master weights and moments.
-HELD = 2 + 12 / 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({}, "DDP"),
-        ({"free": 2 * (14 - HELD)}, "ZeRO-1"),  # 2 + 6 + 12 / 2, for both processes
-        ({"free": 2 * (14 - HELD) - 1}, None),
-        ({"device": "cuda", "free": 14 - HELD}, "ZeRO-1"),  # of the GPU that a process has alone
-        ({"offload": True}, None),
-    ],
-    ids=lambda value: str(value),
-)
-def test_what_zero2_holds_is_free_for_another_engine(changes, named, monkeypatch):
-    wanted = {"free": 2 * (16 - HELD), "device": "cpu", "offload": False} | changes
-    n = 10**9
-    zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if wanted["offload"] else {})
-    accelerator = SimpleNamespace(num_processes=2, device=torch.device(wanted["device"]))
-    run = SimpleNamespace(
-        args=TrainingArguments(accumulation_steps=8),
-        engine=Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": zero}),
-        accelerator=accelerator,
-        built=SimpleNamespace(n_parameters=n, n_muon_parameters=0),
-    )
-    sharing = 2 if wanted["device"] == "cpu" else 1
-    free = int(n * wanted["free"]) + sharing * GIB
-    monkeypatch.setattr(start_block, "free_memory", lambda device: free)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    line = start_block._advice(run, activations=0)
-    assert line is None if named is None else line.startswith(f"{named} would")

@@ -1,7 +1,9 @@
 import pytest
+import torch
 
 from model import LMConfig
-from training.engine.memory import activation_bytes, model_state_bytes
+from training.engine import memory
+from training.engine.memory import activation_bytes, available_memory, model_state_bytes
 
 N = 1_000_000
 
@@ -73,3 +75,31 @@ def test_activations_in_fp32_by_hand():
 def test_activations_grow_with_the_batch():
     one, eight = (activation_bytes(small(), b, "bfloat16") for b in (1, 8))
     assert eight == 8 * one
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_process_on_a_cpu_can_have_its_share_and_what_it_holds(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**32)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    share = 2**31
+    before = available_memory(CPU, processes=8) - share
+    assert before > 0  # of Python and PyTorch
+    held = torch.ones(2**25)  # 128 MiB
+    more = available_memory(CPU, processes=8) - share - before
+    assert held.nbytes / 2 < more < 4 * held.nbytes
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # started without a launcher
+    assert 2**29 + before / 2 < available_memory(CPU, processes=8) < share
+
+
+def test_a_process_has_its_gpu_alone(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**32)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2**20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert available_memory(torch.device("cuda", 1), processes=8) == 2**32 + 2**20
+
+
+def test_where_the_system_does_not_say_nothing_is_known(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: None)
+    assert available_memory(CPU, processes=1) is None

@@ -4,6 +4,7 @@ import random
 import shutil
 
 import pytest
+import torch
 import yaml
 from conftest import REPOSITORY
 from test_resume_choice import make_run
@@ -15,7 +16,9 @@ from data.tokenizer import TOKENIZER_FILE
 from formats.portable import WEIGHTS_FILE, save_portable
 from model import ConfigError, LMConfig, Transformer
 from runs.folder import RunFolder
+from training import preflight
 from training.arguments import parse_arguments
+from training.engine.memory import GIB, OVERHEAD, activation_bytes, model_state_bytes
 from training.preflight import check_launch
 from training.resume import run_identity
 
@@ -273,6 +276,54 @@ def test_another_number_of_processes_resumes_where_it_can_make_the_global_batch(
     resumed = [*flags, "--resume", str(run), "--batch_size"]
     check_launch(ZERO_2, "2", [*resumed, "2"])
     assert "cannot be made of --batch_size 5" in refused(ZERO_2, [*resumed, "5"], "2")
+
+
+RECIPE = LMConfig(dim=1024, n_layers=32, max_seq_len=1024)
+ONE = activation_bytes(RECIPE, 1, "bfloat16")
+STATES = model_state_bytes(361_038_848, "bfloat16", 2, 4)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """GPUs with so many bytes free."""
+
+    def have(*free: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+        monkeypatch.setattr(preflight, "attention_kernel", lambda *shape: ("flash", False))
+        monkeypatch.setattr(
+            preflight, "available_memory", lambda device, processes: free[device.index]
+        )
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("sequences_that_fit", "batch_size"), [(32.1, 32), (31.9, 24), (7.9, 6), (1.1, 1), (-9, 1)]
+)
+def test_the_largest_micro_batch_that_fits_keeps_the_batch(
+    flags, gpus, capsys, sequences_that_fit, batch_size
+):
+    # A third more than expected, for that is how good the estimate is.
+    least = int(STATES + OVERHEAD + sequences_that_fit * ONE * 4 / 3)
+    gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
+    recipe = parse_arguments(["--data", flags[-1]])[0]
+    zero = {"stage": 2}
+    args = preflight.fit_micro_batch(recipe, 768, RECIPE, zero, processes=3)
+    assert capsys.readouterr().out.count("\n") == 1
+    assert args.batch_size * args.accumulation_steps == 768
+    assert args.batch_size <= batch_size  # three processes share what STATES divides by four
+    gpus(*[least] * 4)
+    args = preflight.fit_micro_batch(recipe, 768, RECIPE, zero, processes=4)
+    assert (args.batch_size, args.accumulation_steps) == (batch_size, 768 // batch_size)
+
+
+def test_a_launch_is_checked_with_the_micro_batch_that_fits(flags, gpus, config_file):
+    gpus(10 * GIB)
+    args = check_launch(ZERO_2, "1", flags, sequences=768)
+    assert (args.batch_size, args.accumulation_steps) == (768, 1)
+    ds_config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8}
+    with pytest.raises(UsageError, match="--batch_size gives 768"):
+        check_launch(config_file(ds_config=ds_config), "1", flags, sequences=768)
 
 
 def test_500_damaged_launcher_files_are_refused_in_words_or_pass(flags, tmp_path):

@@ -1,35 +1,54 @@
 """Say in one line what is wrong with a launch, before any process is started.
 
-    python -m training.preflight accelerate_config.yaml PROCESSES [training flags]
+    python -m training.preflight accelerate_config.yaml PROCESSES SEQUENCES [training flags]
 
 The script makes the same checks; but once processes run, a launcher adds a page of its own to every
-error.
+error. If SEQUENCES is not 0, the flags that divide so many sequences of a process and step into
+micro-batches which fit into the GPUs' memory are printed: stdout has nothing else.
 """
 
 import os
 import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
 
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from data.dataset import PackedDataset
-from model import ConfigError
-from training.arguments import parse_arguments
+from model import ConfigError, LMConfig, Transformer
+from training.arguments import TrainingArguments, parse_arguments
+from training.engine.attention_kernel import attention_kernel
 from training.engine.gpu import require_usable_gpus
 from training.engine.launch import deepspeed_plugin
+from training.engine.memory import (
+    GIB,
+    OVERHEAD,
+    activation_bytes,
+    available_memory,
+    model_state_bytes,
+)
 from training.initial_weights import InitialWeights
 from training.resume import find_starting_point, resumed_arguments
+from training.optimizer import muon_matrices
 from training.trackers import require_trackers
 
 
-def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
-    """Raises UsageError, ConfigError or DataError: this launch cannot work."""
+def check_launch(
+    config_file: str, processes: str, flags: list[str], sequences: int = 0
+) -> TrainingArguments:
+    """The arguments of this launch, with micro-batches that fit if `sequences` is not 0.
+
+    Raises UsageError, ConfigError or DataError: it cannot work.
+    """
     if not processes.isdigit() or int(processes) < 1:
         raise UsageError(f"the number of processes must be at least 1, not {processes}")
     args, model_settings = parse_arguments(flags)
     require_trackers(args.trackers)
     require_usable_gpus()
+    zero = None
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -44,18 +63,59 @@ def check_launch(config_file: str, processes: str, flags: list[str]) -> None:
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
         os.environ["WORLD_SIZE"] = processes
-        deepspeed_plugin(args)
+        zero = deepspeed_plugin(args).deepspeed_config["zero_optimization"]
     initial = InitialWeights.find(args.init_from, model_settings)
     train_set = PackedDataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
+    if sequences:
+        args = fit_micro_batch(args, sequences, model, zero, int(processes))
+        if zero:
+            deepspeed_plugin(args)  # its file may hold a micro-batch as well
     start = find_starting_point(args, quiet=True)
     if start.checkpoint:
         resumed_arguments(start, args, model, train_set, int(processes))
     elif initial.source:
         initial.load()
+    return args
+
+
+def fit_micro_batch(
+    args: TrainingArguments, sequences: int, config: LMConfig, zero: dict | None, processes: int
+) -> TrainingArguments:
+    """--batch_size and --accumulation_steps so that a process takes so many sequences in a step,
+    in micro-batches as large as the GPU with the least memory free allows.
+
+    Args:
+        zero: section of the DeepSpeed configuration; None without DeepSpeed.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    muon = muon_matrices(model) if args.optimizer == "muon" else []
+    stage, offload = (zero["stage"], "offload_optimizer" in zero) if zero else (None, False)
+    states = model_state_bytes(
+        *(model.num_parameters(), args.dtype, stage, processes, offload),
+        n_by_muon=sum(matrix.numel() for matrix in muon),
+    )
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
+    room = min(available_memory(gpu, processes) for gpu in gpus)
+    _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), gpus[0])
+    one = activation_bytes(config, 1, args.dtype, keeps_scores=keeps_scores)
+    most = (room - states - OVERHEAD) * 3 // (4 * one)  # the estimate is good to a third
+    size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= max(1, most))
+    steps = sequences // size
+    print(
+        f"micro-batch: {size} of {sequences} sequences, {steps} accumulation steps "
+        f"(about {(states + size * one) / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; "
+        "--batch_size and --accumulation_steps override it)"
+    )
+    return replace(args, batch_size=size, accumulation_steps=steps)
 
 
 if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
-        check_launch(sys.argv[1], sys.argv[2], sys.argv[3:])
+        config_file, processes, sequences, *flags = sys.argv[1:]
+        with redirect_stdout(sys.stderr):
+            args = check_launch(config_file, processes, flags, int(sequences))
+        if int(sequences):
+            print(f"--batch_size {args.batch_size} --accumulation_steps {args.accumulation_steps}")

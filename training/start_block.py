@@ -1,7 +1,5 @@
 """The block printed at start: everything that is in use, so that nothing is in use silently."""
 
-import os
-
 import torch
 
 from common.numbers import counted
@@ -12,11 +10,12 @@ from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
 from training.engine.memory import (
     GIB,
+    OVERHEAD,
     activation_bytes,
-    free_memory,
-    gradient_bytes,
+    available_memory,
     model_state_bytes,
 )
+from training.engine.out_of_memory import less_memory
 from training.initial_weights import InitialWeights
 from training.run import Run
 from training.setup import BuiltModel
@@ -30,10 +29,8 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     config, rate = built.config, run.learning_rate
     device = run.accelerator.device
     n_sequences = len(run.train_set)
-    attention, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
-    on_cpu = device.type == "cpu"
-    activations = activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores)
-    states = _states(run, engine.zero_stage)
+    attention, _ = attention_kernel(config, getattr(torch, args.dtype), device)
+    states, activations = _states(run, engine.zero_stage), _activations(run)
     validation = "NO VALIDATION"
     if run.val_loader:
         validation = f"validation on {len(run.val_loader.dataset):,}"
@@ -64,7 +61,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
     }
-    if advice := _advice(run, activations):
+    if advice := _advice(run):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
@@ -98,6 +95,13 @@ def warnings(run: Run) -> list[str]:
             f"WARNING: {run.learning_rate.total_steps} steps are hardly training; a smaller global "
             "batch (--batch_size, --accumulation_steps), more --epochs or more text give more"
         )
+    expected = _states(run, run.engine.zero_stage) + _activations(run) + OVERHEAD
+    room = _room(run)
+    if room is not None and expected > room:
+        found.append(
+            f"WARNING: a process is expected to need {expected / GIB:.1f} GiB of memory and can "
+            f"have {room / GIB:.1f}: {less_memory(run.built.config.use_flash_attn)}"
+        )
     if full := space_warning(run.folder, run.built.n_parameters, run.args.keep_last):
         found.append(full)
     return found
@@ -123,34 +127,43 @@ def _optimizer(args: TrainingArguments, built: BuiltModel) -> str:
 def _states(run: Run, zero_stage: int | None) -> int:
     """Bytes of weights, gradients and optimizer under the engine of a ZeRO stage, DDP of None."""
     n, n_by_muon = run.built.n_parameters, run.built.n_muon_parameters
-    size = (n, run.args.dtype, zero_stage, run.engine.processes)
-    return model_state_bytes(*size, n_by_muon=n_by_muon)
+    # To a CPU's own memory nothing can be moved out of it.
+    offload = _offloads(run) and run.accelerator.device.type != "cpu"
+    return model_state_bytes(
+        n, run.args.dtype, zero_stage, run.engine.processes, offload, n_by_muon
+    )
 
 
-def _advice(run: Run, activations: int) -> str | None:
-    """A faster engine, if there is one that fits."""
-    args, engine, device = run.args, run.engine, run.accelerator.device
-    if engine.deepspeed and "offload_optimizer" in engine.deepspeed["zero_optimization"]:
-        return None  # memory is short, and not to be told from here
-    n_parameters, on_cpu = run.built.n_parameters, device.type == "cpu"
-    # On a CPU the processes of a machine share one memory.
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", engine.processes)) if on_cpu else 1
+def _activations(run: Run) -> int:
+    """Bytes of what a forward pass keeps."""
+    args, config, device = run.args, run.built.config, run.accelerator.device
+    _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
+    on_cpu = device.type == "cpu"
+    return activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores)
 
-    def fits(stage: int | None) -> bool:
-        """Whether it would in the place of this engine, whose weights and optimizer are in memory
-        already."""
-        free = free_memory(device)
-        gradients = gradient_bytes(n_parameters, args.dtype, engine.zero_stage, engine.processes)
-        held = _states(run, engine.zero_stage) - gradients
-        more = _states(run, stage) - held + activations + GIB
-        return free is not None and sharing * more <= free
 
+def _room(run: Run) -> int | None:
+    """Bytes that the process with the least can have, None if unknown. All must call this."""
+    room = available_memory(run.accelerator.device, run.engine.processes)
+    return None if room is None else -run.engine.largest(-room)
+
+
+def _offloads(run: Run) -> bool:
+    deepspeed = run.engine.deepspeed
+    return deepspeed is not None and "offload_optimizer" in deepspeed["zero_optimization"]
+
+
+def _advice(run: Run) -> str | None:
+    """A faster engine, if there is one that fits. All must call this."""
+    room, activations = _room(run), _activations(run)
+    if room is None or _offloads(run):
+        return None  # memory is short, or not to be told from here
     return faster_engine(
-        zero_stage=engine.zero_stage,
-        processes=engine.processes,
-        accumulation_steps=args.accumulation_steps,
-        n_parameters=n_parameters,
-        dtype=args.dtype,
-        on_cpu=on_cpu,
-        fits=fits,
+        zero_stage=run.engine.zero_stage,
+        processes=run.engine.processes,
+        accumulation_steps=run.args.accumulation_steps,
+        n_parameters=run.built.n_parameters,
+        dtype=run.args.dtype,
+        on_cpu=run.accelerator.device.type == "cpu",
+        fits=lambda stage: _states(run, stage) + activations + OVERHEAD <= room,
     )

@@ -1,5 +1,7 @@
 """How much memory a run will need on each device, before it runs out."""
 
+import os
+import resource
 from pathlib import Path
 
 import torch
@@ -7,6 +9,8 @@ import torch
 from model import LMConfig
 
 GIB = 2**30
+# What a process needs besides: Python and PyTorch; on a GPU workspaces, and blocks cut up.
+OVERHEAD = GIB
 
 
 def model_state_bytes(
@@ -27,24 +31,18 @@ def model_state_bytes(
     et al., https://arxiv.org/abs/1910.02054).
     """
     optimizer = 8 * n_parameters - 4 * n_by_muon
-    gradients = gradient_bytes(n_parameters, dtype, zero_stage, world_size)
     if zero_stage is None:
-        return 4 * n_parameters + gradients + optimizer
-    optimizer += 4 * n_parameters  # master weights
+        return 8 * n_parameters + optimizer
     weights = n_parameters * (2 if dtype != "float32" else 4)
+    gradients = weights + 4 * n_parameters
+    optimizer += 4 * n_parameters  # master weights
     if zero_stage >= 1:
         optimizer /= world_size
+    if zero_stage >= 2:
+        gradients /= world_size
     if zero_stage >= 3:
         weights /= world_size
     return int(weights + gradients + (0 if offload else optimizer))
-
-
-def gradient_bytes(n_parameters: int, dtype: str, zero_stage: int | None, world_size: int) -> int:
-    """The share of `model_state_bytes` that is not there before the first backward pass."""
-    if zero_stage is None:
-        return 4 * n_parameters
-    gradients = n_parameters * ((2 if dtype != "float32" else 4) + 4)
-    return gradients // world_size if zero_stage >= 2 else gradients
 
 
 def activation_bytes(
@@ -90,3 +88,17 @@ def free_memory(device: torch.device) -> int | None:
         stat = dict(line.split() for line in used.read_text().splitlines())
         free = min(free, int(text) - int(stat["anon"]))  # the rest can be reclaimed
     return free
+
+
+def available_memory(device: torch.device, processes: int) -> int | None:
+    """Bytes that this process can have in all: what it holds already, and its share of what is
+    free, for on a CPU the processes of a machine share one memory.
+
+    None where the system does not say.
+    """
+    free = free_memory(device)
+    if free is None or device.type == "cuda":
+        return free if free is None else free + torch.cuda.memory_reserved(device)
+    resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return free // sharing + (resident - shared) * resource.getpagesize()

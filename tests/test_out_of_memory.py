@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from common.errors import UsageError
+from training.arguments import TrainingArguments
+from training.engine.out_of_memory import one_line_out_of_memory
+
+ON_A_GPU = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "
+    "which 1.02 GiB is free. Process 1 has 22.6 GiB memory in use. Of the allocated memory 20 GiB "
+    "is allocated by PyTorch."
+)
+
+
+def said(error: Exception, **model_settings) -> str:
+    """In the place of this error of a run with two micro-batches of 24 sequences."""
+    args = TrainingArguments(batch_size=24, accumulation_steps=2)
+    with pytest.raises(UsageError) as raised, one_line_out_of_memory(args, model_settings):
+        raise error
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "details"),
+    [
+        (torch.OutOfMemoryError(ON_A_GPU), "which 1.02 GiB is free)"),
+        (RuntimeError("NCCL error: unhandled cuda error: out of memory"), "NCCL error"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "CUBLAS"),
+        (MemoryError(), "MemoryError"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_flags_in_use_and_the_way_out_are_named(error, details):
+    line = said(error, max_seq_len=1024, dim=64)
+    flags = "--batch_size 24 --accumulation_steps 2 --max_seq_len 1024"
+    assert line.startswith(f"out of memory with {flags}: a smaller --batch_size with larger ")
+    assert details in line
+    assert "Process 1" not in line
+    assert "--use_flash_attn" not in line
+    assert "--use_flash_attn" in said(error, use_flash_attn=False)
+    assert "--max_seq_len 1024" not in said(error)
+
+
+def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
+    args = TrainingArguments()
+    with pytest.raises(UsageError, match="8796093022208"), one_line_out_of_memory(args, {}):
+        torch.empty(2**43, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("x")])
+def test_other_errors_are_what_they_were(error):
+    with pytest.raises(type(error)) as raised, one_line_out_of_memory(TrainingArguments(), {}):
+        raise error
+    assert raised.value is error
