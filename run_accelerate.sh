@@ -16,7 +16,10 @@ case ${1:-} in -h | --help)
   exit
   ;;
 esac
-cd "$(dirname "${BASH_SOURCE[0]}")"
+folder=$(dirname "${BASH_SOURCE[0]}")
+# DATA is found from where it is typed.
+[ "$folder" -ef . ] || [ ! -e "${DATA:-}" ] || DATA=$(realpath "$DATA")
+cd "$folder"
 source scripts/environment.sh requirements.txt
 
 data=${DATA:-builtin}
@@ -71,15 +74,15 @@ echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check t
 micro_batch=$("$python" -m training.preflight "$config" "$processes" "$sequences" "${flags[@]}")
 flags+=($micro_batch)
 # The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
-# reaches it once, from here. Ranks that have saved and stopped leave a note, which is a good end.
+# reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
 STOP_NOTE=$PWD/out/.stopped-$$
-printf -v RESUME_WITH '%q ' bash run_accelerate.sh "$@"
+printf -v RESUME_WITH '%q ' bash "$0" "$@"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
 [ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }
 session=()
 ! command -v setsid >/dev/null || session=(setsid)
-"${session[@]}" "$python" -m accelerate.commands.launch --config_file "$config" \
+"${session[@]}" "$python" -m training.launcher --config_file "$config" \
   --num_processes "$processes" --main_process_port "${MASTER_PORT:-0}" \
   train_pretrain_accelerate.py "${flags[@]}" &
 launcher=$!
@@ -90,9 +93,6 @@ while kill -0 "$launcher" 2>/dev/null; do # a trapped signal has ended `wait`, n
   code=0
   wait "$launcher" || code=$?
 done
-if [ -s "$STOP_NOTE" ]; then
-  cat "$STOP_NOTE"
-  code=0
-fi
+[ ! -e "$STOP_NOTE" ] || code=0
 rm -f "$STOP_NOTE"
 exit "$code"

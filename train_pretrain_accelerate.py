@@ -12,9 +12,9 @@ import time
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
+from training.engine.failures import one_line_failures
 from training.engine.launch import build_engine
-from training.engine.main_process import on_main_process
-from training.engine.out_of_memory import one_line_out_of_memory
+from training.engine.main_process import on_every_process, on_main_process
 from training.initial_weights import InitialWeights
 from training.interruption import leave
 from training.notebook import leave_as_found
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     with one_line_errors(PROGRAM, UsageError, ConfigError), leave_as_found(PROGRAM, argv):
         args, model_settings = parse_arguments(argv)
-        with one_line_out_of_memory(args, model_settings):
+        with one_line_failures(args, model_settings):
             train(args, model_settings)
 
 
@@ -70,7 +70,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
         accelerator, lambda: InitialWeights.find(args.init_from, model_settings)
     )
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)
-    config = initial.config(train_set)
+    config = on_every_process(engine, lambda: initial.config(train_set))
 
     # A new run or an old one, and how many steps.
     asked = args
@@ -79,7 +79,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     if start.checkpoint and engine.is_main:
         say_what_changed(start, asked, args, engine.processes)
     total_steps = count_steps(args, len(train_set), engine.processes)
-    if start.step >= total_steps and start.folder.weights.exists():
+    if start.step >= total_steps and on_main_process(accelerator, start.folder.weights.exists):
         accelerator.print(describe_finished(start, total_steps))
         accelerator.end_training()
         return None
@@ -88,7 +88,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     compilation = plan_compilation(args, config, start, total_steps, engine)
     built = build_model(config, args, engine, compilation)
     if initial.source and not start.checkpoint:
-        built.state.load_weights(initial.load(), str(initial.source.path))
+        weights = on_every_process(engine, initial.load)
+        built.state.load_weights(weights, str(initial.source.path))
     run = Run(
         args,
         engine,
@@ -112,5 +113,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 
 
 if __name__ == "__main__":
-    main()
-    leave()
+    try:
+        main()
+    finally:
+        leave()

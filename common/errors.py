@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         # others.
         rank = int(os.environ.get("RANK", 0))
         if rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
             program = f"{program} (rank {rank})"
         sys.stdout.flush()

@@ -134,6 +134,7 @@ def final_numbers(run: History) -> dict[str, str]:
     validation = run.validation[-1] if run.validation else {}
     losses = {row["step"]: loss for row in run.validation if (loss := number(row["val_loss"]))}
     best = min(losses, key=losses.get, default=None)
+    memory = [value for _, value in series(run.train, "memory_gib") if value is not None]
     best = None if best == validation.get("step") else best
     numbers = {
         "state": "finished" if run.folder.weights.exists() else "not finished",
@@ -148,7 +149,8 @@ def final_numbers(run: History) -> dict[str, str]:
         "bits per byte": _text(validation.get("val_bits_per_byte"), ".4f"),
         "tokens per second": _median(run, "tokens_per_second", ",.0f"),
         "MFU": _median(run, "mfu", ".1%"),
-        "peak memory": _text(last.get("memory_gib"), ".2f", " GiB"),
+        # Of all starts: a row tells of its own.
+        "peak memory": _text(max(memory, default=None), ".2f", " GiB"),
         "skipped steps": _text(last.get("skipped_steps") or None),
     }
     return {name: text for name, text in numbers.items() if text is not None}

@@ -1,5 +1,6 @@
 import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -71,9 +72,12 @@ def test_rank_zero_speaks_first_and_others_say_who_they_are(capsys, monkeypatch)
     monkeypatch.setenv("RANK", "0")
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog: error: x\n"
     assert waited == []
+    monkeypatch.setattr(errors.signal, "signal", lambda *handler: waited.append(handler))
     monkeypatch.setenv("RANK", "3")
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
-    assert waited
+    # Meanwhile the launcher may end it.
+    assert waited[0] == (signal.SIGTERM, signal.SIG_DFL)
+    assert waited[1] > 0
 
 
 def stopped(capsys, monkeypatch, terminal: bool) -> str:

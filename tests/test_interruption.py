@@ -1,6 +1,9 @@
 import os
+import shutil
 import signal
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,8 @@ from training.interruption import (
     TIME_LIMIT,
     StopRequest,
     how_to_resume,
+    leave,
+    python,
 )
 
 
@@ -146,13 +151,51 @@ def test_the_main_process_decides_for_all_when_to_save(request_of, clock, monkey
 def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, typed, again):
     monkeypatch.delenv("RESUME_WITH", raising=False)
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(sys, "argv", typed)
-    assert how_to_resume(Path("my runs/a")) == f"{sys.executable} {again}"
+    assert how_to_resume(Path("my runs/a")) == f"{python()} {again}"
 
 
-def test_a_launchers_command_is_named_where_it_is_known(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+def test_python_is_named_as_short_as_it_can_be_typed(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for executable, found, typed in (
+        ("/usr/bin/python", "/usr/bin/python", "python"),
+        ("/usr/bin/python", "/other/python", "/usr/bin/python"),
+        ("/usr/bin/python", None, "/usr/bin/python"),
+        (f"{tmp_path}/.venv/bin/python", None, ".venv/bin/python"),
+    ):
+        monkeypatch.setattr(sys, "executable", executable)
+        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
+        assert python() == typed
+
+
+@pytest.mark.parametrize("name", ["RANK", "ACCELERATE_MIXED_PRECISION"])  # of several, of one
+def test_a_launchers_command_is_named_where_it_is_known(monkeypatch, name):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(name, "no")
     monkeypatch.delenv("RESUME_WITH", raising=False)
     assert how_to_resume(Path("runs/a")) == "the same command with --resume runs/a"
     monkeypatch.setenv("RESUME_WITH", "bash run_accelerate.sh")
     assert how_to_resume(Path("runs/a")) == "bash run_accelerate.sh --resume runs/a"
+
+
+@pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
+def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, left, error, codes):
+    monkeypatch.setenv("RANK", "1")
+    with suppress(SystemExit, KeyError):
+        try:
+            if error:
+                raise error
+        finally:
+            leave()
+    assert left == codes
+
+
+def test_a_rank_leaves_when_its_checkpoint_is_written(monkeypatch, left):
+    monkeypatch.setenv("RANK", "0")
+    written = threading.Event()
+    writer = threading.Timer(0.01, written.set)
+    writer.start()
+    leave()
+    assert written.is_set()
+    assert left == [0]

@@ -6,7 +6,8 @@ from common.errors import UsageError
 from data.errors import DataError
 from model import ConfigError
 from training.engine import main_process
-from training.engine.main_process import on_main_process
+from training.engine.launch import Engine
+from training.engine.main_process import on_every_process, on_main_process
 
 
 def process(rank: int, processes: int = 2) -> SimpleNamespace:
@@ -55,3 +56,59 @@ def test_a_mistake_is_raised_on_all(broadcast, error):
 def test_anything_else_is_an_error_where_it_happened(broadcast):
     with pytest.raises(ZeroDivisionError):
         on_main_process(process(0), lambda: 1 / 0)
+
+
+def exchanged(monkeypatch, *attempts) -> list:
+    """What on_every_process returns or raises on each of the processes that make these attempts."""
+    told = []
+    engine = Engine(process(0, len(attempts)), "DDP", None, cpu_group="group")
+
+    def gather(everyone: list, mine, group) -> None:
+        assert group == "group"
+        told.append(mine)
+        everyone[:] = told + [(None, "host")] * (len(attempts) - len(told))
+        everyone[:] = list(known.values()) or everyone
+
+    monkeypatch.setattr(main_process.torch.distributed, "all_gather_object", gather)
+    known, results = {}, []
+    for final in (False, True):  # first to know what each tells, then with all of it
+        if final:
+            known = dict(enumerate(told))
+        results = []
+        for attempt in attempts:
+            try:
+                results.append(on_every_process(engine, attempt))
+            except (UsageError, ConfigError) as error:
+                results.append(error)
+    return results
+
+
+def fails(words: str, kind=DataError):
+    def attempt():
+        raise kind(words)
+
+    return attempt
+
+
+def test_every_process_has_its_own_answer(monkeypatch):
+    assert exchanged(monkeypatch, lambda: 1, lambda: 2) == [1, 2]
+
+
+def test_a_process_that_is_alone_asks_nobody_and_raises_its_own(monkeypatch):
+    alone = Engine(process(0, 1), "single process", None)
+    assert on_every_process(alone, lambda: 1) == 1
+    with pytest.raises(DataError, match="no data"):
+        on_every_process(alone, fails("no data"))
+
+
+def test_what_one_process_cannot_is_said_by_all_with_its_place(monkeypatch):
+    monkeypatch.setattr(main_process.socket, "gethostname", lambda: "node2")
+    errors = exchanged(monkeypatch, lambda: 1, fails("no data"), fails("none", ConfigError))
+    assert [type(error) for error in errors] == [DataError] * 3
+    (line,) = set(map(str, errors))
+    assert line.startswith("no data (only rank 1 on node2, rank 2 on node2 of 3 processes: ")
+
+
+def test_what_no_process_can_is_said_as_it_is(monkeypatch):
+    errors = exchanged(monkeypatch, fails("no data"), fails("no data"))
+    assert list(map(str, errors)) == ["no data"] * 2

@@ -120,6 +120,12 @@ def test_a_report_shows_every_number_that_was_logged(tmp_path):
         assert said in page.words
 
 
+def test_the_peak_of_memory_is_that_of_all_starts_of_a_run(tmp_path):
+    memory = {1: 2.0, 2: 3.5, 3: 1.5, 4: None}  # resumed at step 3
+    rows = [train_row(step, memory_gib=gib) for step, gib in memory.items()]
+    assert "peak memory 3.50 GiB" in report(write_run(tmp_path / "run", rows)).words
+
+
 def test_curves_are_drawn_without_a_script(tmp_path):
     page = report(write_run(tmp_path / "run", [train_row(s, loss=s) for s in (1, 2, 3, 4)]))
     line, dots = chart(page, "Loss")["paths"]

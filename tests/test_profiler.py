@@ -189,7 +189,7 @@ def test_deepspeeds_engine_is_left_as_it_was(accelerator, tmp_path, clock):
 
 def test_the_trace_can_be_opened_and_names_the_phases(accelerator, tmp_path, clock):
     run_step(profiler_of(accelerator, tmp_path / "profile"), clock, 2)
-    (trace,) = (tmp_path / "profile").iterdir()
+    (trace,) = (tmp_path / "profile").glob("*.gz")
     assert trace.name == "step-00000002-rank0.json.gz"
     assert set(PHASES) <= set(events(trace))
 
@@ -197,7 +197,7 @@ def test_the_trace_can_be_opened_and_names_the_phases(accelerator, tmp_path, clo
 def test_the_trace_holds_the_last_micro_batch_alone(accelerator, tmp_path, clock):
     profiler = profiler_of(accelerator, tmp_path, accumulation_steps=4)
     run_step(profiler, clock, 2, accumulation_steps=4)
-    (trace,) = tmp_path.iterdir()
+    (trace,) = tmp_path.glob("*.gz")
     assert events(trace).count("forward") == 1
     assert events(trace).count("optimizer") == 1
 
@@ -205,12 +205,14 @@ def test_the_trace_holds_the_last_micro_batch_alone(accelerator, tmp_path, clock
 def test_only_the_newest_traces_of_a_process_are_kept(accelerator, tmp_path, clock):
     for step in range(KEPT_TRACES + 1):
         (tmp_path / f"step-{step:08d}-rank0.json.gz").touch()
+        (tmp_path / f"step-{step:08d}-rank0.txt").touch()
     (tmp_path / "step-00000000-rank1.json.gz").touch()
     run_step(profiler_of(accelerator, tmp_path), clock, 100)
-    kept = sorted(path.name for path in tmp_path.glob("*-rank0.json.gz"))
-    assert kept[0] == "step-00000002-rank0.json.gz"
-    assert kept[-1] == "step-00000100-rank0.json.gz"
-    assert len(kept) == KEPT_TRACES
+    for kind in ("json.gz", "txt"):
+        kept = sorted(path.name for path in tmp_path.glob(f"*-rank0.{kind}"))
+        assert kept[0] == f"step-00000002-rank0.{kind}"
+        assert kept[-1] == f"step-00000100-rank0.{kind}"
+        assert len(kept) == KEPT_TRACES
     assert (tmp_path / "step-00000000-rank1.json.gz").exists()
 
 
@@ -223,11 +225,16 @@ def test_a_trace_that_cannot_be_written_is_said_and_the_seconds_are_there(
     assert "TRACE NOT WRITTEN: " in report
 
 
-def test_the_report_names_phases_operators_and_the_trace(accelerator, tmp_path, clock):
-    _, report = run_step(profiler_of(accelerator, tmp_path), clock, 2)
-    assert report.splitlines()[0] == (
+def test_one_line_names_the_phases_and_the_files_of_operators_and_trace(
+    accelerator, tmp_path, clock
+):
+    _, line = run_step(profiler_of(accelerator, tmp_path), clock, 2)
+    table, trace = (tmp_path / f"step-00000002-rank0.{kind}" for kind in ("txt", "json.gz"))
+    assert line == (
         "profile of step 2: 3.750 s  data 0.250 s (6.7%)  forward 1.000 s (26.7%)  "
-        "backward 2.000 s (53.3%)  optimizer 0.500 s (13.3%)"
+        f"backward 2.000 s (53.3%)  optimizer 0.500 s (13.3%)  operators: {table}  trace: {trace}"
     )
-    assert "Self CPU" in report
-    assert report.endswith(f"trace: {next(tmp_path.iterdir())}")
+    first, *rest = table.read_text(encoding="utf-8").splitlines()
+    assert first.startswith("Step 2, its last micro-batch and the optimizer alone")
+    assert "Self CPU" in "\n".join(rest)
+    assert trace.exists()

@@ -22,6 +22,7 @@ from model.config import LMConfig
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from runs.folder import RunFolder
 from training.engine.launch import Engine
+from training.engine.main_process import on_every_process
 from training.engine.state import TrainingState
 from training.log import TrainingLog
 
@@ -144,14 +145,25 @@ def _val_loss(path: Path) -> float | None:
 
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: TrainingLog) -> None:
-    """Put a checkpoint into the prepared model and optimizer, on every process. Raises UsageError:
-    files missing or damaged, or of a model of another shape."""
-    try:
-        scalars = read_state(path)
-        state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
-        _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
-    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
-        raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+    """Put a checkpoint into the prepared model and optimizer, on every process; all must call this.
+    Raises UsageError: files missing or damaged, or of a model of another shape."""
+
+    def attempt() -> None:
+        try:
+            scalars = read_state(path)
+            state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
+            _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
+        except (
+            SafetensorError,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            RuntimeError,
+        ) as error:
+            raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
+
+    on_every_process(engine, attempt)
 
 
 def _restore_random(

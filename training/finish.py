@@ -3,12 +3,11 @@
 import os
 import shlex
 import shutil
-import sys
 from pathlib import Path
 
 from torch import Tensor
 
-from common.atomic import whole_folder, write_whole
+from common.atomic import whole_folder
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from formats.portable import load_portable, save_portable
@@ -18,7 +17,7 @@ from report.page import leave_report
 from report.picture import draw_losses
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
-from training.interruption import how_to_resume
+from training.interruption import STOP_NOTE, how_to_resume, python
 from training.samples import prompt_and_continuation
 
 
@@ -69,14 +68,7 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     command = "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    message = f"stopped by {reason} after step {step}, {state}; {command}"
-    print(message)
-    print(f"report: {leave_report(run)}", flush=True)
-    if saved and (note := os.environ.get("STOP_NOTE")):
-        write_whole(Path(note), message + "\n")
-
-
-def python() -> str:
-    """What to type for the Python that runs this: run_accelerate.sh may have made .venv."""
-    here = Path(sys.executable)
-    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else "python"
+    print(f"report: {leave_report(run)}")
+    print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)
+    if saved and (note := os.environ.get(STOP_NOTE)):
+        Path(note).touch()

@@ -2,8 +2,10 @@
 
 import os
 import shlex
+import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from training.notebook import in_notebook
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
 SAME_REQUEST_SECONDS = 2.0
+# Names a file that a run told to stop leaves when it has saved, for run_accelerate.sh.
+STOP_NOTE = "STOP_NOTE"
 # What ranks tell each other: a signal's number, or one of these, which no such signal has.
 SAVE, TIME_LIMIT = 1, 1000
 
@@ -71,9 +75,10 @@ def how_to_resume(run: Path) -> str:
     resume = f"--resume {shlex.quote(str(run))}"
     if own := os.environ.get("RESUME_WITH"):  # run_accelerate.sh
         return f"{own} {resume}"
-    if "RANK" in os.environ:  # a launcher's own flags are not known here
+    launched = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    if launched:  # a launcher's own flags are not known here
         return f"the same command with {resume}"
-    words = [sys.executable, *sys.argv]
+    words = [python(), *sys.argv]
     if "--resume" in words:  # of an earlier stop
         position = words.index("--resume")
         words = words[:position] + words[position + 2 :]
@@ -81,14 +86,29 @@ def how_to_resume(run: Path) -> str:
     return f"{f'CUDA_VISIBLE_DEVICES={devices} ' if devices else ''}{shlex.join(words)} {resume}"
 
 
-def leave() -> None:
-    """End a rank that is done, without the interpreter's shutdown.
+def python() -> str:
+    """What to type for the Python that runs this."""
+    for name in ("python", "python3"):
+        if shutil.which(name) == sys.executable:
+            return name
+    here = Path(sys.executable)  # run_accelerate.sh may have made .venv
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
 
-    In the milliseconds after a last exchange a thread of gloo may still let go of a tensor, which
-    takes the interpreter's lock; on an interpreter that is shutting down that aborts the process
-    (seen in one of twenty short runs, "terminate called without an active exception").
+
+def leave() -> None:
+    """End a rank that is done, or has said why it ends, without the interpreter's shutdown: the
+    launcher then ends the others before they say the same.
+
+    And in the milliseconds after a last exchange a thread of gloo may still let go of a tensor,
+    which takes the interpreter's lock; on an interpreter that is shutting down that aborts the
+    process (seen in one of twenty short runs, "terminate called without an active exception").
     """
-    if "RANK" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    error = sys.exc_info()[1]
+    if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
+        return
+    for thread in threading.enumerate():  # one may be writing a checkpoint
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.code if error else 0)

@@ -221,10 +221,10 @@ class TrainingLog:
             f"perplexity {result['perplexity']:.4g}  bits per byte {result['bits_per_byte']:.4f}"
         )
 
-    def profile(self, step: int, seconds: dict[str, float], report: str) -> None:
+    def profile(self, step: int, seconds: dict[str, float], line: str) -> None:
         phases = {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}
         self._write({"step": step} | phases, "profile")
-        self.say(report)
+        self.say(line)
 
     def say(self, text: str) -> None:
         """Print on the main process without tearing the progress bar."""

@@ -31,8 +31,8 @@ from training.engine.memory import (
     model_state_bytes,
 )
 from training.initial_weights import InitialWeights
-from training.resume import find_starting_point, resumed_arguments
 from training.optimizer import muon_matrices
+from training.resume import find_starting_point, resumed_arguments
 from training.trackers import require_trackers
 
 

@@ -63,7 +63,7 @@ class StepProfiler:
         self._since = self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """In a measured step, the seconds of each phase and of all, and a report; else None."""
+        """In a measured step, the seconds of each phase and of all, and a line; else None."""
         if self.seconds is None:
             return None
         self._end_phase()
@@ -72,7 +72,12 @@ class StepProfiler:
         self._context.__exit__(None, None, None)
         if hasattr(self, "_engine_step"):
             del self.model.step, self._engine_step
-        return seconds, self._report(step, seconds) + self._export(step)
+        shares = "  ".join(
+            f"{name} {seconds[name]:.3f} s ({seconds[name] / seconds['step']:.1%})"
+            for name in PHASES
+        )
+        line = f"profile of step {step}: {seconds['step']:.3f} s  {shares}"
+        return seconds, f"{line}  {self._export(step)}"
 
     def _end_phase(self) -> None:
         if self._phase is not None:
@@ -93,23 +98,23 @@ class StepProfiler:
         return result
 
     def _export(self, step: int) -> str:
-        """Write the trace, drop the oldest beyond KEPT_TRACES, and say where it is."""
-        rank = f"rank{self.accelerator.process_index}.json.gz"
+        """Write the trace and the table, drop the oldest beyond KEPT_TRACES, and say where they
+        are."""
+        rank = f"rank{self.accelerator.process_index}"
         path = self.folder / f"step-{step:08d}-{rank}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(path))
-            for old in sorted(self.folder.glob(f"step-*-{rank}"))[:-KEPT_TRACES]:
-                old.unlink()
+            self._trace.export_chrome_trace(f"{path}.json.gz")
+            path.with_suffix(".txt").write_text(self._table(step), encoding="utf-8")
+            for kind in (".json.gz", ".txt"):
+                for old in sorted(self.folder.glob(f"step-*-{rank}{kind}"))[:-KEPT_TRACES]:
+                    old.unlink()
         except OSError as error:
             return f"TRACE NOT WRITTEN: {error}"
-        return f"trace: {path}"
+        return f"operators: {path}.txt  trace: {path}.json.gz"
 
-    def _report(self, step: int, seconds: dict[str, float]) -> str:
-        shares = "  ".join(
-            f"{name} {seconds[name]:.3f} s ({seconds[name] / seconds['step']:.1%})"
-            for name in PHASES
-        )
+    def _table(self, step: int) -> str:
+        """The operators that took longest."""
         on_gpu = self.accelerator.device.type == "cuda"
         table = self._trace.key_averages().table(
             sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
@@ -117,4 +122,7 @@ class StepProfiler:
             max_name_column_width=40,
             max_src_column_width=0,
         )
-        return f"profile of step {step}: {seconds['step']:.3f} s  {shares}\n{table}"
+        return (
+            f"Step {step}, its last micro-batch and the optimizer alone: shares are of what was "
+            f"recorded of these, not of the step.\n\n{table}"
+        )

@@ -16,10 +16,12 @@ from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine, spare_overflow_check
-from training.engine.main_process import on_main_process
+from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
 from training.resume import StartingPoint, choose_run, resumed_arguments
+
+PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
@@ -32,25 +34,32 @@ def open_splits(
 ) -> tuple[PackedDataset, PackedDataset | None]:
     """Training and validation split of --data; the built-in corpus is prepared first where that has
     not happened yet. Raises DataError: anything wrong with the prepared data."""
-    accelerator = engine.accelerator
-    if engine.is_main and not Path(args.data).exists() and args.data == TrainingArguments.data:
-        print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
-        command = [sys.executable, "-m", "scripts.prepare_data", "--data", "builtin"]
-        if subprocess.run([*command, "--out", args.data]).returncode:
-            raise DataError(f"{args.data}: the built-in corpus could not be prepared")
-    accelerator.wait_for_everyone()
-    train_set = PackedDataset(args.data, "train", seq_len)
-    val_set = None
-    if PackedDataset.fits(args.data, "val", seq_len):
-        val_set = PackedDataset(args.data, "val", seq_len)
-    else:
-        accelerator.print(
+    on_main_process(engine.accelerator, lambda: _prepare_builtin(args.data))
+
+    def attempt() -> tuple[PackedDataset, PackedDataset | None]:
+        train_set = PackedDataset(args.data, "train", seq_len)
+        if engine.accelerator.is_local_main_process:
+            train_set.scan()
+        has_val = PackedDataset.fits(args.data, "val", seq_len)
+        return train_set, PackedDataset(args.data, "val", seq_len) if has_val else None
+
+    train_set, val_set = on_every_process(engine, attempt)
+    if val_set is None:
+        engine.accelerator.print(
             f"NO VALIDATION: the split is shorter than one sequence of {seq_len} tokens; prepare "
             "the data with a larger --val_fraction, or train with a smaller --max_seq_len"
         )
-    if accelerator.is_local_main_process:
-        train_set.scan()
     return train_set, val_set
+
+
+def _prepare_builtin(folder: str) -> None:
+    """Where it is what --data names and is not there. Raises DataError: that failed."""
+    if Path(folder).exists() or folder != TrainingArguments.data:
+        return
+    print(f"no packed data in {folder} yet: preparing the built-in corpus", flush=True)
+    command = [sys.executable, str(PREPARE_DATA), "--data", "builtin", "--out", folder]
+    if subprocess.run(command).returncode:
+        raise DataError(f"{folder}: the built-in corpus could not be prepared")
 
 
 def find_start(

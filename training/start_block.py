@@ -8,6 +8,7 @@ from training.arguments import TrainingArguments
 from training.engine.advice import faster_engine
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
+from training.engine.failures import less_memory
 from training.engine.memory import (
     GIB,
     OVERHEAD,
@@ -15,7 +16,6 @@ from training.engine.memory import (
     available_memory,
     model_state_bytes,
 )
-from training.engine.out_of_memory import less_memory
 from training.initial_weights import InitialWeights
 from training.run import Run
 from training.setup import BuiltModel

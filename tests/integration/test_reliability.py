@@ -321,11 +321,30 @@ def forward(self, *args, **options):
     return out
 transformer.Transformer.forward = forward
 from train_pretrain_accelerate import leave, main
-main()
-leave()
+try:
+    main()
+finally:
+    leave()
 """
     )
     return str(script)
+
+
+@pytest.mark.parametrize("engine", ["zero2", "ddp"])
+def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, tmp_path, engine):
+    trainer = Trainer(tmp_path, packed, engine, 2, "--max_steps 9 --batch_size 4")
+    too_much = "import torch; torch.empty(2**43, dtype=torch.uint8)"
+    script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
+    ended = trainer.finish("run", script=script)
+    assert ended.code == 1
+    assert "Traceback" not in ended.out
+    lines = [line for line in ended.out.splitlines() if "error: " in line]
+    assert lines[0].startswith(
+        f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 1 "
+        "--max_seq_len 32: a smaller --batch_size"
+    )
+    # The other one, if the launcher has not ended it before.
+    assert all("error: another process has ended" in line for line in lines[1:])
 
 
 NAN = 'out = out._replace(loss=out.loss * float("nan"))'

@@ -1,13 +1,17 @@
-"""What the main process decides for all, so that no two processes decide differently."""
+"""Mistakes of one process made those of all: nobody waits for one that has ended, and no two
+processes decide differently."""
 
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from common.errors import UsageError
 from model import ConfigError
+from training.engine.launch import Engine
 
 Answer = TypeVar("Answer")
 
@@ -26,3 +30,29 @@ def on_main_process(accelerator: Accelerator, decide: Callable[[], Answer]) -> A
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def on_every_process(engine: Engine, attempt: Callable[[], Answer]) -> Answer:
+    """What `attempt` returns on this process; all must call this. Raises UsageError, ConfigError:
+    what it raised on any of them, and where, if not on all: a machine may not see the same disk."""
+    answer = error = None
+    try:
+        answer = attempt()
+    except (UsageError, ConfigError) as mistake:
+        error = mistake
+    if engine.cpu_group is None:
+        everyone = [(error, "")]
+    else:
+        everyone = [None] * engine.processes
+        mine = (error, socket.gethostname())
+        torch.distributed.all_gather_object(everyone, mine, group=engine.cpu_group)
+    failed = [(rank, host) for rank, (error, host) in enumerate(everyone) if error]
+    if not failed:
+        return answer
+    first = everyone[failed[0][0]][0]
+    if len(failed) == len(everyone):
+        raise first
+    places = ", ".join(f"rank {rank} on {host}" for rank, host in failed)
+    raise type(first)(
+        f"{first} (only {places} of {len(everyone)} processes: every machine needs the same files)"
+    )

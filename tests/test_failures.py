@@ -3,7 +3,7 @@ import torch
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.out_of_memory import one_line_out_of_memory
+from training.engine.failures import one_line_failures
 
 ON_A_GPU = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of "
@@ -15,7 +15,7 @@ ON_A_GPU = (
 def said(error: Exception, **model_settings) -> str:
     """In the place of this error of a run with two micro-batches of 24 sequences."""
     args = TrainingArguments(batch_size=24, accumulation_steps=2)
-    with pytest.raises(UsageError) as raised, one_line_out_of_memory(args, model_settings):
+    with pytest.raises(UsageError) as raised, one_line_failures(args, model_settings):
         raise error
     return str(raised.value)
 
@@ -43,12 +43,23 @@ def test_flags_in_use_and_the_way_out_are_named(error, details):
 
 def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
     args = TrainingArguments()
-    with pytest.raises(UsageError, match="8796093022208"), one_line_out_of_memory(args, {}):
+    with pytest.raises(UsageError, match="8796093022208"), one_line_failures(args, {}):
         torch.empty(2**43, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15749. GLHF!",
+        "NCCL error: remote process exited or there was a network error",
+    ],
+)
+def test_a_process_that_waited_for_one_that_has_ended_says_so(text):
+    assert said(RuntimeError(text)).startswith("another process has ended, see what it said (")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("x")])
 def test_other_errors_are_what_they_were(error):
-    with pytest.raises(type(error)) as raised, one_line_out_of_memory(TrainingArguments(), {}):
+    with pytest.raises(type(error)) as raised, one_line_failures(TrainingArguments(), {}):
         raise error
     assert raised.value is error

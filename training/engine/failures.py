@@ -1,0 +1,49 @@
+"""What ends training though nobody made a mistake, said in one line: no memory, a process gone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.errors import UsageError
+from training.arguments import TrainingArguments
+
+# As PyTorch, NCCL and cuBLAS put it; only PyTorch's allocator for GPUs has an exception of its own.
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+# As gloo and NCCL put it.
+GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+def less_memory(use_flash_attn: bool) -> str:
+    """What to type for a run that needs less."""
+    advice = (
+        "a smaller --batch_size with larger --accumulation_steps needs less and keeps the global "
+        "batch; a shorter --max_seq_len needs less too"
+    )
+    return advice if use_flash_attn else f"{advice}, and so does --use_flash_attn"
+
+
+@contextmanager
+def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
+    """Raises UsageError: the GPU's memory, or the CPU's, ran out in here, or another process has
+    ended while this one waited for it.
+
+    Args:
+        model_settings: those that were typed.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        sentences = text.split(". ")
+        if isinstance(error, MemoryError) or any(said in text for said in OUT_OF_MEMORY):
+            flags = {name: getattr(args, name) for name in ("batch_size", "accumulation_steps")}
+            if "max_seq_len" in model_settings:
+                flags["max_seq_len"] = model_settings["max_seq_len"]
+            in_use = " ".join(f"--{name} {value}" for name, value in flags.items())
+            advice = less_memory(model_settings.get("use_flash_attn", True))
+            sizes = ". ".join(sentences[:3]) or "MemoryError"  # the others are about PyTorch
+            raise UsageError(f"out of memory with {in_use}: {advice} ({sizes})") from error
+        if any(said in text for said in GONE):
+            raise UsageError(
+                f"another process has ended, see what it said ({sentences[0]})"
+            ) from error
+        raise

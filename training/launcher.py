@@ -1,0 +1,49 @@
+"""`accelerate launch` for run_accelerate.sh: no page of its own below what its processes have said.
+
+    python -m training.launcher [flags of accelerate launch] SCRIPT [flags of the script]
+
+Ends with the exit code of the first process that failed.
+"""
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch.distributed.run  # all of the launcher, with its loggers
+from accelerate.commands.launch import main
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from training.interruption import STOP_NOTE
+
+
+def launch() -> int:
+    """The exit code."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(torch.distributed.__name__):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        main()
+    except SignalException as stopped:
+        if not Path(os.environ[STOP_NOTE]).exists():
+            say(f"stopped by {stopped.sigval.name}")
+        return 128 + stopped.sigval
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        name = signal.Signals(-failure.exitcode).name
+        memory = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+        say(f"error: process {rank} was ended by {name}{memory}")
+        return 1
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"run_accelerate.sh: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(launch())
