@@ -39,18 +39,15 @@ if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 fi
 
-sequences=0 # per process and step, to be divided into micro-batches that fit into memory; 0: as the flags say
+sequences=0 # of a process and step, to be divided into micro-batches that fit into memory; 0: as the flags say
 if ((gpus > 0)); then
   flags=(
-    --epochs 3 --max_seq_len 1024 --use_flash_attn --dtype bfloat16
+    --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024
+    --use_flash_attn --dtype bfloat16
     --learning_rate 2e-4 --grad_clip 1.0
   )
   shape=(--dim 1024 --n_layers 32)
-  if [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]]; then
-    flags+=(--batch_size 24 --accumulation_steps 32)
-  else
-    sequences=$((24 * 32))
-  fi
+  [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$((24 * 32))
 else
   export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
   # A small model that two cores train in a few minutes. Muon ends at a validation loss of 2.8,

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, TINY, Finished, launch_command, run, run_warm, write_corpus
+from conftest import (
+    REPOSITORY,
+    TINY,
+    Finished,
+    launch_command,
+    run,
+    run_warm,
+    train,
+    write_corpus,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -201,6 +210,42 @@ def test_a_contradiction_is_readable_below_the_launchers_own_page(packed, tmp_pa
     assert '"gradient_accumulation_steps": 8' in lines[0]
     assert "--accumulation_steps gives 4" in lines[0]
     assert not (tmp_path / "runs").exists()
+
+
+RANK_1_ELSEWHERE = """
+import os, sys
+sys.path.insert(0, {repository!r})
+if os.environ["RANK"] == "1":
+    os.chdir({folder!r})
+from train_pretrain_accelerate import leave, main
+try:
+    main()
+finally:
+    leave()
+"""
+
+
+@pytest.mark.parametrize("what", ["data", "checkpoint", "weights"])
+def test_what_one_rank_cannot_see_is_said_by_the_first_with_its_place(packed, tmp_path, what):
+    """A relative path stands for a disk that one of two machines does not have."""
+    out = os.path.relpath(tmp_path, REPOSITORY)
+    run_1 = train("plain", 1, packed, tmp_path / "run", "--max_steps 1")
+    data, missing, flags = {
+        "data": (os.path.relpath(packed, REPOSITORY), "no prepared data here", ""),
+        "checkpoint": (packed, "cannot be used", "--resume auto --run_name run"),
+        "weights": (packed, "config.json", f"--init_from {out}/run"),
+    }[what]
+    script = tmp_path / "rank_1_elsewhere.py"
+    script.write_text(RANK_1_ELSEWHERE.format(repository=str(REPOSITORY), folder=str(run_1.path)))
+    command = [*launch_command("ddp", 2)[:-1], str(script), *TINY, "--data", str(data)]
+    batch = ["--batch_size", "4", "--max_steps", "2", "--out_dir", out]
+    ended = run_warm([*command, *batch, *flags.split()])
+    assert ended.code == 1
+    assert "Traceback" not in ended.out
+    line = next(line for line in ended.out.splitlines() if "error: " in line)
+    assert line.startswith(f"{SCRIPT}: error: ")
+    assert missing in line
+    assert f"(only rank 1 on {socket.gethostname()} of 2 processes: " in line
 
 
 @pytest.fixture

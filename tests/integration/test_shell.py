@@ -11,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import (
+    REPOSITORY,
     SAFETY_NET_SECONDS,
     Finished,
     clean_environment,
@@ -66,6 +68,54 @@ def settings(text: Path, **environ: str) -> dict[str, str]:
 def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finished:
     command = ["bash", "run_accelerate.sh", *flags.split()]
     return run(command, cwd=clone, **settings(text, **environ))
+
+
+@pytest.mark.parametrize("name", ["generate", "prepare_data", "report"])
+def test_a_script_started_by_its_path_finds_the_rooms_from_any_folder(tmp_path, name):
+    ended = run([sys.executable, str(REPOSITORY / "scripts" / f"{name}.py"), "-h"], cwd=tmp_path)
+    assert ended.code == 0
+    assert ended.out.startswith(f"usage: python -m scripts.{name} ")
+
+
+def test_training_started_in_another_folder_prepares_its_text_there(tmp_path):
+    script = str(REPOSITORY / "train_pretrain_accelerate.py")
+    ended = run([sys.executable, script, *TINY.split(), "--compile", "off"], cwd=tmp_path)
+    assert ended.code == 0, ended.out
+    assert (tmp_path / "out" / "data" / "builtin" / "dataset.json").is_file()
+
+
+def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
+    shutil.copy(corpus, clone.parent / "here.jsonl")
+    script = str(clone / "run_accelerate.sh")
+    typed = settings(Path("here.jsonl"))
+    ended = run(["bash", script, "--dim", "7"], cwd=clone.parent, **typed)
+    assert "dim 7 is not divisible" in ended.out
+
+
+def test_a_process_that_the_system_kills_is_named(clone, by_hand):
+    flags = f"{TINY} --max_steps 1000000 --compile off".split()
+    command = ["bash", "run_accelerate.sh", *flags]
+    process = subprocess.Popen(
+        command,
+        cwd=clone,
+        env=clean_environment() | settings(by_hand),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith("step 1/"):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if "RANK" in child.environ():
+                    child.kill()
+    assert process.wait(SAFETY_NET_SECONDS) == 1
+    assert said[-1] == (
+        "run_accelerate.sh: error: process 0 was ended by SIGKILL, as the system does when memory "
+        "runs out\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +189,8 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
     said = log.read_text(encoding="utf-8")
     assert "used as it is" in said
     assert "vocabulary 450)" in said
-    # Once by the rank, and last of all by the script, below whatever the launcher says.
+    assert "Traceback" not in said
+    assert said.count("to go on:") == 1
     words, command = said.splitlines()[-2:]
     assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved; to go on:", words)
     resume = ["--resume", "out/runs/stopped"]
