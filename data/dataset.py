@@ -20,7 +20,8 @@ class PackedDataset(Dataset):
 
     Sample i is tokens[i·seq_len : (i+1)·seq_len] with the targets one token further; the stream
     does not care where one shard ends and the next begins. Shards are memory-mapped: what is read
-    can be dropped again by the system, so memory does not grow with the corpus.
+    can be dropped again by the system, so memory does not grow with the corpus. They are so from
+    the start: a folder that is moved or deleted during a run takes nothing from it.
 
     Raises DataError: the folder is not sound prepared data (see `read_description`), or shorter
     than one sequence.
@@ -48,6 +49,7 @@ class PackedDataset(Dataset):
                 f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or "
                 "another --val_fraction when preparing"
             )
+        self._shards()
 
     @staticmethod
     def fits(folder: str | Path, split: str, seq_len: int) -> bool:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB_SIZE
+from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
 from data.errors import DataError
@@ -160,6 +161,19 @@ def test_pickling_does_not_carry_the_data(tmp_path):
     assert len(copy) == len(dataset)
     assert all(map(torch.equal, copy[5], before))
     assert all(map(torch.equal, dataset[5], before))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_is_moved_away_can_still_be_read_to_its_end(packed, tmp_path, workers):
+    folder = shutil.copytree(packed, tmp_path / "data")
+    for split in ("train", "val"):
+        expected = list(PackedDataset(packed, split, 16))
+        dataset = PackedDataset(folder, split, 16)
+        folder.rename(tmp_path / "moved")
+        loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+        for sample, same in zip(loader, expected, strict=True):
+            assert all(map(torch.equal, sample, same))
+        (tmp_path / "moved").rename(folder)
 
 
 def test_samples_are_copies_that_may_be_written_to(packed):

@@ -437,6 +437,21 @@ def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(
     assert [row["step"] for row in trainer.rows("run") if "loss" in row] == list(range(1, 301))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path, workers):
+    flags = f"--max_steps 6 --eval_interval 4 --sample_interval 4 --num_workers {workers}"
+    whole = Trainer(tmp_path, packed, "plain", 1, flags)
+    assert whole.finish("whole").code == 0
+    data = shutil.copytree(packed, tmp_path / "data")
+    script = injected(tmp_path, f"if calls == 3: os.rename({str(data)!r}, {f'{data}-moved'!r})")
+    ended = Trainer(tmp_path, data, "plain", 1, flags).finish("run", script=script)
+    assert ended.code == 0, ended.out
+    assert not data.exists()
+    rows = whole.rows("run")
+    assert [row["step"] for row in rows if "val_loss" in row] == [4, 6]
+    assert rows == whole.rows("whole")
+
+
 def test_usr1_to_everything_leaves_a_launcher_that_ignores_it_and_a_saved_run(packed, tmp_path):
     """As a scheduler signals a job; docs/reliability.md has the trap."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
