@@ -1,15 +1,15 @@
 """Raw text: which files a corpus consists of, and the documents in them.
 
-- `.jsonl` and `.jsonl.gz`: one JSON object per line, the document under "text" (MiniMind's format).
-- `.txt`: one document; a file longer than SECTION_BYTES is cut at line ends into sections that each
-  count as one document, so that a single large file still has a validation split and never has to
-  fit in memory.
+- `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: one JSON object per line, the document under "text"
+  (MiniMind's format), or under another name.
+- `.csv`, `.parquet`: one document per row, in the column of that name.
+- `.txt`: one document; a long file is cut at line ends into sections that each count as one
+  document, so that a single large file still has a validation split and never has to fit in memory.
 - a folder: all such files below it, in sorted order.
 - "builtin": the Python standard library's own source, there wherever Python is, about 12 MB without
   its tests.
 """
 
-import gzip
 import json
 import os
 import sysconfig
@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import DataError
+from data.readers import csv_rows, open_compressed, parquet_rows
 
 BUILTIN = "builtin"
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz")
+JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
+COMPRESSED = (".gz", ".zst", ".parquet")
 SECTION_BYTES = 16 * 1024
 SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
 # Not text that somebody wrote: tests hold deliberate nonsense, the rest is installed packages and
@@ -33,16 +36,44 @@ class Record(NamedTuple):
     """One document as it stands in its file, not yet decoded."""
 
     path: str
-    position: int  # number of the line in a .jsonl file, offset of the first byte in any other
+    position: int  # in units, lines and rows counted from 1
     raw: bytes
+    fault: str = ""  # why there is no text in it
+    text_column: str = "text"  # the name under which a line of JSON has it
+
+    @property
+    def unit(self) -> str:
+        """What its file is counted in."""
+        if self.path.endswith(".parquet"):
+            return "row"
+        return "line" if self.path.endswith((*JSONL, ".csv")) else "byte"
 
     @property
     def place(self) -> str:
-        return f"{self.path}, {'line' if is_jsonl(self.path) else 'byte'} {self.position}"
+        return f"{self.path}, {self.unit} {self.position}"
+
+
+class Reading(NamedTuple):
+    """How files become documents."""
+
+    text_column: str = "text"  # of .jsonl, .csv and .parquet
+    section_bytes: int = SECTION_BYTES  # the most of a .txt that is one
 
 
 def is_jsonl(path: str) -> bool:
-    return path.endswith((".jsonl", ".jsonl.gz"))
+    return path.endswith(JSONL)
+
+
+def text_size(files: Iterable[str]) -> int:
+    """Bytes of text, roughly: compression makes it about four times smaller."""
+    return sum(os.path.getsize(path) * (4 if path.endswith(COMPRESSED) else 1) for path in files)
+
+
+def bytes_to_read(files: Iterable[str]) -> int | None:
+    """How many the records of the files have in all; None where that is not known before."""
+    if any(path.endswith((*COMPRESSED, ".csv")) for path in files):
+        return None
+    return sum(map(os.path.getsize, files))
 
 
 def find_files(source: str) -> list[str]:
@@ -83,32 +114,41 @@ def _builtin_files() -> list[str]:
     return files
 
 
-def read_records(files: Iterable[str]) -> Iterator[Record]:
-    """Every document of every file, in order, in memory bounded by one line or section. Raises
-    DataError: a file cannot be opened, or is no sound gzip file."""
+def read_records(files: Iterable[str], reading: Reading | None = None) -> Iterator[Record]:
+    """Every document of every file, in order, in memory bounded by one line, section or batch of
+    rows. Raises DataError: a file cannot be opened, is damaged or cut short, has no such column, or
+    is of a kind that takes a package which is not installed."""
+    column, section_bytes = reading or Reading()
     for path in files:
         try:
-            with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-                yield from _lines(path, file) if is_jsonl(path) else _sections(path, file)
+            if path.endswith((".csv", ".parquet")):
+                rows = csv_rows if path.endswith(".csv") else parquet_rows
+                yield from (Record(path, *row) for row in rows(path, column))
+                continue
+            with open_compressed(path) as file:
+                if is_jsonl(path):
+                    yield from _lines(path, file, column)
+                else:
+                    yield from _sections(path, file, section_bytes)
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _lines(path: str, file) -> Iterator[Record]:
+def _lines(path: str, file, text_column: str) -> Iterator[Record]:
     for number, line in enumerate(file, 1):
         if line.strip():
-            yield Record(path, number, line)
+            yield Record(path, number, line, text_column=text_column)
 
 
-def _sections(path: str, file) -> Iterator[Record]:
+def _sections(path: str, file, most: int) -> Iterator[Record]:
     offset, rest = 0, b""
-    while block := file.read(SECTION_BYTES):
+    while block := file.read(most):
         rest += block
-        while len(rest) > SECTION_BYTES:  # else perhaps the file ends here, in one section
-            cut = rest.rfind(b"\n", 0, SECTION_BYTES) + 1
+        while len(rest) > most:  # else perhaps the file ends here, in one section
+            cut = rest.rfind(b"\n", 0, most) + 1
             if not cut:  # one very long line: cut between two characters
-                cut = SECTION_BYTES
-                while cut > SECTION_BYTES - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
+                cut = most
+                while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
                     cut -= 1
             yield Record(path, offset, rest[:cut])
             offset, rest = offset + cut, rest[cut:]
@@ -117,15 +157,17 @@ def _sections(path: str, file) -> Iterator[Record]:
 
 
 def parse(record: Record) -> str:
-    """The text of a document. Raises DataError: invalid UTF-8, a line that is not JSON, or JSON
-    without a text; names file and place."""
+    """The text of a document. Raises DataError: invalid UTF-8, a line that is not JSON, or no text
+    in it; names file and place."""
+    if record.fault:
+        raise DataError(f"{record.place}: {record.fault}")
     if not is_jsonl(record.path):
         return decode(record)
-    document = load_json(record)
-    if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-        raise DataError(f'{record.place}: no "text" with a string in it')
-    refuse_half_characters(record, document["text"])
-    return document["text"]
+    document, name = load_json(record), record.text_column
+    if not isinstance(document, dict) or not isinstance(document.get(name), str):
+        raise DataError(f'{record.place}: no "{name}" with a string in it')
+    refuse_half_characters(record, document[name])
+    return document[name]
 
 
 def decode(record: Record) -> str:
@@ -137,7 +179,7 @@ def decode(record: Record) -> str:
         )
     except UnicodeDecodeError as error:
         start = error.start + len(record.raw) - len(error.object)  # which has no byte order mark
-        if is_jsonl(record.path):
+        if record.unit != "byte":
             what = f"{record.place}: not valid UTF-8 ({error.reason} at its byte {start})"
         else:
             place = f"{record.path}, byte {record.position + start}"

@@ -27,14 +27,14 @@ from typing import NamedTuple
 import numpy as np
 
 from common.atomic import whole_folder
-from data.corpus import Record, parse, read_records
+from data.corpus import Reading, Record, parse, read_records, text_size
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
+from data.sizes import suited_to
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
 
 BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 SHARD_TOKENS = 100_000_000
-DEFAULT_VOCAB_SIZE = 6400
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
 # Three times as much would train in three times the time and save 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
@@ -42,11 +42,21 @@ TOKENIZER_SAMPLE_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class PackingOptions:
-    vocab_size: int | None  # None: DEFAULT_VOCAB_SIZE, or as many as a short text suffices for
-    val_fraction: float
+    vocab_size: int | None  # None: what suits the text's size, or fewer if it holds no more
+    val_fraction: float | None  # None: what suits the text's size
     workers: int
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of an existing one, instead of training
+    text_column: str = "text"  # see `Reading`
+
+    def share(self, files: list[str]) -> float:
+        """Of the documents of these files, for validation."""
+        suited = suited_to(text_size(files)).val_fraction
+        return suited if self.val_fraction is None else self.val_fraction
+
+    def reading(self, files: list[str]) -> Reading:
+        """How these files become documents."""
+        return Reading(self.text_column, suited_to(text_size(files)).section_bytes)
 
 
 class Document(NamedTuple):
@@ -104,12 +114,13 @@ def prepare(
 
 
 def _make_tokenizer(files: list[str], options: PackingOptions, path: Path) -> Tokenizer:
+    may_shrink = options.vocab_size is None
     if options.tokenizer is None:
         train_tokenizer(
             _sample(files, options),
-            DEFAULT_VOCAB_SIZE if options.vocab_size is None else options.vocab_size,
+            suited_to(text_size(files)).vocab_size if may_shrink else options.vocab_size,
             path,
-            may_shrink=options.vocab_size is None,
+            may_shrink=may_shrink,
         )
     else:
         shutil.copyfile(options.tokenizer, path)
@@ -130,18 +141,18 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
         "vocab_size": options.vocab_size if options.tokenizer is None else None,
         "tokenizer": tokenizer and tokenizer.hexdigest(),
-        "val_fraction": options.val_fraction,
+        "val_fraction": options.share(files),
         "skip_bad_lines": options.skip_bad_lines,
+        "text_column": options.text_column,
     }
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     """About TOKENIZER_SAMPLE_BYTES of documents from all over the corpus, chosen by a checksum."""
-    # gzip makes text about four times smaller
-    total = sum(os.path.getsize(path) * (4 if path.endswith(".gz") else 1) for path in files)
-    threshold = 2**32 * TOKENIZER_SAMPLE_BYTES / max(total, 1)
+    threshold = 2**32 * TOKENIZER_SAMPLE_BYTES / max(text_size(files), 1)
+    reading = options.reading(files)
     taken = 0
-    for record in read_records(files):
+    for record in read_records(files, reading):
         if zlib.crc32(record.raw) >= threshold:
             continue
         try:
@@ -155,7 +166,7 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
         if taken > 2 * TOKENIZER_SAMPLE_BYTES:  # the estimate was off, or documents repeat
             return
     if not taken:  # a few very long documents, of which none was chosen
-        for record in read_records(files):
+        for record in read_records(files, reading):
             if taken > TOKENIZER_SAMPLE_BYTES:
                 return
             try:
@@ -174,7 +185,7 @@ def _write_shards(
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
-    threshold = options.val_fraction
+    threshold = options.share(files)
     written, least, greatest = _write_splits(
         files, folder, tokenizer, pool, options, threshold, progress
     )
@@ -205,7 +216,8 @@ def _write_splits(
     bad_documents = 0
     first_bad = None
     least, greatest = 2.0, -1.0
-    for encoded in _encode(files, tokenizer.path, pool, options.workers):
+    records = read_records(files, options.reading(files))
+    for encoded in _encode(records, tokenizer.path, pool, options.workers):
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
@@ -257,9 +269,11 @@ def _encoders(workers: int) -> Iterator[Executor]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encode(files: list[str], tokenizer: str, pool: Executor, workers: int) -> Iterator[Encoded]:
+def _encode(
+    records: Iterable[Record], tokenizer: str, pool: Executor, workers: int
+) -> Iterator[Encoded]:
     """Batches of documents, encoded by several processes, in the order of the corpus."""
-    batches = _batches(read_records(files))
+    batches = _batches(records)
 
     def submit(count: int) -> list[Future]:
         return [pool.submit(_encode_batch, tokenizer, batch) for batch in islice(batches, count)]

@@ -1,7 +1,6 @@
 """The kinds of data that can be scored: prepared sequences, raw text, multiple-choice questions."""
 
 import hashlib
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,15 @@ from tqdm import tqdm
 
 from common.errors import UsageError
 from common.progress import progress_bar
-from data.corpus import Record, find_files, is_jsonl, load_json, read_records
+from data.corpus import (
+    Reading,
+    Record,
+    bytes_to_read,
+    find_files,
+    is_jsonl,
+    load_json,
+    read_records,
+)
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
@@ -26,7 +33,12 @@ from runs.weights import Trained
 from training.engine.device import device_name
 from training.settings import saved_arguments
 
-FLAG_BELONGS_TO = {"split": "packed", "stride": "text", "delimiter": "choice"}
+FLAG_BELONGS_TO = {
+    "split": "packed",
+    "stride": "text",
+    "text_column": "text",
+    "delimiter": "choice",
+}
 
 
 @dataclass
@@ -40,6 +52,7 @@ class EvaluationSettings:
     stride: int | None  # tokens from one window to the next
     delimiter: str | None  # between a question and a choice
     limit: int  # sequences, documents or questions; 0 takes all
+    text_column: str | None = None  # of files of text
 
     def __post_init__(self):
         for name, task in FLAG_BELONGS_TO.items():
@@ -83,21 +96,21 @@ def data_of_run(source: Path) -> str:
     raise UsageError(f"{source} does not tell which data it was trained on: give --data")
 
 
-def detect_task(data: str) -> str:
+def detect_task(data: str, text_column: str | None = None) -> str:
     """What the path is, by its files and the first line of the first. Raises DataError: nothing
     there that could be scored."""
     if (Path(data) / DESCRIPTION_FILE).exists():
         return "packed"
-    files = find_files(data)
-    first = next(read_records(files), None)
+    files, text = find_files(data), text_column or "text"
+    first = next(read_records(files, Reading(text)), None)
     if first is None:
         raise DataError(f"{files[0]}: an empty file" if len(files) == 1 else f"{data}: no text")
     if not is_jsonl(first.path):
         return "text"
     fields = load_json(first)
-    if isinstance(fields, dict) and ("question" in fields or "text" in fields):
+    if isinstance(fields, dict) and ("question" in fields or text in fields):
         return "choice" if "question" in fields else "text"
-    raise DataError(f'{first.place}: neither a "text" nor a "question"')
+    raise DataError(f'{first.place}: neither a "{text}" nor a "question"')
 
 
 def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
@@ -160,13 +173,12 @@ def progress(scorer: Scorer, total: int | None, unit: str, scale: bool = False) 
 def records(settings: EvaluationSettings, scorer: Scorer, unit: str) -> Iterator[Iterable[Record]]:
     """The first `limit` records of the files, with a progress bar over them, or their bytes."""
     files = find_files(settings.data)
-    packed = any(path.endswith(".gz") for path in files)
-    n_bytes = None if packed else sum(map(os.path.getsize, files))
-    total, unit = (settings.limit, unit) if settings.limit else (n_bytes, "B")
+    total, unit = (settings.limit, unit) if settings.limit else (bytes_to_read(files), "B")
     with progress(scorer, total, unit, scale=not settings.limit) as bar:
 
         def read() -> Iterator[Record]:
-            for record in islice(read_records(files), settings.limit or None):
+            reading = Reading(settings.text_column or "text")
+            for record in islice(read_records(files, reading), settings.limit or None):
                 yield record
                 bar.update(1 if settings.limit else len(record.raw))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from data.corpus import BUILTIN
+from data.corpus import BUILTIN, SUFFIXES
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -22,9 +22,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("run", metavar="RUN", help="run folder, checkpoint, folder of weights, or 'auto'")
     add(
         "--data",
-        help="folder made by scripts.prepare_data, .txt, .jsonl or .jsonl.gz file, folder of them, "
-        f"or '{BUILTIN}' (default: the data of the run)",
+        help=f"folder made by scripts.prepare_data, {', '.join(SUFFIXES)} file, folder of them, or "
+        f"'{BUILTIN}' (default: the data of the run)",
     )
+    column = "name of the text in .jsonl, .csv and .parquet"
+    add("--text_column", help=f"{column} (default: text)")
     kinds = ("packed", "text", "choice")
     add("--task", choices=kinds, help="what --data is (default: as it looks)")
     add("--split", choices=("val", "train"), help="of prepared data (default: val)")
@@ -69,8 +71,10 @@ def score(args: argparse.Namespace) -> None:
 
     trained = load_trained(args.run)
     data = args.data or data_of_run(trained.folder)
-    asked = {name: getattr(args, name) for name in ("split", "stride", "delimiter", "limit")}
-    settings = EvaluationSettings(data, args.task or detect_task(data), **asked)
+    names = ("split", "stride", "text_column", "delimiter", "limit")
+    asked = {name: getattr(args, name) for name in names}
+    task = args.task or detect_task(data, args.text_column)
+    settings = EvaluationSettings(data, task, **asked)
     scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
     result = evaluate(settings, trained, scorer)
     if scorer.accelerator.is_main_process:

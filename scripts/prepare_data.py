@@ -14,9 +14,10 @@ from common.errors import UsageError, one_line_errors
 from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
-from data.corpus import BUILTIN, SECTION_BYTES, SUFFIXES, find_files
-from data.packing import DEFAULT_VOCAB_SIZE, PackingOptions, prepare
+from data.corpus import BUILTIN, SUFFIXES, bytes_to_read, find_files, text_size
+from data.packing import PackingOptions, prepare
 from data.prepared import find_prepared
+from data.sizes import BY_SIZE, suited_to
 
 
 def default_out(data: str, flags: str = "") -> Path:
@@ -41,10 +42,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", default=BUILTIN, help=text)
     where = "folder to write (default: out/data/ and the name of the data)"
     add("--out", type=Path, help=where)
-    pieces = f"pieces of the tokenizer (default: {DEFAULT_VOCAB_SIZE}, fewer for a short text)"
-    add("--vocab_size", type=int, help=pieces)
+    least, most = BY_SIZE[0], BY_SIZE[-1]
+    ends = f"default: by the size of the text, {least.vocab_size} to {most.vocab_size}"
+    add("--vocab_size", type=int, help=f"pieces of the tokenizer ({ends})")
     add("--tokenizer", help="a SentencePiece model to use instead of training one")
-    add("--val_fraction", type=float, default=0.02, help="share of documents for validation")
+    ends = f"default: by the size of the text, {least.val_fraction:g} to {most.val_fraction:g}"
+    add("--val_fraction", type=float, help=f"share of documents for validation ({ends})")
+    column = "name of the text in .jsonl, .csv and .parquet"
+    add("--text_column", default="text", help=f"{column} (default: text)")
     per_core = "encoding processes, one per core"
     add("--workers", type=int, default=available_cores(), help=per_core)
     skip = "count documents that cannot be read, go on"
@@ -53,7 +58,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     same = "take what is there if the text has not changed since"
     add("--reuse", action="store_true", help=same)
     args = parser.parse_args(argv)
-    if not 0 <= args.val_fraction < 1:
+    if args.val_fraction is not None and not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
@@ -83,9 +88,21 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
     if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
         lines.append(
             "  WARNING: no validation document: that takes two different documents at least; "
-            f"a .txt under {SECTION_BYTES // 1024} KiB is one document"
+            f"a .txt under {BY_SIZE[0].section_bytes // 1024} KiB is one document"
         )
     return "\n".join(lines)
+
+
+def chosen_by_size(files: list[str], options: PackingOptions) -> str:
+    """What was taken because the text has this size, and the flags that say otherwise."""
+    suited, taken = suited_to(text_size(files)), []
+    if options.vocab_size is None and options.tokenizer is None:
+        taken.append(f"a vocabulary of {suited.vocab_size:,} at most (--vocab_size)")
+    if options.val_fraction is None:
+        taken.append(f"{suited.val_fraction:.0%} for validation (--val_fraction)")
+    if any(path.endswith((".txt", ".py")) for path in files):
+        taken.append(f"long files cut into documents of {suited.section_bytes // 1024} KiB")
+    return f"  by the size of the text: {', '.join(taken) or 'nothing'}"
 
 
 def describe_folder(folder: Path, files: list[str]) -> str:
@@ -105,19 +122,20 @@ def main(argv: list[str] | None = None) -> None:
             workers=args.workers,
             skip_bad_lines=args.skip_bad_lines,
             tokenizer=args.tokenizer,
+            text_column=args.text_column,
         )
         said = find_prepared(args.out, files, options, reuse=args.reuse, overwrite=args.overwrite)
         if said:
             print(f"{args.out}: {said}")
             return
-        total = sum(map(os.path.getsize, files))
-        packed = any(path.endswith(".gz") for path in files)
         start = time.perf_counter()
-        with progress_bar(None if packed else total, desc="encoding", unit="B", scale=True) as bar:
+        total = bytes_to_read(files)
+        with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
             description = prepare(files, args.out, options, bar.update)
         if args.data != BUILTIN and os.path.isdir(args.data):
             print(describe_folder(Path(args.data), files))
         print(report(description, args.out, time.perf_counter() - start, args.workers))
+        print(chosen_by_size(files, options))
 
 
 if __name__ == "__main__":

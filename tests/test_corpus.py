@@ -4,9 +4,19 @@ import random
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from data import corpus
-from data.corpus import SECTION_BYTES, Record, find_files, parse, read_records
+from data.corpus import (
+    SECTION_BYTES,
+    Reading,
+    Record,
+    bytes_to_read,
+    find_files,
+    parse,
+    read_records,
+    text_size,
+)
 from data.errors import DataError
 
 BOM = "\ufeff"
@@ -20,9 +30,12 @@ def jsonl(*documents: str) -> bytes:
     return "".join(json.dumps({"text": d}, ensure_ascii=False) + "\n" for d in documents).encode()
 
 
+COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
+
+
 def write(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(data))
     return path
 
 
@@ -31,6 +44,7 @@ def write(path: Path, data: bytes) -> Path:
     [
         ("a.jsonl", jsonl("one", "第二\n句", "three"), ["one", "第二\n句", "three"]),
         ("a.jsonl.gz", jsonl("one", "第二\n句", "three"), ["one", "第二\n句", "three"]),
+        ("a.jsonl.zst", jsonl("one", "第二\n句", "three"), ["one", "第二\n句", "three"]),
         ("a.txt", "one\n第二句\r\n\tthree".encode(), ["one\n第二句\r\n\tthree"]),
         ("a.txt", b"", []),
         ("a.jsonl", b"", []),
@@ -53,7 +67,7 @@ def test_an_empty_text_is_a_document_of_the_file(tmp_path):
     assert texts(write(tmp_path / "a.jsonl", jsonl("", "one"))) == ["", "one"]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_a_byte_order_mark_at_the_start_is_not_part_of_the_text(tmp_path, name):
     inside = f"one{BOM}two"
     data = inside.encode() if name == "a.txt" else jsonl(inside, BOM + "three")
@@ -72,7 +86,7 @@ def test_a_folder_holds_all_files_below_it_in_sorted_order(tmp_path):
     assert texts(tmp_path) == ["first", "second", "third", "fourth"]
 
 
-@pytest.mark.parametrize("name", ["a.md", "a.json", "a.gz", "a.txt.gz", "txt", "a.jsonl.bz2"])
+@pytest.mark.parametrize("name", ["a.md", "a.json", "a.zst", "a.txt.gz", "txt", "a.jsonl.bz2"])
 def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path, name):
     path = write(tmp_path / name, b"text")
     with pytest.raises(DataError, match=rf"{path}.*\.txt, \.jsonl, \.jsonl\.gz"):
@@ -115,7 +129,7 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 @pytest.mark.parametrize(("line", "what"), BAD_LINES.values(), ids=BAD_LINES)
 def test_a_bad_line_is_an_error_with_file_line_and_reason(tmp_path, suffix, line, what):
     path = write(tmp_path / f"a{suffix}", jsonl("good") + b"\n" + line + b"\n" + jsonl("good"))
@@ -228,6 +242,32 @@ def test_a_text_file_that_fits_is_one_document(tmp_path):
     assert len(texts(path)) == 1
 
 
+@pytest.mark.parametrize("most", [1 << 10, 2 << 10])
+@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
+def test_sections_may_be_shorter_and_still_rejoin(tmp_path, text, most):
+    path = write(tmp_path / "long.txt", text.encode())
+    records = list(read_records([str(path)], Reading(section_bytes=most)))
+    assert max(len(record.raw) for record in records) <= most
+    assert "".join(map(parse, records)) == text
+
+
+def test_the_text_of_a_line_of_json_may_have_another_name(tmp_path):
+    path = write(tmp_path / "a.jsonl", b'{"text": "no", "content": "yes"}\n{"text": "alone"}\n')
+    first, second = read_records([str(path)], Reading(text_column="content"))
+    assert parse(first) == "yes"
+    with pytest.raises(DataError, match=r'a\.jsonl, line 2: no "content" with a string in it'):
+        parse(second)
+
+
+def test_the_size_of_a_text_is_that_of_its_files_and_four_times_that_of_compressed_ones(tmp_path):
+    plain = str(write(tmp_path / "a.jsonl", b"x" * 300))
+    packed = tmp_path / "a.jsonl.zst"
+    packed.write_bytes(b"x" * 100)
+    assert text_size([plain, str(packed)]) == 300 + 4 * 100
+    assert bytes_to_read([plain, plain]) == 600
+    assert bytes_to_read([plain, str(packed)]) is None
+
+
 def test_records_are_read_one_after_the_other_and_not_all_at_once(tmp_path):
     path = write(tmp_path / "a.jsonl", jsonl("one", "two"))
     records = read_records([str(path), "a file that does not exist.txt"])
@@ -239,6 +279,9 @@ def test_records_are_read_one_after_the_other_and_not_all_at_once(tmp_path):
 def test_the_place_of_a_record_is_its_line_or_byte():
     assert Record("a.jsonl", 7, b"").place == "a.jsonl, line 7"
     assert Record("a.jsonl.gz", 7, b"").place == "a.jsonl.gz, line 7"
+    assert Record("a.jsonl.zst", 7, b"").place == "a.jsonl.zst, line 7"
+    assert Record("a.csv", 7, b"").place == "a.csv, line 7"
+    assert Record("a.parquet", 7, b"").place == "a.parquet, row 7"
     assert Record("a.txt", 7, b"").place == "a.txt, byte 7"
 
 

@@ -224,7 +224,8 @@ def test_flags_that_cannot_work_end_in_one_line(refused, flags, says):
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], 'a.jsonl, line 4: no "question"'),
         ("a.jsonl", [QUESTIONS[0] | {"answer": 3}], 'a.jsonl, line 1: "answer" is 3'),
         ("a.jsonl", [QUESTIONS[0] | {"choices": ["a", ""]}], "a.jsonl, line 1: choice 1 is ''"),
-        ("a.csv", ["x"], "a.csv: cannot read this kind of file"),
+        ("a.tsv", ["x"], "a.tsv: cannot read this kind of file"),
+        ("a.csv", ["x"], "a.csv: no column 'text'; --text_column takes one of 'x'"),
     ],
 )
 def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, lines, says):

@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 import os
@@ -5,7 +6,10 @@ import random
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 from conftest import write_corpus
 
 from data.shards import read_description
@@ -55,13 +59,13 @@ def test_data_goes_to_a_folder_of_its_name_by_default(workplace, capsys):
 
 
 def test_a_text_without_a_validation_document_is_told_so(workplace, capsys):
-    line = "".join(f"{a} + {a} = {2 * a}\n" for a in range(300))
+    line = "".join(f"{a} + {a} = {2 * a}\n" for a in range(70))
     Path("short.txt").write_text(line)
     main(["--workers", "1", "--data", "short.txt"])
     printed = capsys.readouterr().out
     assert "    1 document " in printed
     assert "WARNING: no validation document: that takes two different documents" in printed
-    assert "a .txt under 16 KiB is one document" in printed
+    assert "a .txt under 1 KiB is one document" in printed
     assert f"short: {len(line) / 1000:.1f} kB of text in " in printed
     for enough in (["--data", "sums.jsonl"], ["--data", "short.txt", "--val_fraction", "0"]):
         main([*SMALL, *enough, "--overwrite"])
@@ -74,7 +78,8 @@ def test_of_a_folder_it_is_said_how_many_files_were_read(workplace, capsys):
     for name in ("a.pdf", "b.md"):
         Path("texts", name).write_text("of another kind")
     main([*SMALL, "--data", "texts"])
-    assert "texts: 1 file read (.txt, .jsonl, .jsonl.gz), 2 left out\n" in capsys.readouterr().out
+    kinds = ".txt, .jsonl, .jsonl.gz, .jsonl.zst, .csv, .parquet"
+    assert f"texts: 1 file read ({kinds}), 2 left out\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,8 @@ def test_of_a_folder_it_is_said_how_many_files_were_read(workplace, capsys):
         ("/a/b/c.jsonl", "c"),
         ("/a/b/c.jsonl.gz", "c"),
         ("c.txt", "c"),
+        ("c.jsonl.zst", "c"),
+        ("c.parquet", "c"),
         ("/a/v1.5.jsonl", "v1.5"),
         ("/a/folder/", "folder"),
         ("/a/folder/.", "folder"),
@@ -140,6 +147,89 @@ def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplac
     assert "already" not in capfd.readouterr().out
     main([*SMALL, *flags])
     assert "already prepared" in capfd.readouterr().out
+
+
+def test_another_name_of_the_text_is_another_setting(workplace, capfd):
+    rows = ({"text": f"{i} {i * i}\n" * 20, "other": f"{i} {i + i}\n" * 20} for i in range(60))
+    Path("two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main([*SMALL, "--data", "two.jsonl"])
+    before = contents("out")
+    capfd.readouterr()
+    flags = ["--data", "two.jsonl", "--text_column", "other"]
+    assert "with other settings" in refused(capfd, *flags)
+    main([*SMALL, *flags, "--overwrite"])
+    assert contents("out")["out/data/two/train-00000.bin"] != before["out/data/two/train-00000.bin"]
+
+
+def test_data_prepared_before_the_text_could_have_another_name_is_found_prepared(workplace, capsys):
+    main([*SMALL, "--data", "sums.jsonl"])
+    path = Path("out/data/sums/dataset.json")
+    description = json.loads(path.read_text(encoding="utf-8"))
+    del description["prepared_from"]["text_column"]
+    path.write_text(json.dumps(description), encoding="utf-8")
+    capsys.readouterr()
+    main([*SMALL, "--data", "sums.jsonl"])
+    assert capsys.readouterr().out == "out/data/sums: already prepared from this text\n"
+
+
+def test_what_is_chosen_by_the_size_of_the_text_is_said_in_one_line(workplace, capsys):
+    Path("lines.txt").write_text("".join(f"{i} {i * i}\n" for i in range(5000)))
+    main(["--data", "lines.txt", "--workers", "1"])
+    description = read_description("out/data/lines")
+    assert description["vocab_size"] == 512
+    splits = description["splits"]
+    documents = sum(split["documents"] for split in splits.values())
+    assert documents == pytest.approx(os.path.getsize("lines.txt") / 1024, rel=0.05)
+    assert splits["val"]["documents"] == pytest.approx(documents / 10, rel=0.5)
+    assert splits["val"]["documents"] > 1
+    line = (
+        "  by the size of the text: a vocabulary of 512 at most (--vocab_size), 10% for validation "
+        "(--val_fraction), long files cut into documents of 1 KiB"
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+def test_flags_win_over_what_the_size_would_choose(workplace, capsys):
+    Path("lines.txt").write_text("".join(f"{i} {i * i}\n" for i in range(5000)))
+    main([*SMALL, "--data", "lines.txt", "--val_fraction", "0"])
+    description = read_description("out/data/lines")
+    assert description["vocab_size"] == 300
+    assert description["splits"]["val"]["documents"] == 0
+    said = capsys.readouterr().out
+    assert "by the size of the text: long files cut" in said
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst"])
+def test_every_kind_of_file_gives_the_same_shards(workplace, name):
+    lines = Path("sums.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    documents = [json.loads(line)["text"] for line in lines]
+    if name == "a.csv":
+        with open(name, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([["id", "body"], *enumerate(documents)])
+    elif name == "a.parquet":
+        pq.write_table(pa.table({"id": range(60), "body": documents}), name)
+    else:
+        renamed = "".join(json.dumps({"body": text}) + "\n" for text in documents)
+        Path(name).write_bytes(zstandard.compress(renamed.encode()))
+    model = "out/data/sums/tokenizer.model"  # a sample of a text depends on the form of its file
+    main([*SMALL, "--data", "sums.jsonl"])
+    main(["--data", name, "--text_column", "body", "--tokenizer", model, "--val_fraction", "0.1"])
+    assert read_description("out/data/a")["splits"] == read_description("out/data/sums")["splits"]
+
+
+def test_bad_rows_of_a_table_are_skipped_when_told_to_and_counted(workplace, capfd):
+    texts = [None if i in (5, 20) else f"{i} and {i * i}, {i * i * i}" for i in range(60)]
+    pq.write_table(pa.table({"text": texts}), "a.parquet")
+    line = refused(capfd, "--data", "a.parquet")
+    assert "a.parquet, row 6: null and no text; --skip_bad_lines counts such documents" in line
+    main([*SMALL, "--data", "a.parquet", "--skip_bad_lines"])
+    assert "skipped 2 bad documents, the first: a.parquet, row 6" in capfd.readouterr().out
+
+
+def test_a_column_that_is_not_there_ends_in_one_line_with_those_that_are(workplace, capfd):
+    Path("a.csv").write_text("id,body\n1,x\n")
+    line = refused(capfd, "--data", "a.csv")
+    assert "a.csv: no column 'text'; --text_column takes one of 'id', 'body'" in line
 
 
 def test_damaged_data_is_not_taken_for_prepared(workplace, capfd):

@@ -1,0 +1,31 @@
+"""What suits a text by its size, where nobody has said what to take.
+
+A small text is learned by heart before a vocabulary made for a large one is learned at all, and one
+document of sixteen kilobytes is no validation.
+"""
+
+import math
+from typing import NamedTuple
+
+
+class Suited(NamedTuple):
+    """How to prepare a text of less than `below` bytes."""
+
+    below: float
+    vocab_size: int
+    val_fraction: float
+    section_bytes: int  # a longer .txt is cut into documents of that size
+
+
+BY_SIZE = (
+    Suited(500e3, 512, 0.1, 1 << 10),
+    Suited(4e6, 1024, 0.1, 2 << 10),
+    Suited(10e6, 4096, 0.05, 2 << 10),
+    Suited(50e6, 6400, 0.03, 4 << 10),  # the built-in text
+    Suited(math.inf, 6400, 0.02, 16 << 10),
+)
+
+
+def suited_to(n_bytes: int) -> Suited:
+    """By the size of the text; by steps, so that a text that grows keeps what it has for long."""
+    return next(suited for suited in BY_SIZE if n_bytes < suited.below)

@@ -1,0 +1,234 @@
+import csv
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from conftest import REPOSITORY
+
+from data import readers
+from data.corpus import Reading, find_files, parse, read_records
+from data.errors import DataError
+
+DOCUMENTS = ["one", '第二\n句, with "quotes"', "", "😀\r\nthree", "last"]
+
+
+def records(path: Path, column: str = "text") -> list:
+    return list(read_records(find_files(str(path)), Reading(text_column=column)))
+
+
+def texts(path: Path, column: str = "text") -> list[str]:
+    return [parse(record) for record in records(path, column)]
+
+
+def write_csv(path: Path, rows: list[list[str]]) -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def write_parquet(path: Path, columns: dict, **options) -> Path:
+    pq.write_table(pa.table(columns), path, **options)
+    return path
+
+
+def one_line(path: Path, column: str = "text") -> str:
+    """The error with which reading these documents ends."""
+    with pytest.raises(DataError) as error:
+        texts(path, column)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("column", ["text", "content"])
+def test_a_row_of_a_table_is_a_document(tmp_path, column):
+    rows = [["id", column], *([str(i), text] for i, text in enumerate(DOCUMENTS))]
+    assert texts(write_csv(tmp_path / "a.csv", rows), column) == DOCUMENTS
+    columns = {"id": list(range(len(DOCUMENTS))), column: DOCUMENTS}
+    assert texts(write_parquet(tmp_path / "a.parquet", columns), column) == DOCUMENTS
+
+
+def test_a_folder_may_hold_every_kind(tmp_path):
+    write_csv(tmp_path / "a.csv", [["text"], ["one"]])
+    write_parquet(tmp_path / "b.parquet", {"text": ["two"]})
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "three"}'))
+    (tmp_path / "d.txt").write_text("four")
+    assert texts(tmp_path) == ["one", "two", "three", "four"]
+
+
+STRINGS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
+
+
+@pytest.mark.parametrize("kind", [*STRINGS, pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_every_form_of_text_that_parquet_has_is_read(tmp_path, kind):
+    raw = DOCUMENTS if "binary" not in str(kind) else [text.encode() for text in DOCUMENTS]
+    column = pa.array(raw, kind) if not pa.types.is_dictionary(kind) else pa.array(raw).cast(kind)
+    assert texts(write_parquet(tmp_path / "a.parquet", {"text": column})) == DOCUMENTS
+
+
+def test_rows_are_counted_through_all_row_groups_and_batches(tmp_path):
+    documents = [f"document {i}" for i in range(3 * readers.BATCH_ROWS + 5)]
+    path = write_parquet(tmp_path / "a.parquet", {"text": documents}, row_group_size=100)
+    found = records(path)
+    assert [parse(record) for record in found] == documents
+    assert [record.position for record in found] == list(range(1, len(documents) + 1))
+
+
+def test_rows_of_csv_have_the_line_on_which_they_begin(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('\ufefftext,id\r\n"one\n\nmore",1\r\n\r\ntwo,2\r\n', encoding="utf-8")
+    assert [(r.position, parse(r)) for r in records(path)] == [(2, "one\n\nmore"), (6, "two")]
+
+
+@pytest.mark.parametrize("column", ["text", "Body", ""])
+def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, column):
+    wanted = f"no column {column!r}; --text_column takes one of 'id', 'body'"
+    assert wanted in one_line(write_csv(tmp_path / "a.csv", [["id", "body"]]), column)
+    columns = {"id": [1], "body": ["x"]}
+    assert wanted in one_line(write_parquet(tmp_path / "a.parquet", columns), column)
+
+
+@pytest.mark.parametrize("values", [[1], [1.5], [True], [["a"]], [{"a": "b"}]], ids=str)
+def test_a_column_of_parquet_that_holds_no_text_is_refused_with_its_type(tmp_path, values):
+    path = write_parquet(tmp_path / "a.parquet", {"text": values, "body": ["x"]})
+    kind = pq.read_schema(path).field("text").type
+    wanted = f"column 'text' holds {kind}, which is no text; --text_column takes one of 'text', "
+    assert wanted in one_line(path)
+
+
+BAD_ROWS = {
+    "null": ("row 2: null and no text", {"text": ["a", None, "b"]}),
+    "no UTF-8": ("row 2: not valid UTF-8", {"text": pa.array([b"a", b"x\xff", b"b"])}),
+    "too few fields": ("line 3: 1 fields, too few for a 'text'", b"id,text\n1,a\n2\n3,b\n"),
+    "no UTF-8 in CSV": ("line 3: not valid UTF-8", b"id,text\n1,a\n2,x\xff\n3,b\n"),
+    "a quote in the middle": ("line 3: not CSV", b'id,text\n1,a\n2,"x"y\n3,b\n'),
+}
+
+
+@pytest.mark.parametrize(("place", "content"), BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_has_its_place_and_the_others_are_read(tmp_path, place, content):
+    path = tmp_path / ("a.parquet" if isinstance(content, dict) else "a.csv")
+    if isinstance(content, dict):
+        write_parquet(path, content)
+    else:
+        path.write_bytes(content)
+    assert f"{path}, {place}" in one_line(path)
+    first, _, last = records(path)
+    assert [parse(first), parse(last)] == ["a", "b"]
+
+
+def test_a_quote_that_is_never_closed_is_found_at_the_end(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,a\n2,"no end\n3,b\n')
+    assert f"{path}, line 3: not CSV (unexpected end of data)" in one_line(path)
+
+
+def test_a_field_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST_FIELD", 1000)
+    path = tmp_path / "a.csv"
+    path.write_text('text\na\n"' + "x\n" * 2000)
+    assert f"{path}, line 3: not CSV (field larger than field limit (1000))" in one_line(path)
+
+
+def random_lines(n: int = 2000) -> bytes:
+    chooser = random.Random(0)
+    return b"".join(b'{"text": "%d"}\n' % chooser.randrange(10**9) for _ in range(n))
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_zst_file_cut_short_is_an_error_with_its_name(tmp_path, share, frames):
+    data = zstandard.compress(random_lines()) * frames
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(data)
+    assert len(texts(path)) == 2000 * frames
+    path.write_bytes(data[: -max(1, int((1 - share) * len(data) / frames))])
+    assert "cannot be read: " in one_line(path)
+
+
+@pytest.mark.parametrize("data", [b"no zst", random_lines(10), b"\x28\xb5\x2f\xfd\xff\xff\xff"])
+def test_a_file_that_is_no_zst_is_an_error_with_its_name(tmp_path, data):
+    (tmp_path / "a.jsonl.zst").write_bytes(data)
+    assert "cannot be read: " in one_line(tmp_path / "a.jsonl.zst")
+
+
+def test_a_zst_file_of_a_very_large_window_is_read(tmp_path):
+    window = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    data = zstandard.ZstdCompressor(compression_params=window).compressobj()
+    content = data.compress(random_lines()) + data.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    assert len(texts(tmp_path / "a.jsonl.zst")) == 2000
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_parquet_file_cut_short_is_an_error_with_its_name(tmp_path, share):
+    path = write_parquet(tmp_path / "a.parquet", {"text": random_lines().decode().split()})
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    assert "cannot be read: " in one_line(path)
+
+
+def test_a_parquet_file_damaged_in_500_ways_is_refused_in_one_line_or_still_read(tmp_path):
+    data = write_parquet(tmp_path / "a.parquet", {"text": DOCUMENTS * 20}).read_bytes()
+    dice, messages = random.Random(0), []
+    for _ in range(500):
+        damaged = bytearray(data)
+        damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        (tmp_path / "a.parquet").write_bytes(damaged)
+        try:
+            texts(tmp_path / "a.parquet")
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 50
+    assert not any("\n" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")]
+)
+def test_a_package_that_is_missing_is_said_with_how_to_install_it(
+    tmp_path, monkeypatch, name, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_bytes(b"anything")
+    wanted = f"reading it takes {package}: python -m pip install {package}"
+    assert wanted in one_line(tmp_path / name)
+
+
+READS = """
+import resource, sys
+import pyarrow, zstandard
+from data.corpus import read_records
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+total = sum(len(record.raw) for record in read_records([sys.argv[1]]))
+print(total, peak() - before, pyarrow.default_memory_pool().max_memory())
+"""
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst"])
+def test_memory_does_not_grow_with_the_file(tmp_path, name):
+    """60 MB of text, in one row group where there are such, take a fraction of that."""
+    path, dice = tmp_path / name, random.Random(0)
+    documents = [dice.randbytes(5000).hex() for _ in range(1000)] * 6
+    if name == "a.parquet":
+        write_parquet(path, {"text": documents}, compression="none", use_dictionary=False)
+    elif name == "a.csv":
+        write_csv(path, [["text"], *([document] for document in documents)])
+    else:
+        lines = "".join(json.dumps({"text": document}) + "\n" for document in documents)
+        path.write_bytes(zstandard.compress(lines.encode()))
+    # By way of a shell, for a process inherits the peak of the one that it was forked from.
+    read = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", READS, str(path)]
+    ended = subprocess.run(read, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    total, grown, arrow = map(int, ended.stdout.split())
+    assert total >= 60_000_000
+    # How much of what it has freed Arrow gives back to the system is its own affair.
+    kilobyte = 1 if sys.platform == "darwin" else 1024
+    assert (arrow if name == "a.parquet" else grown * kilobyte) < 30_000_000
