@@ -2,7 +2,7 @@
 # From a fresh clone to a trained model: environment, data, launch, result.
 #
 #   bash run_accelerate.sh                          the Python standard library as text
-#   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .jsonl.gz or a folder of them)
+#   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .csv, .parquet or a folder of them)
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
@@ -58,6 +58,7 @@ else
     --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0 # from the peak straight down to zero
     --log_interval 20 --eval_interval 100 --save_interval 200 --sample_interval 100
   )
+  flags+=($("$python" -m training.small_text "$packed"))
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
 [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own

@@ -15,6 +15,7 @@ Nothing in it depends on the engine or the number of processes, and nothing can 
 
 import hashlib
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
@@ -91,6 +92,20 @@ def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
             return checkpoint, problems
         problems[checkpoint] = problem
     return None, problems
+
+
+def best(checkpoints: Iterable[Path]) -> Path | None:
+    """The one that was saved at the lowest validation loss; None if none was at a validation."""
+    losses = {path: loss for path in checkpoints if (loss := val_loss(path)) is not None}
+    return min(losses, key=losses.get, default=None)
+
+
+def val_loss(path: Path) -> float | None:
+    """At the step of a checkpoint, sound or not; None where it was not saved at a validation."""
+    try:
+        return read_state(path)["val_loss"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def read_state(path: Path) -> dict:

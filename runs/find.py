@@ -9,6 +9,7 @@ from runs.folder import RunFolder
 
 RUNS = Path("out/runs")
 WHAT = "a run folder, a checkpoint or a folder of weights; 'auto' is the newest run in out/runs"
+BEST = "@best"  # behind a run: as it was at its lowest validation
 
 
 def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) -> RunFolder | None:

@@ -17,8 +17,8 @@ from formats.portable import (
     read_json,
 )
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import STATE, WEIGHTS, damage, newest_sound, saved_config
-from runs.find import WHAT, find_run
+from runs.checkpoint import STATE, WEIGHTS, best, damage, newest_sound, saved_config
+from runs.find import BEST, WHAT, find_run
 from runs.folder import RunFolder
 
 
@@ -38,9 +38,13 @@ class WeightsFolder:
 
     @classmethod
     def find(cls, name: str) -> "WeightsFolder":
-        """Of a finished run its weights, of a run under way its newest sound checkpoint. Raises
-        UsageError: nothing there, or nothing sound."""
-        path = find_run(name)
+        """Of a finished run its weights, of a run under way its newest sound checkpoint; of
+        RUN@best the checkpoint of its lowest validation. Raises UsageError: nothing there, or
+        nothing sound."""
+        if name.endswith(BEST) and not Path(name).exists():
+            path = find_best(find_run(name.removesuffix(BEST)))
+        else:
+            path = find_run(name)
         if (path / "weights").is_dir():
             path = path / "weights"
         if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
@@ -69,8 +73,8 @@ class WeightsFolder:
 
 
 def load_trained(name: str) -> Trained:
-    """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a
-    checkpoint, or portable weights alone.
+    """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a run
+    at its lowest validation (RUN@best), a checkpoint, or portable weights alone.
 
     Raises UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
     belong together.
@@ -98,6 +102,13 @@ def refuse_foreign(folder: Path) -> None:
             f"{folder} is a Hugging Face folder: python -m scripts.import_weights {folder} OUT "
             "turns it into this project's form"
         )
+
+
+def find_best(run: Path) -> Path:
+    """The checkpoint of a run's lowest validation. Raises UsageError: it has none."""
+    if checkpoint := best(RunFolder(run).all_checkpoints()):
+        return checkpoint
+    raise UsageError(f"{run}{BEST}: {run} has no checkpoint that was saved at a validation")
 
 
 def find_checkpoint(path: Path) -> Path:

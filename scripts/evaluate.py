@@ -19,7 +19,7 @@ from data.corpus import BUILTIN, SUFFIXES
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.evaluate", description=__doc__)
     add = parser.add_argument
-    add("run", metavar="RUN", help="run folder, checkpoint, folder of weights, or 'auto'")
+    add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add(
         "--data",
         help=f"folder made by scripts.prepare_data, {', '.join(SUFFIXES)} file, folder of them, or "

@@ -21,7 +21,7 @@ from common.parser import OneLineParser
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.export_gguf", description=__doc__)
     add = parser.add_argument
-    where = "a run, a checkpoint or a folder of weights; 'auto' is the newest run"
+    where = "a run, RUN@best, a checkpoint or a folder of weights; 'auto' is the newest run"
     add("run", metavar="RUN", help=where)
     add("out", type=Path, metavar="OUT", help="file to write, as in model.gguf")
     what = "of the matrices: 4, 2 or about 1 byte per number; f32 is exact"

@@ -14,7 +14,7 @@ from common.parser import OneLineParser
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.export_hf", description=__doc__)
     add = parser.add_argument
-    add("run", metavar="RUN", help="run folder, checkpoint, folder of weights, or 'auto'")
+    add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
     on = {"action": argparse.BooleanOptionalAction, "default": True}

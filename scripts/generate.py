@@ -20,7 +20,8 @@ from inference.prompts import read_prompts
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.generate", description=__doc__)
     add = parser.add_argument
-    add("run", metavar="RUN", help="run folder, checkpoint or weights; 'auto' is the newest run")
+    runs = "run folder, RUN@best (at its lowest validation), checkpoint or weights; 'auto' is the "
+    add("run", metavar="RUN", help=runs + "newest run")
     add("--prompt", action="append", default=[], help="text to continue; may be given repeatedly")
     one_per_line = "file of prompts, one in a line, or .jsonl with 'prompt' or 'text'; '-' is stdin"
     add("--prompts", help=one_per_line)
@@ -63,6 +64,7 @@ def load_generator(args: argparse.Namespace):
     from inference.decoder import Decoder
     from inference.sampling import Sampling
     from inference.text_generator import TextGenerator, choose_device, say
+    from runs.find import BEST
     from runs.weights import load_trained
 
     settings = {field.name: getattr(args, field.name) for field in fields(Sampling)}
@@ -74,7 +76,7 @@ def load_generator(args: argparse.Namespace):
         raise UsageError(f"--{error}") from error
     device = choose_device(args.device)
     trained = load_trained(args.run)
-    if args.run == "auto":
+    if args.run == "auto" or args.run.endswith(BEST):
         say(f"weights: {trained.folder}")
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     same = ("max_new_tokens", "num_samples", "batch_size", "jsonl")

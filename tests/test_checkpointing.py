@@ -185,6 +185,23 @@ def test_the_newest_and_the_best_are_kept(run):
     assert [int(p.name[5:]) for p in run.all_checkpoints()] == [2, 4, 5]
 
 
+def test_a_validation_is_the_best_if_it_is_lower_than_all_before(run):
+    checkpointer = checkpointer_of(run)
+    losses = [None, 3.0, 3.0, 2.0, 2.5, None, 1.9]
+    best = [checkpointer.is_best(loss) for loss in losses]
+    assert best == [False, True, False, True, False, False, True]
+
+
+def test_a_run_that_goes_on_knows_the_best_of_its_own_course(run):
+    """Of what was saved up to the step that it goes on from, whatever the state of the others."""
+    save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
+    (run.checkpoint(3) / "state.json").write_text("{")
+    checkpointer = checkpointer_of(run, start_step=3)
+    assert [checkpointer.is_best(loss) for loss in (2.5, 2.0, 1.9, 1.95)] == [
+        *(False, False, True, False)
+    ]
+
+
 @pytest.fixture
 def slow_disk(monkeypatch):
     """A disk on which nothing is written before the event."""

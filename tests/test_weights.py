@@ -99,6 +99,39 @@ def test_the_shape_is_known_before_anything_is_loaded(run, weights, step):
         assert WeightsFolder.find(str(path)).config() == LMConfig(**SHAPE)
 
 
+def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, weights, monkeypatch):
+    for step, loss in ((10, 2.5), (20, 2.6)):
+        save(run, step, model=LMConfig(**SHAPE).to_dict(), val_loss=loss)
+    save(run, 30, model=LMConfig(**SHAPE).to_dict(), val_loss=None)
+    assert seed_of(f"{run}@best") == 10
+    assert seed_of(run) == 30
+    assert WeightsFolder.find(f"{run}@best").path == run / "checkpoints" / "step-00000010"
+    monkeypatch.setattr("runs.find.find_run.__defaults__", (run.parent,))
+    assert seed_of("auto@best") == 10
+
+
+def test_a_best_checkpoint_that_is_damaged_is_refused_and_not_passed_over(run):
+    for step, loss in ((10, 2.5), (20, 2.6)):
+        save(run, step, model=LMConfig(**SHAPE).to_dict(), val_loss=loss)
+    (run / "checkpoints" / "step-00000010" / "weights.safetensors").write_bytes(b"cut")
+    with pytest.raises(UsageError, match=r"step-00000010 is damaged"):
+        load_trained(f"{run}@best")
+
+
+def test_what_has_no_validation_has_no_best(run, weights):
+    for name in (run, weights):
+        message = f"{name}@best: {name} has no checkpoint that was saved at a validation"
+        with pytest.raises(UsageError, match=f"^{message}$"):
+            load_trained(f"{name}@best")
+    with pytest.raises(UsageError, match=r"none: no such folder"):
+        load_trained(f"{run.parent}/none@best")
+
+
+def test_a_folder_that_is_really_called_so_is_taken_as_it_is(weights):
+    named = weights.rename(weights.with_name("mine@best"))
+    assert seed_of(named) == 30
+
+
 @pytest.mark.parametrize("shape", [{"dim": 15}, {"depth": 3}, 7])
 def test_a_checkpoint_whose_shape_cannot_be_built_is_named(run, shape):
     save(run, 30, model=shape)

@@ -62,7 +62,8 @@ class TrainingArguments:
     resume: str | None = setting(None, "'auto' for the newest checkpoint, or a run or a checkpoint")
     init_from: str | None = setting(
         None,
-        "start from the weights of a run, a checkpoint or a folder, or 'auto' for the newest run: "
+        "start from the weights of a run, a checkpoint or a folder, or 'auto' for the newest run "
+        "(RUN@best: at its lowest validation): "
         "the shape of the model is theirs, the optimizer new; a checkpoint that --resume finds is "
         "preferred",
     )
@@ -113,7 +114,11 @@ class TrainingArguments:
     )
     eval_interval: int = setting(500, "steps between validations; 0: at the end only", AT_LEAST_0)
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
-    save_interval: int = setting(1000, "steps between checkpoints; 0: at the end only", AT_LEAST_0)
+    save_interval: int = setting(
+        1000,
+        "steps between checkpoints, besides those at each best validation; 0: none",
+        AT_LEAST_0,
+    )
     save_minutes: float = setting(30.0, "minutes between checkpoints too; 0: none", NOT_NEGATIVE)
     profile: bool = setting(False, "measure and trace a step every profile_interval steps")
     profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)

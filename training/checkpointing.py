@@ -5,6 +5,7 @@ The main process copies everything to its CPU memory, training goes on, and a th
 copy.
 """
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -19,7 +20,15 @@ from torch import Tensor
 from common.atomic import remove
 from common.errors import UsageError
 from model.config import LMConfig
-from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
+from runs.checkpoint import (
+    OPTIMIZER,
+    RANDOM,
+    WEIGHTS,
+    best,
+    read_state,
+    val_loss,
+    write_checkpoint,
+)
 from runs.folder import RunFolder
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
@@ -39,11 +48,22 @@ class Checkpointer:
     identity: dict  # what else a run that resumes must have in common, see `resume.run_identity`
     compiled: bool  # a run that resumes computes as this one does
     log: TrainingLog  # tells what happened, and has a state of its own to save
+    start_step: int = 0  # checkpoints after it are of a course not taken
 
     def __post_init__(self):
+        before = (p for p in self.run.all_checkpoints() if int(p.name[5:]) <= self.start_step)
+        found = best(before)
+        self._lowest = val_loss(found) if found else math.inf
         self._writer: threading.Thread | None = None
         self._last_one_saved = True
         self._outcome: str | Exception | None = None
+
+    def is_best(self, val_loss: float | None) -> bool:
+        """Whether a validation, if there was one, is the best so far; the same on every process."""
+        if val_loss is None or val_loss >= self._lowest:
+            return False
+        self._lowest = val_loss
+        return True
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state now and write it behind training. Every process must call it.
@@ -128,20 +148,12 @@ def prune(run: RunFolder, keep_last: int) -> None:
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
-    losses = {path: value for path in checkpoints if (value := _val_loss(path)) is not None}
-    keep = {*checkpoints[-keep_last:], min(losses, key=losses.get, default=None)}
+    keep = {*checkpoints[-keep_last:], best(checkpoints)}
     for path in checkpoints:
         if path not in keep:
             remove(path)
     for leftover in run.checkpoints.glob("step-*.*"):  # of a kill, or set aside
         remove(leftover)
-
-
-def _val_loss(path: Path) -> float | None:
-    try:
-        return read_state(path)["val_loss"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: TrainingLog) -> None:

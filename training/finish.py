@@ -15,6 +15,8 @@ from model import LMConfig
 from report.history import read_rows
 from report.page import leave_report
 from report.picture import draw_losses
+from runs.checkpoint import best, val_loss
+from runs.find import BEST
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.interruption import STOP_NOTE, how_to_resume, python
@@ -49,15 +51,23 @@ def finish(
             f"\nvalidation loss {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.4g}, "
             f"bits per byte {last['val_bits_per_byte']:.4f}"
         )
+    source = str(run.path)
+    lowest = best(run.all_checkpoints())
+    if validations and lowest and lowest != run.checkpoint(last["step"]):
+        source += BEST
+        print(
+            f"it was lowest after step {int(lowest.name[5:])}, {val_loss(lowest):.4f}: {source} is "
+            "the model of then, which other text will suit better"
+        )
     print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
     again = shlex.quote(prompt.replace("\n", " "))
     print(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
         f"weights:    {run.weights}\n\n"
-        f"next: {python()} -m scripts.generate {run.path} --prompt {again}\n"
-        f"      {python()} -m scripts.evaluate {run.path}\n"
-        f"      {python()} -m scripts.export_hf {run.path} out/hf/{run.path.name}",
+        f"next: {python()} -m scripts.generate {source} --prompt {again}\n"
+        f"      {python()} -m scripts.evaluate {source}\n"
+        f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",
         flush=True,
     )
 

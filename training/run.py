@@ -113,6 +113,7 @@ class Run:
             identity=run_identity(train_set, args, engine.processes),
             compiled=built.compilation.on,
             log=self.log,
+            start_step=start.step,
         )
         self.stop = StopRequest(engine, args.time_limit, args.save_minutes, since=started)
 
@@ -215,7 +216,8 @@ class Run:
         with log.pause():
             self.samples.write(step)
         reason = self.stop.reason()
-        if reason or self.stop.time_to_save or self._is_time(step, self.args.save_interval):
+        due = self.checkpointer.is_best(val_loss) or self._is_time(step, self.args.save_interval)
+        if reason or self.stop.time_to_save or due:
             with log.pause():
                 self.checkpointer.save(step, val_loss)
             self.stop.saved()

@@ -56,7 +56,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"({rate.total_steps * run.samples_per_step / n_sequences:.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{args.lr_schedule}",
-        "checkpoints": _checkpoints(args, rate.total_steps),
+        "checkpoints": _checkpoints(run),
         "memory": f"about {(states + activations) / GIB:.2f} GiB per process expected "
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
@@ -72,9 +72,12 @@ def _precision(mixed_precision: str) -> str:
     return "fp32, matrix products in TF32" if precision == "tf32" else precision
 
 
-def _checkpoints(args: TrainingArguments, total_steps: int) -> str:
+def _checkpoints(run: Run) -> str:
     """When they come."""
+    args, total_steps = run.args, run.learning_rate.total_steps
     when = [f"every {args.save_interval:,} steps"] if 0 < args.save_interval < total_steps else []
+    if run.val_loader and 0 < args.eval_interval < total_steps:
+        when.append("at each best validation")
     if args.save_minutes:
         when.append(f"every {args.save_minutes:g} minutes")
     return ", ".join([*when, "at the end"])

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from textwrap import indent
@@ -547,3 +548,24 @@ def test_old_checkpoints_go_but_the_best_stays(packed, tmp_path):
     losses = {row["step"]: row["val_loss"] for row in trainer.rows("run") if "val_loss" in row}
     best = trainer.checkpoint("run", min(losses, key=losses.get))
     assert kept == sorted({best, trainer.checkpoint("run", 9), trainer.checkpoint("run", 10)})
+
+
+def test_every_best_validation_is_saved_and_the_end_says_which_one_it_was(packed, tmp_path):
+    flags = "--max_steps 18 --save_interval 0 --eval_interval 2 --keep_last 0"
+    rising = " --learning_rate 1 --warmup_steps 18"  # first it learns, then it forgets
+    trainer = Trainer(tmp_path, packed, "plain", 1, flags + rising)
+    ended = trainer.finish("run")
+    assert ended.code == 0, ended.out
+    assert "checkpoints: at each best validation, every 30 minutes, at the end\n" in ended.out
+    losses = {row["step"]: row["val_loss"] for row in trainer.rows("run") if "val_loss" in row}
+    lower = [step for step in losses if losses[step] == min(list(losses.values())[: step // 2])]
+    folder = tmp_path / "run" / "checkpoints"
+    assert sorted(int(path.name[5:]) for path in folder.glob("step-*")) == [*lower, 18]
+    best = f"{tmp_path / 'run'}@best"
+    assert f"it was lowest after step {lower[-1]}, {losses[lower[-1]]:.4f}: {best} is" in ended.out
+    assert f"scripts.evaluate {best}\n" in ended.out
+    evaluate = ["-m", "scripts.evaluate", best, "--json", str(tmp_path / "best.json")]
+    assert run_warm([sys.executable, *evaluate]).code == 0
+    measured = json.loads((tmp_path / "best.json").read_text())
+    assert measured["model"] == str(trainer.checkpoint("run", lower[-1]))
+    assert measured["metrics"]["loss"]["value"] == pytest.approx(losses[lower[-1]], abs=0.02)
