@@ -28,6 +28,14 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
+@pytest.fixture(autouse=True)
+def taken(monkeypatch) -> SimpleNamespace:
+    """How often the process's cores have been taken, as the log asks for it."""
+    taken = SimpleNamespace(times=0)
+    monkeypatch.setattr(log_module, "cores_taken", lambda: taken.times)
+    return taken
+
+
 @pytest.fixture
 def start(accelerator, tmp_path):
     """Makes a TrainingLog; closes it in the end."""
@@ -533,3 +541,27 @@ def test_a_log_line_tells_what_people_watch(start, clock, capsys):
         r"left 1:38",
         line,
     )
+
+
+def one_second_each(start, clock, taken, switches: list[int]) -> TrainingLog:
+    log = start()
+    for step, number in enumerate(switches, 1):
+        clock.now += 1
+        taken.times += number
+        log.micro_batch(torch.tensor(1.0))
+        log.step(step, 1e-3, 1.0, 0.1)
+    return log
+
+
+def test_other_programs_on_the_cores_are_said_once(start, clock, taken, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    one_second_each(start, clock, taken, [1900, 80, 1900, 1900])
+    said = capsys.readouterr().out.splitlines()
+    warnings = [i for i, line in enumerate(said) if "taskset -c 0-2" in line]
+    assert warnings == [3]  # behind the line of step 3
+
+
+def test_a_process_of_one_thread_has_nobody_to_wait_for(start, clock, taken, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    one_second_each(start, clock, taken, [1900, 1900])
+    assert "taskset" not in capsys.readouterr().out
