@@ -2,8 +2,6 @@
 
 import sys
 
-from common.cpu import spin_briefly
 from common.errors import end_in_one_line
 
 sys.excepthook = end_in_one_line  # here, for Ctrl-C while torch is still being imported
-spin_briefly()  # here, for nothing has imported torch yet

@@ -1,11 +1,9 @@
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from common.cpu import available_cores, spin_briefly
+from common.cpu import available_cores
 from training.engine.cpu_settings import use_all_cores
 
 
@@ -58,21 +56,3 @@ def test_cores_are_those_that_this_process_may_use_or_all_of_the_machine(monkeyp
     assert available_cores() == 12
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert available_cores() == 1
-
-
-@pytest.mark.parametrize(
-    ("told", "spins"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)],
-)
-def test_threads_spin_briefly_unless_told_otherwise(monkeypatch, told, spins):
-    monkeypatch.setattr(os, "environ", dict(told))
-    spin_briefly()
-    assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
-def test_it_is_said_before_torch_is_loaded():
-    code = "import sys, common, os; print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT'])"
-    environ = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "PYTHONPATH")}
-    words = [sys.executable, "-c", code]
-    ran = subprocess.run(words, env=environ, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["False", "3000"]

@@ -29,11 +29,11 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture(autouse=True)
-def taken(monkeypatch) -> SimpleNamespace:
-    """How often the process's cores have been taken, as the log asks for it."""
-    taken = SimpleNamespace(times=0)
-    monkeypatch.setattr(log_module, "cores_taken", lambda: taken.times)
-    return taken
+def waited(monkeypatch) -> SimpleNamespace:
+    """How long threads have waited for a core, as the log asks for it."""
+    waited = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(log_module, "seconds_without_core", lambda: waited.seconds)
+    return waited
 
 
 @pytest.fixture
@@ -543,25 +543,30 @@ def test_a_log_line_tells_what_people_watch(start, clock, capsys):
     )
 
 
-def one_second_each(start, clock, taken, switches: list[int]) -> TrainingLog:
+def one_second_each(start, clock, waited, seconds: list[float]) -> TrainingLog:
     log = start()
-    for step, number in enumerate(switches, 1):
+    for step, added in enumerate(seconds, 1):
         clock.now += 1
-        taken.times += number
+        waited.seconds += added
         log.micro_batch(torch.tensor(1.0))
         log.step(step, 1e-3, 1.0, 0.1)
     return log
 
 
-def test_other_programs_on_the_cores_are_said_once(start, clock, taken, monkeypatch, capsys):
+def test_other_programs_on_the_cores_are_said_once(start, clock, waited, monkeypatch, capsys):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    one_second_each(start, clock, taken, [1900, 80, 1900, 1900])
+    one_second_each(start, clock, waited, [2.0, 0.1, 2.0, 2.0])
     said = capsys.readouterr().out.splitlines()
     warnings = [i for i, line in enumerate(said) if "taskset -c 0-2" in line]
     assert warnings == [3]  # behind the line of step 3
 
 
-def test_a_process_of_one_thread_has_nobody_to_wait_for(start, clock, taken, monkeypatch, capsys):
+def test_a_process_of_one_thread_has_nobody_to_wait_for(start, clock, waited, monkeypatch, capsys):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    one_second_each(start, clock, taken, [1900, 1900])
+    one_second_each(start, clock, waited, [2.0, 2.0])
     assert "taskset" not in capsys.readouterr().out
+
+
+def test_the_system_tells_how_long_threads_have_waited():
+    told = Path("/proc/self/schedstat").exists()
+    assert (log_module.seconds_without_core() > 0) == told

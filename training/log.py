@@ -21,9 +21,9 @@ from common.progress import progress_bar
 from report.history import number
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
 
-# How often in a second a thread's core is taken from it, at least, beside a busy program: measured
-# were 470, and 15 alone.
-CROWDED = 100
+# Share of its time that a thread has waited for a core, at least, beside a busy program: measured
+# were 0.37 on two cores, and 0.005 alone.
+CROWDED = 0.1
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's, which are a warning
 
 
@@ -153,7 +153,7 @@ class TrainingLog:
     def _start_clock(self) -> None:
         self._last = time.perf_counter()
         self._paused = 0.0
-        self._taken = cores_taken()
+        self._waited = seconds_without_core()
         self._steps = 0
 
     def _seconds(self) -> float:
@@ -215,9 +215,9 @@ class TrainingLog:
 
     def _watch_cores(self) -> None:
         """Say once where other programs take the cores from this one."""
-        threads, seconds = torch.get_num_threads(), time.perf_counter() - self._last
-        taken = (cores_taken() - self._taken) / seconds if seconds else 0
-        if self._is_crowded or threads == 1 or taken < CROWDED * threads:
+        threads, waited = torch.get_num_threads(), seconds_without_core() - self._waited
+        seconds = time.perf_counter() - self._last
+        if self._is_crowded or threads == 1 or waited <= CROWDED * threads * seconds:
             return
         self._is_crowded = True
         self.say(
@@ -310,6 +310,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
 
-def cores_taken() -> int:
-    """How often the system has taken a core from a thread of this process to give it to another."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+def seconds_without_core() -> float:
+    """That this process's threads could have run and no core was free; 0 where the system does not
+    tell, as Linux does."""
+    nanoseconds = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            nanoseconds += int(path.read_text("ascii").split()[1])
+    return nanoseconds / 1e9
