@@ -2,9 +2,9 @@
 
     python -m training.small_text out/data/NAME
 
-The flag goes to stdout, what it is to stderr; flags that are typed stand behind it and win. (Dropout
-would let a text be read more often, but takes attention on a CPU off its fast path: in the same time
-it learns less.)
+The flag goes to stdout, what it is to stderr; flags that are typed stand behind it and win. (With
+dropout a text could be read more often, but it takes attention on a CPU off its fast path: in the
+same time less is learned.)
 """
 
 import sys
