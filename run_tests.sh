@@ -5,5 +5,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh requirements-dev.txt
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet .
-# Two at a time, the long ones first; -n 0 after the command for one, with its output as it comes.
-"$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Three at a time, the long ones first; -n 0 after the command for one, with its output as it comes.
+"$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

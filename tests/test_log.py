@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from training import log as log_module
-from training.log import TrainingLog
+from training.log import TrainingLog, seconds_without_core
 
 FLOPS_PER_TOKEN = 1000
 
@@ -569,4 +569,4 @@ def test_a_process_of_one_thread_has_nobody_to_wait_for(start, clock, waited, mo
 
 def test_the_system_tells_how_long_threads_have_waited():
     told = Path("/proc/self/schedstat").exists()
-    assert (log_module.seconds_without_core() > 0) == told
+    assert (seconds_without_core() > 0) == told

@@ -51,9 +51,12 @@ class WarmProcess:
 
     `pid` is the process of `python ...`, or what stands in the launcher's place; `ranks` has the
     processes that run the script.
+
+    Args:
+        channel: a descriptor, by which the helper tells how it goes; closing it ends the program.
     """
 
-    def __init__(self, channel: socket.socket):
+    def __init__(self, channel: int):
         self._channel, self._received = channel, b""
         self.returncode: int | None = None
         self.pid, self.ranks = 0, []
@@ -82,13 +85,17 @@ class WarmProcess:
 
     def abandon(self) -> None:
         """End all of its processes."""
-        self._channel.close()
+        if self._channel is not None:
+            os.close(self._channel)
+            self._channel = None
         self.returncode = GONE if self.returncode is None else self.returncode
+
+    __del__ = abandon
 
     def _receive(self) -> None:
         """Take in what is known by now; waits until there is anything."""
         try:
-            chunk = self._channel.recv(1 << 16)
+            chunk = os.read(self._channel, 1 << 16)
         except ConnectionError:
             chunk = b""
         if not chunk:  # killed, and with it what would have told
@@ -133,7 +140,7 @@ class Helper:
             socket.send_fds(self._control, [b"!"], [theirs.fileno(), output.fileno()])
             theirs.close()
             ours.sendall(json.dumps(request).encode() + b"\n")
-            started = WarmProcess(ours)
+            started = WarmProcess(ours.detach())
             if started.ranks or started.returncode != GONE:
                 return started
         self._log.seek(0)

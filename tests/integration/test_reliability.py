@@ -27,6 +27,8 @@ from conftest import (
 from safetensors.torch import load_file
 from warm_ranks import WarmProcess
 
+from training.interruption import python
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
@@ -276,7 +278,9 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
     said = trainer.said("run")
     assert f"stopped by {name} after step {step}, saved; to go on:\n" in said
     command = shlex.split(said.partition("to go on:\n")[2].splitlines()[0])
-    typed = shlex.split("the same command with") if processes > 1 else trainer.command("run")
+    typed = shlex.split("the same command with")
+    if processes == 1:
+        typed = [python(), *trainer.command("run")[1:]]
     assert command == [*typed, "--resume", str(tmp_path / "run")]
 
 
