@@ -163,6 +163,8 @@ def test_python_is_named_as_short_as_it_can_be_typed(monkeypatch, tmp_path):
         ("/usr/bin/python", "/other/python", "/usr/bin/python"),
         ("/usr/bin/python", None, "/usr/bin/python"),
         (f"{tmp_path}/.venv/bin/python", None, ".venv/bin/python"),
+        # run_accelerate.sh puts it on its own PATH; the user's may have another.
+        (f"{tmp_path}/.venv/bin/python", f"{tmp_path}/.venv/bin/python", ".venv/bin/python"),
     ):
         monkeypatch.setattr(sys, "executable", executable)
         monkeypatch.setattr(shutil, "which", lambda name, found=found: found)

@@ -88,11 +88,12 @@ def how_to_resume(run: Path) -> str:
 
 def python() -> str:
     """What to type for the Python that runs this."""
-    for name in ("python", "python3"):
-        if shutil.which(name) == sys.executable:
-            return name
-    here = Path(sys.executable)  # run_accelerate.sh may have made .venv
-    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)
+    here = Path(sys.executable)
+    if here.is_relative_to(Path.cwd()):  # run_accelerate.sh may have made .venv
+        return str(here.relative_to(Path.cwd()))
+    return next(
+        (name for name in ("python", "python3") if shutil.which(name) == str(here)), str(here)
+    )
 
 
 def leave() -> None:
