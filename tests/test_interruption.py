@@ -3,6 +3,7 @@ import shutil
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from training import interruption
 from training.engine.launch import Engine
 from training.interruption import (
+    CHECKPOINT_WRITER,
     SAME_REQUEST_SECONDS,
     SAVE,
     SIGNALS,
@@ -197,7 +199,16 @@ def test_a_rank_leaves_when_its_checkpoint_is_written(monkeypatch, left):
     monkeypatch.setenv("RANK", "0")
     written = threading.Event()
     writer = threading.Timer(0.01, written.set)
+    writer.name = CHECKPOINT_WRITER
     writer.start()
     leave()
     assert written.is_set()
     assert left == [0]
+
+
+def test_a_rank_that_leaves_waits_for_no_library(monkeypatch, left):
+    monkeypatch.setenv("RANK", "0")
+    with ThreadPoolExecutor() as pool:  # whose threads end when they are told, in here never
+        pool.submit(int).result()
+        leave()
+        assert left == [0]

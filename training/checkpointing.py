@@ -33,6 +33,7 @@ from runs.folder import RunFolder
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.state import TrainingState
+from training.interruption import CHECKPOINT_WRITER
 from training.log import TrainingLog
 
 
@@ -91,7 +92,8 @@ class Checkpointer:
         } | scalars
         stalled = time.perf_counter() - started
         self._outcome = None
-        self._writer = threading.Thread(target=self._write, args=(tensors, state, stalled))
+        work = (tensors, state, stalled)
+        self._writer = threading.Thread(target=self._write, args=work, name=CHECKPOINT_WRITER)
         self._writer.start()
 
     def poll(self) -> None:

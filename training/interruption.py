@@ -17,6 +17,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 2.0
 # Names a file that a run told to stop leaves when it has saved, for run_accelerate.sh.
 STOP_NOTE = "STOP_NOTE"
+CHECKPOINT_WRITER = "checkpoint writer"  # name of a thread, which a rank that leaves waits for
 # What ranks tell each other: a signal's number, or one of these, which no such signal has.
 SAVE, TIME_LIMIT = 1, 1000
 
@@ -107,8 +108,8 @@ def leave() -> None:
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return
-    for thread in threading.enumerate():  # one may be writing a checkpoint
-        if thread is not threading.current_thread() and not thread.daemon:
+    for thread in threading.enumerate():  # those of libraries may wait for the shutdown to end
+        if thread.name == CHECKPOINT_WRITER:
             thread.join()
     sys.stdout.flush()
     sys.stderr.flush()
