@@ -50,8 +50,8 @@ if ((gpus > 0)); then
   [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$((24 * 32))
 else
   export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
-  # A small model that two cores train in a few minutes. Muon ends at a validation loss of 2.8,
-  # AdamW (--optimizer adamw --learning_rate 3e-3, cosine) at 3.4.
+  # A small model that two cores train in a few minutes. Muon's validation loss ends
+  # at 0.6 below that of AdamW (--optimizer adamw --learning_rate 3e-3, cosine).
   flags=(
     --max_steps 600 --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
     --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --grad_clip 1.0

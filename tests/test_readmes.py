@@ -129,7 +129,7 @@ CHANGES = [
     ("a list item more", "- 每一种", "- 快。\n- 每一种", "README_zh.md alone {'list item': 1}"),
     ("another order", "<!-- flags -->\n**数据", "**数\n\n<!-- flags -->", "in another order"),
     ("a command", "DATA=my.jsonl bash run", "DATA=my.json bash run", "code block: copy"),
-    ("output", "loss 2.9049", "loss 2.9048", "code block: copy"),
+    ("output", "loss 2.7658", "loss 2.7659", "code block: copy"),
     ("a flag in the prose", "`--greedy`", "`--greed`", "['--greedy'], README_zh.md ['--greed']"),
     ("a flag left out", "、`--greedy`", "", "alone ['--greedy'], README_zh.md []"),
     ("a number", "ln(6400) = 8.76", "ln(6400) = 8.67", "alone ['8.76'], README_zh.md ['8.67']"),
