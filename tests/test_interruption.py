@@ -179,8 +179,9 @@ def test_a_launchers_command_is_named_where_it_is_known(monkeypatch, name):
     monkeypatch.setenv(name, "no")
     monkeypatch.delenv("RESUME_WITH", raising=False)
     assert how_to_resume(Path("runs/a")) == "the same command with --resume runs/a"
-    monkeypatch.setenv("RESUME_WITH", "bash run_accelerate.sh")
-    assert how_to_resume(Path("runs/a")) == "bash run_accelerate.sh --resume runs/a"
+    for earlier in ("", " --resume auto", r" --resume=my\ runs/a", r" --resume my\ runs/a"):
+        monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 64")
+        assert how_to_resume(Path("runs/a")) == "bash run_accelerate.sh --dim 64 --resume runs/a"
 
 
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])

@@ -32,7 +32,7 @@ def test_flags_alone_go_to_stdout_and_what_they_are_is_said_in_one_line(packed, 
     flags = suited_flags(tokens)
     out, said = capfd.readouterr()
     assert out.split() == flags.split()
-    assert said == f"for a text of {tokens:,} tokens: {flags} (one of your own wins)\n"
+    assert said == f"for a text of {tokens:,} tokens: {flags}, unless you give another\n"
 
 
 def test_data_that_is_none_ends_in_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """Stopping in good order: a signal or a time limit ends the run after the step, on all ranks."""
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -74,7 +75,8 @@ class StopRequest:
 def how_to_resume(run: Path) -> str:
     """What to type to go on: as it was typed, with --resume."""
     resume = f"--resume {shlex.quote(str(run))}"
-    if own := os.environ.get("RESUME_WITH"):  # run_accelerate.sh
+    if own := os.environ.get("RESUME_WITH"):  # run_accelerate.sh, quoted as Bash does it
+        own = re.sub(r" --resume[ =](\\.|[^\s\\])+", "", own)  # of an earlier stop
         return f"{own} {resume}"
     launched = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if launched:  # a launcher's own flags are not known here

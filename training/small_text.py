@@ -26,7 +26,7 @@ def suited_flags(tokens: int) -> str:
 def main(packed: str) -> None:
     tokens = read_description(packed)["splits"]["train"]["tokens"]
     if flags := suited_flags(tokens):
-        said = f"for a text of {tokens:,} tokens: {flags} (one of your own wins)"
+        said = f"for a text of {tokens:,} tokens: {flags}, unless you give another"
         print(said, file=sys.stderr)
     print(flags)
 
