@@ -32,7 +32,12 @@ if [ -n "${PREPARE_FLAGS:-}" ]; then
 else
   prepare+=(--reuse)
 fi
-"$python" -m scripts.prepare_data "${prepare[@]}"
+if [[ " $* " != *" --data"[=\ ]* ]]; then
+  "$python" -m scripts.prepare_data "${prepare[@]}"
+elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
+  echo "run_accelerate.sh: error: --data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either" >&2
+  exit 2
+fi
 
 gpus=0
 if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
@@ -53,12 +58,12 @@ else
   # A small model that two cores train in a few minutes. Muon's validation loss ends
   # at 0.6 below that of AdamW (--optimizer adamw --learning_rate 3e-3, cosine).
   flags=(
-    --max_steps 600 --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
+    --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
     --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --grad_clip 1.0
     --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0 # from the peak straight down to zero
-    --log_interval 20 --eval_interval 100 --save_interval 200 --sample_interval 100
   )
-  flags+=($("$python" -m training.small_text "$packed"))
+  steps=$("$python" -m training.cpu_steps --data "$packed" "$@")
+  flags+=($steps)
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
 [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own

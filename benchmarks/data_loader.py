@@ -20,8 +20,8 @@ from statistics import median
 import numpy as np
 from torch import Tensor
 
-from benchmarks import stop_in_order
 from benchmarks.ours import compute_gradient
+from common.errors import stop_in_order
 from data.dataset import PackedDataset
 from data.loader import micro_batches
 from data.order import MicroBatchSampler

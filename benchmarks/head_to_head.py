@@ -5,9 +5,10 @@ MiniMind's and nanoGPT's training scripts, on the same text and the same cores, 
 
 `bash run_accelerate.sh` runs first, in a clone of its own, and what it takes from the command to
 its end is everybody's time; preparing text and compiling count. The others run in copies of their
-checkouts, as their READMEs say for a small machine, with as many steps as a short trial says that
-the time allows, so that their learning rates decay over all of it; what runs over is ended, and its
-last save counts. Every eleventh document is held out from all three. A character's or a token's
+checkouts, nanoGPT with its README's flags for a laptop, MiniMind with a model of our size, as its
+own default does not end a step per minute on two cores. Short trials say how many steps the time
+allows, so that their learning rates decay over all of it; what runs over is ended, and its last
+save counts. Every eleventh document is held out from all three. A character's or a token's
 loss is weighed by its bytes: bits per byte is the nats of all of the documents' text, without
 markers between documents, over the bytes of it.
 """
@@ -26,11 +27,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks import stop_in_order
 from benchmarks.flags import at_least, new_parser
 from benchmarks.markdown import heading, table
 from benchmarks.racers import OUT, Contender, Reader, minimind, nanogpt, ours, write_jsonl
-from common.errors import UsageError, one_line_errors
+from common.errors import UsageError, one_line_errors, stop_in_order
 from evaluation.language_modelling import windows
 from model import IGNORE_INDEX
 

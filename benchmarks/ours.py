@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from benchmarks import stop_in_order
 from benchmarks.work import Work
+from common.errors import stop_in_order
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation

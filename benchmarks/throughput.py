@@ -15,14 +15,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import stop_in_order
 from benchmarks.contenders import all_contenders, select
 from benchmarks.flags import at_least, names, new_parser
 from benchmarks.markdown import heading
 from benchmarks.report import NOTE, SizeReport, size_table
 from benchmarks.session import Session
 from benchmarks.work import SIZES
-from common.errors import UsageError, one_line_errors
+from common.errors import UsageError, one_line_errors, stop_in_order
 
 PROGRAM = "benchmarks.throughput"
 

@@ -18,10 +18,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import stop_in_order
 from benchmarks.flags import new_parser
 from benchmarks.markdown import heading, table
-from common.errors import UsageError, one_line_errors
+from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
 
 PROGRAM = "benchmarks.time_to_loss"

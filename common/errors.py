@@ -31,6 +31,14 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> N
     sys.exit(STOPPED)
 
 
+def stop_in_order() -> None:
+    """Have SIGTERM and SIGINT run every `finally`, where a program ends or deletes what it has
+    begun."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # What a shell starts in the background ignores SIGINT unless told otherwise.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
     """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2."""

@@ -34,6 +34,8 @@ ELSEWHERE = {  # flags, and what other programs call them, where the spelling do
 HINTS = {  # where the answer is no flag of the same program
     "vocab_size": "the vocabulary comes with the data: "
     'PREPARE_FLAGS="--vocab_size N" bash run_accelerate.sh, or scripts.prepare_data --vocab_size N',
+    "text_column": "it is named where text is prepared: "
+    'PREPARE_FLAGS="--text_column NAME" bash run_accelerate.sh, or scripts.prepare_data',
     "deepspeed": "the launcher is told: accelerate launch --use_deepspeed "
     "--deepspeed_config_file ds_config.json, or --config_file accelerate_config.yaml",
     "local_rank": "launchers of this project tell it by the environment: accelerate launch",

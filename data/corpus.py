@@ -22,8 +22,10 @@ from data.errors import DataError
 from data.readers import csv_rows, open_compressed, parquet_rows
 
 BUILTIN = "builtin"
+TEXT_COLUMN = "text"
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
+WITH_COLUMNS = (*JSONL, ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst", ".parquet")
 SECTION_BYTES = 16 * 1024
 SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
@@ -39,7 +41,7 @@ class Record(NamedTuple):
     position: int  # in units, lines and rows counted from 1
     raw: bytes
     fault: str = ""  # why there is no text in it
-    text_column: str = "text"  # the name under which a line of JSON has it
+    text_column: str = TEXT_COLUMN  # the name under which a line of JSON has it
 
     @property
     def unit(self) -> str:
@@ -56,7 +58,7 @@ class Record(NamedTuple):
 class Reading(NamedTuple):
     """How files become documents."""
 
-    text_column: str = "text"  # of .jsonl, .csv and .parquet
+    text_column: str = TEXT_COLUMN  # of .jsonl, .csv and .parquet
     section_bytes: int = SECTION_BYTES  # the most of a .txt that is one
 
 
@@ -100,6 +102,15 @@ def find_files(source: str) -> list[str]:
             raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder")
         return files
     raise DataError(f"{source}: no such file or folder")
+
+
+def require_columns(files: Iterable[str], text_column: str | None) -> None:
+    """Raises DataError: the column of the text was named, and none of the files has columns."""
+    if text_column is not None and not any(path.endswith(WITH_COLUMNS) for path in files):
+        raise DataError(
+            f"--text_column {text_column}: none of these files has columns, as "
+            f"{', '.join(WITH_COLUMNS)} have"
+        )
 
 
 def _builtin_files() -> list[str]:

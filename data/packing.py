@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.atomic import whole_folder
-from data.corpus import Reading, Record, parse, read_records, text_size
+from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
 from data.sizes import suited_to
@@ -47,7 +47,7 @@ class PackingOptions:
     workers: int
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of an existing one, instead of training
-    text_column: str = "text"  # see `Reading`
+    text_column: str = TEXT_COLUMN  # see `Reading`
 
     def share(self, files: list[str]) -> float:
         """Of the documents of these files, for validation."""

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from common.errors import UsageError
 from common.progress import progress_bar
 from data.corpus import (
+    TEXT_COLUMN,
     Reading,
     Record,
     bytes_to_read,
@@ -21,6 +22,7 @@ from data.corpus import (
     is_jsonl,
     load_json,
     read_records,
+    require_columns,
 )
 from data.dataset import PackedDataset
 from data.errors import DataError
@@ -58,6 +60,8 @@ class EvaluationSettings:
         for name, task in FLAG_BELONGS_TO.items():
             if getattr(self, name) is not None and self.task != task:
                 raise UsageError(f"--{name} is for --task {task}, but {self.data} is {self.task}")
+        if self.text_column is not None:
+            require_columns(find_files(self.data), self.text_column)
 
 
 def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
@@ -90,7 +94,8 @@ def data_of_run(source: Path) -> str:
     for folder in (weights.parent, weights.parent.parent):  # of weights/, of checkpoints/step-N/
         data = saved_arguments(RunFolder(folder)).get("data")
         if isinstance(data, str) and not Path(data).exists():
-            raise UsageError(f"the run was trained on {data}, which is not there: give --data")
+            where = Path(data).absolute()
+            raise UsageError(f"the run was trained on {where}, which is not there: give --data")
         if isinstance(data, str):
             return data
     raise UsageError(f"{source} does not tell which data it was trained on: give --data")
@@ -101,7 +106,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     there that could be scored."""
     if (Path(data) / DESCRIPTION_FILE).exists():
         return "packed"
-    files, text = find_files(data), text_column or "text"
+    files, text = find_files(data), text_column or TEXT_COLUMN
     first = next(read_records(files, Reading(text)), None)
     if first is None:
         raise DataError(f"{files[0]}: an empty file" if len(files) == 1 else f"{data}: no text")
@@ -177,7 +182,7 @@ def records(settings: EvaluationSettings, scorer: Scorer, unit: str) -> Iterator
     with progress(scorer, total, unit, scale=not settings.limit) as bar:
 
         def read() -> Iterator[Record]:
-            reading = Reading(settings.text_column or "text")
+            reading = Reading(settings.text_column or TEXT_COLUMN)
             for record in islice(read_records(files, reading), settings.limit or None):
                 yield record
                 bar.update(1 if settings.limit else len(record.raw))

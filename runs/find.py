@@ -26,7 +26,8 @@ def find_run(name: str, runs: Path = RUNS) -> Path:
     if name == "auto":
         newest = newest_run([RunFolder(path) for path in folders], lambda run: run.metrics)
         if newest is None:
-            raise UsageError(f"there is no run in {runs} yet: bash run_accelerate.sh makes one")
+            where = runs.absolute()
+            raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")
         return newest.path
     path = Path(name)
     if not path.exists():

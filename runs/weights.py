@@ -108,7 +108,7 @@ def find_best(run: Path) -> Path:
     """The checkpoint of a run's lowest validation. Raises UsageError: it has none."""
     if checkpoint := best(RunFolder(run).all_checkpoints()):
         return checkpoint
-    raise UsageError(f"{run}{BEST}: {run} has no checkpoint that was saved at a validation")
+    raise UsageError(f"{run}{BEST}: none of its checkpoints was saved at a validation")
 
 
 def find_checkpoint(path: Path) -> Path:

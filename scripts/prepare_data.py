@@ -10,11 +10,19 @@ import time
 from pathlib import Path
 
 from common.cpu import available_cores
-from common.errors import UsageError, one_line_errors
+from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
-from data.corpus import BUILTIN, SUFFIXES, bytes_to_read, find_files, text_size
+from data.corpus import (
+    BUILTIN,
+    SUFFIXES,
+    TEXT_COLUMN,
+    bytes_to_read,
+    find_files,
+    require_columns,
+    text_size,
+)
 from data.packing import PackingOptions, prepare
 from data.prepared import find_prepared
 from data.sizes import BY_SIZE, suited_to
@@ -48,8 +56,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer", help="a SentencePiece model to use instead of training one")
     ends = f"default: by the size of the text, {least.val_fraction:g} to {most.val_fraction:g}"
     add("--val_fraction", type=float, help=f"share of documents for validation ({ends})")
-    column = "name of the text in .jsonl, .csv and .parquet"
-    add("--text_column", default="text", help=f"{column} (default: text)")
+    column = f"name of the text in .jsonl, .csv and .parquet (default: {TEXT_COLUMN})"
+    add("--text_column", help=column)
     per_core = "encoding processes, one per core"
     add("--workers", type=int, default=available_cores(), help=per_core)
     skip = "count documents that cannot be read, go on"
@@ -116,13 +124,14 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
         files = find_files(args.data)
+        require_columns(files, args.text_column)
         options = PackingOptions(
             vocab_size=args.vocab_size,
             val_fraction=args.val_fraction,
             workers=args.workers,
             skip_bad_lines=args.skip_bad_lines,
             tokenizer=args.tokenizer,
-            text_column=args.text_column,
+            text_column=args.text_column or TEXT_COLUMN,
         )
         said = find_prepared(args.out, files, options, reuse=args.reuse, overwrite=args.overwrite)
         if said:
@@ -139,4 +148,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    stop_in_order()
     main()

@@ -78,11 +78,16 @@ def saver(tmp_path, monkeypatch) -> Contender:
     return Contender("saver", tmp_path / "saver", command, "weights.bin", read=lambda path: None)
 
 
-def test_what_was_saved_last_is_kept_and_dated_from_the_command_on(saver):
-    took, saves = race(saver, steps=4, limit=math.inf)
-    seconds, path = saves[-1]
-    assert path.read_text() == "3"
-    assert 0 < seconds <= took
+def test_what_was_saved_is_kept_and_dated_from_the_command_on(saver, monkeypatch, tmp_path):
+    monkeypatch.setattr(head_to_head.time, "time", lambda: 1000.0)
+    code = (
+        "import os, pathlib\n"
+        "pathlib.Path('weights.bin').write_text('3'); os.utime('weights.bin', (1007, 1007))"
+    )
+    saver.command = lambda steps: [sys.executable, "-c", code]
+    _, saves = race(saver, steps=4, limit=math.inf)
+    assert saves == [(7.0, tmp_path / "saver-0.bin")]
+    assert saves[0][1].read_text() == "3"
 
 
 def test_who_runs_over_the_time_is_ended_and_its_last_save_counts(saver, tmp_path, monkeypatch):

@@ -232,6 +232,12 @@ def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, li
     assert says in refused("--data", write_lines(tmp_path / name, lines))
 
 
+def test_a_name_of_the_text_where_no_file_has_names_is_refused(refused, tmp_path):
+    text = write_lines(tmp_path / "a.txt", ["x"])
+    said = refused("--data", text, "--text_column", "body")
+    assert "--text_column body: none of these files has columns" in said
+
+
 def test_a_stride_longer_than_the_context_is_refused(refused, corpus):
     line = refused("--data", corpus, "--stride", SEQ_LEN + 1)
     assert f"--stride {SEQ_LEN + 1} leaves tokens out: at most {SEQ_LEN}" in line
@@ -264,7 +270,7 @@ def test_data_of_the_run_that_is_gone_is_named(refused, trained_run, tmp_path):
     shutil.copytree(trained_run, tmp_path / "run")
     settings = {"arguments": {"data": "out/data/gone"}}
     (tmp_path / "run" / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    assert "trained on out/data/gone, which is not there" in refused(run=tmp_path / "run")
+    assert "out/data/gone, which is not there" in refused(run=tmp_path / "run")
 
 
 def test_a_wrong_run_is_named(refused, tmp_path):

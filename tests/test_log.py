@@ -567,6 +567,12 @@ def test_a_process_of_one_thread_has_nobody_to_wait_for(start, clock, waited, mo
     assert "taskset" not in capsys.readouterr().out
 
 
-def test_the_system_tells_how_long_threads_have_waited():
-    told = Path("/proc/self/schedstat").exists()
-    assert (seconds_without_core() > 0) == told
+def test_the_seconds_without_a_core_are_those_of_all_threads_that_live(tmp_path):
+    for thread, waited in (("7", 1_500_000_000), ("8", 500_000_000)):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(f"9000000000 {waited} 12\n", encoding="ascii")
+    (tmp_path / "9").mkdir()
+    (tmp_path / "9" / "schedstat").mkdir()  # reading it fails, as that of a thread that has ended
+    assert seconds_without_core(tmp_path) == 2.0
+    assert seconds_without_core(tmp_path / "none") == 0.0
+    assert seconds_without_core() >= 0  # in the form that this system has

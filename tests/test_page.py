@@ -327,7 +327,7 @@ def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path)
     [
         ([], "the following arguments are required: RUN"),
         (["missing"], "missing: no such folder"),
-        (["auto"], "there is no run in out/runs yet"),
+        (["auto"], "out/runs yet: bash run_accelerate.sh makes one"),
         (["."], "has no metrics.jsonl"),
         ([".", "--picture", "loss.gif"], "--picture must end in .png or .svg"),
     ],

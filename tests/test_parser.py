@@ -90,6 +90,7 @@ def test_the_value_of_an_unknown_flag_may_be_that_of_a_known_one_too():
     ("typed", "hint"),
     [
         ("--vocab_size 2000", "PREPARE_FLAGS"),
+        ("--text_column poem", "PREPARE_FLAGS"),
         ("--deepspeed ds_config.json", "--use_deepspeed"),
         ("--local_rank=0", "accelerate launch"),
         ("--use_wandb", "did you mean --log_with?"),

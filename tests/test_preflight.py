@@ -326,6 +326,25 @@ def test_a_launch_is_checked_with_the_micro_batch_that_fits(flags, gpus, config_
         check_launch(config_file(ds_config=ds_config), "1", flags, sequences=768)
 
 
+def test_a_run_that_goes_on_keeps_its_micro_batch_whatever_is_free_now(
+    flags, gpus, packed, tmp_path, capsys
+):
+    gpus(10 * GIB)
+    args, shape = parse_arguments([*flags, "--batch_size", "48", "--accumulation_steps", "16"])
+    config = LMConfig(**shape, vocab_size=400)
+    identity = run_identity(PackedDataset(packed, "train", config.max_seq_len), args, processes=1)
+    saved = make_run(tmp_path / "saved", 10, identity=identity, model=config.to_dict())
+    settings = json.dumps({"arguments": vars(args)}, default=str)
+    RunFolder(saved).settings.write_text(settings, encoding="utf-8")
+    resumed = check_launch(ZERO_2, "1", [*flags, "--resume", str(saved)], sequences=768)
+    assert (resumed.batch_size, resumed.accumulation_steps) == (48, 16)
+    assert "micro-batch: 48 of 768 sequences, 16 accumulation steps, as saved" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(UsageError, match="global_batch: 768 in the checkpoint, 50 now"):
+        check_launch(ZERO_2, "1", [*flags, "--resume", str(saved)], sequences=50)
+
+
 def test_500_damaged_launcher_files_are_refused_in_words_or_pass(flags, tmp_path):
     dice, path = random.Random(0), tmp_path / "launch.yaml"
     messages = []

@@ -161,6 +161,13 @@ def test_another_name_of_the_text_is_another_setting(workplace, capfd):
     assert contents("out")["out/data/two/train-00000.bin"] != before["out/data/two/train-00000.bin"]
 
 
+def test_a_name_of_the_text_where_no_file_has_names_is_refused(workplace, capfd):
+    Path("plain.txt").write_text("1 2 3\n" * 100, encoding="utf-8")
+    said = refused(capfd, "--data", "plain.txt", "--text_column", "body")
+    assert "--text_column body: none of these files has columns, as .jsonl" in said
+    assert not Path("out/data/plain").exists()
+
+
 def test_data_prepared_before_the_text_could_have_another_name_is_found_prepared(workplace, capsys):
     main([*SMALL, "--data", "sums.jsonl"])
     path = Path("out/data/sums/dataset.json")

@@ -330,6 +330,13 @@ def test_every_difference_is_listed(tmp_path, form):
     ]
 
 
+def test_where_the_run_s_own_flags_stand_is_said(tmp_path):
+    start = saved_by(tmp_path, TrainingArguments())
+    start.folder.settings.write_text("{}", encoding="utf-8")
+    said = not_the_same(start, TrainingArguments(seed=7), CONFIG, MINE)
+    assert said.endswith(f"; the flags that go on with it stand in {start.folder.settings}")
+
+
 @FORMS
 def test_a_checkpoint_that_names_no_optimizer_is_adamws(tmp_path, form):
     args = TrainingArguments()
@@ -440,7 +447,8 @@ def test_with_auto_the_other_run_is_advised_as_well(tmp_path):
 def test_where_more_than_the_data_differs_the_data_alone_is_not_advised(tmp_path):
     message = difference(tmp_path, MY_SETTINGS, data="out/data/builtin", batch_size=16)
     assert "data: out/data/my in the run" in message
-    assert message.endswith("global_batch: 8 in the checkpoint, 16 now")
+    assert "global_batch: 8 in the checkpoint, 16 now; the flags that go on" in message
+    assert "--data out" not in message
 
 
 @pytest.mark.parametrize("settings", ["", "[]", '{"arguments": 1}', '{"arguments": {"data": 0}}'])

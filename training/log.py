@@ -310,11 +310,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
 
-def seconds_without_core() -> float:
+def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
     """That this process's threads could have run and no core was free; 0 where the system does not
     tell, as Linux does."""
     nanoseconds = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
+    for path in tasks.glob("*/schedstat"):
         with suppress(OSError):  # a thread that has ended meanwhile
             nanoseconds += int(path.read_text("ascii").split()[1])
     return nanoseconds / 1e9

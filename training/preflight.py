@@ -32,7 +32,8 @@ from training.engine.memory import (
 )
 from training.initial_weights import InitialWeights
 from training.optimizer import muon_matrices
-from training.resume import find_starting_point, resumed_arguments
+from training.resume import StartingPoint, find_starting_point, resumed_arguments
+from training.settings import saved_arguments
 from training.trackers import require_trackers
 
 
@@ -68,16 +69,31 @@ def check_launch(
     train_set = PackedDataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
+    start = find_starting_point(args, quiet=True)
     if sequences:
-        args = fit_micro_batch(args, sequences, model, zero, int(processes))
+        args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(
+            args, sequences, model, zero, int(processes)
+        )
         if zero:
             deepspeed_plugin(args)  # its file may hold a micro-batch as well
-    start = find_starting_point(args, quiet=True)
     if start.checkpoint:
         resumed_arguments(start, args, model, train_set, int(processes))
     elif initial.source:
         initial.load()
     return args
+
+
+def micro_batch_as_saved(
+    args: TrainingArguments, sequences: int, start: StartingPoint
+) -> TrainingArguments | None:
+    """Of a run that goes on, whatever is free now: sums in another order would end in other bits.
+    None for a new run, and where its micro-batch does not divide the sequences."""
+    size = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
+    if not isinstance(size, int) or size < 1 or sequences % size:
+        return None
+    steps = sequences // size
+    print(f"micro-batch: {size} of {sequences} sequences, {steps} accumulation steps, as saved")
+    return replace(args, batch_size=size, accumulation_steps=steps)
 
 
 def fit_micro_batch(

@@ -173,6 +173,8 @@ def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current
         lines = [f"data: {before} in the run, {now} now", *others]
         if not others:
             advice.append(f"--data {before} goes on with it")
+    if not advice and start.folder.settings.exists():
+        advice.append(f"the flags that go on with it stand in {start.folder.settings}")
     if args.resume == "auto":
         advice.append("--resume out/runs/NAME names another run")
     return "; ".join(lines + advice)

@@ -212,7 +212,7 @@ def test_a_profiled_step_has_the_seconds_of_its_phases(zero2):
     rows = zero2.rows("forward_seconds")
     assert [row["step"] for row in rows] == [50, 100, 150]
     for row in rows:
-        assert all(row[f"{phase}_seconds"] >= 0 for phase in (*PHASES, "step"))
+        assert {f"{phase}_seconds" for phase in (*PHASES, "step")} <= row.keys()
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
 
 

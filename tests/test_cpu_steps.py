@@ -1,0 +1,76 @@
+import json
+import sys
+
+import pytest
+from conftest import run
+
+from training.arguments import parse_arguments
+from training.cpu_steps import intervals, main, suited_steps
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [
+        (3_500_000, 600),
+        (614_400, 600),  # of 4,096 tokens: four passes
+        (382_016, 373),
+        (9_000, 100),
+    ],
+)
+def test_a_small_text_is_read_four_times_but_for_100_steps_at_least(tokens, steps):
+    assert suited_steps(tokens) == steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "log", "often", "save"),
+    [
+        (1_000_000, 20, 100, 200),
+        (600, 20, 100, 200),
+        (373, 20, 62, 124),
+        (100, 20, 20, 40),
+        (30, 20, 20, 30),
+        (2, 2, 2, 2),
+        (1, 1, 1, 1),
+    ],
+)
+def test_no_interval_lies_beyond_the_last_step(steps, log, often, save):
+    args, _ = parse_arguments(intervals(steps).split())
+    assert (args.log_interval, args.save_interval) == (log, save)
+    assert args.eval_interval == args.sample_interval == often
+
+
+def test_steps_by_the_text_go_to_stdout_and_are_said_in_one_line(packed, capfd):
+    main(["--data", str(packed), "--dim", "nonsense"])
+    tokens = json.loads((packed / "dataset.json").read_text())["splits"]["train"]["tokens"]
+    steps = suited_steps(tokens)
+    out, said = capfd.readouterr()
+    assert out.split() == ["--max_steps", str(steps), *intervals(steps).split()]
+    assert (
+        said == f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps"),
+    [(["--max_steps", "300"], 300), (["--max_steps=7"], 7), (["--max_steps", "many"], None)],
+)
+def test_steps_that_are_typed_decide(packed, capfd, typed, steps):
+    main(["--data", str(packed), *typed])
+    out, said = capfd.readouterr()
+    assert said == ""
+    assert "--max_steps" not in out
+    if steps:
+        assert out.split() == intervals(steps).split()
+
+
+def test_epochs_that_are_typed_are_not_cut_short(packed, capfd):
+    main(["--data", "elsewhere", "--epochs", "3", "--data", str(packed)])
+    args, _ = parse_arguments([*capfd.readouterr().out.split(), "--epochs", "3"])
+    assert args.max_steps is None
+    assert args.epochs == 3
+
+
+def test_data_that_is_none_ends_in_one_line(tmp_path):
+    ended = run([sys.executable, "-m", "training.cpu_steps", "--data", str(tmp_path)])
+    assert ended.code == 2
+    assert ended.out.startswith(f"run_accelerate.sh: error: {tmp_path}: no prepared data here")
