@@ -8,9 +8,9 @@ its end is everybody's time; preparing text and compiling count. The others run 
 checkouts: nanoGPT with its README's flags for a laptop, and with as many steps as short trials say
 that the time allows, so that its learning rate decays over all of it; MiniMind on all of the text,
 with a model of our size, as its own does not end a step per minute on two cores. What runs over is
-ended, and its last save counts. Every eleventh document is held out from all three. A character's or a token's
-loss is weighed by its bytes: bits per byte is the nats of all of the documents' text, without
-markers between documents, over the bytes of it.
+ended, and its last save counts. Every eleventh document is held out from all three. A character's
+or a token's loss is weighed by its bytes: bits per byte is the nats of all of the documents' text,
+without markers between documents, over the bytes of it.
 """
 
 import argparse

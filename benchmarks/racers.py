@@ -18,7 +18,7 @@ from common.errors import UsageError
 from runs.weights import load_trained
 
 OUT = Path("out/benchmarks/head_to_head")
-# Its default model and batch (768 wide, 8 layers, 32 × 8) do not end a step per minute on two cores.
+# Its default model and batch (768 wide, 8 layers, 32 × 8) end no step per minute on two cores.
 MINIMIND = "--hidden_size 192 --num_hidden_layers 4 --batch_size 16 --accumulation_steps 1"
 MINIMIND_SAVES = 20  # steps
 # nanoGPT's README, for a laptop without a GPU.
