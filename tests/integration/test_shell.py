@@ -125,6 +125,8 @@ def test_a_process_that_the_system_kills_is_named(clone, by_hand):
         ("--resume out/runs/none", {}, "--resume out/runs/none: neither a run"),
         ("", {"NUM_PROCESSES": "zero"}, "number of processes"),
         ("", {"CONFIG": "missing.yaml"}, "missing.yaml"),
+        ("--data out/data/none", {}, "--data is a folder that has been prepared, DATA and"),
+        ("--data out/data/none", {"DATA": ""}, "out/data/none: no prepared data here"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags, environ, says):
