@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ import numpy as np
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
 from data.errors import DataError
+from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
 from data.sizes import suited_to
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
@@ -48,11 +49,16 @@ class PackingOptions:
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of an existing one, instead of training
     text_column: str = TEXT_COLUMN  # see `Reading`
+    segmentations: int | None = 1  # see `ways`; None: what suits the text's size
 
     def share(self, files: list[str]) -> float:
         """Of the documents of these files, for validation."""
         suited = suited_to(text_size(files)).val_fraction
         return suited if self.val_fraction is None else self.val_fraction
+
+    def ways(self, files: list[str]) -> int:
+        """In how many ways each training document is cut into pieces."""
+        return self.segmentations or suited_to(text_size(files)).segmentations
 
     def reading(self, files: list[str]) -> Reading:
         """How these files become documents."""
@@ -60,7 +66,7 @@ class PackingOptions:
 
 
 class Document(NamedTuple):
-    tokens: np.ndarray  # with BOS and EOS
+    tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
     n_bytes: int
     where: float  # hash of the text in [0, 1)
 
@@ -144,6 +150,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "val_fraction": options.share(files),
         "skip_bad_lines": options.skip_bad_lines,
         "text_column": options.text_column,
+        "segmentations": options.ways(files),
     }
 
 
@@ -217,15 +224,19 @@ def _write_splits(
     first_bad = None
     least, greatest = 2.0, -1.0
     records = read_records(files, options.reading(files))
-    for encoded in _encode(records, tokenizer.path, pool, options.workers):
+    encode = partial(_encode_batch, tokenizer.path, options.ways(files))
+    for encoded in _encode(records, encode, pool, options.workers):
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
             least, greatest = min(least, document.where), max(greatest, document.where)
-            split = val if document.where < threshold else train
-            split.write(document.tokens, document.n_bytes)
+            if document.where < threshold:
+                val.write(document.tokens[0], document.n_bytes)
+                continue
+            for tokens in document.tokens:
+                train.write(tokens, document.n_bytes)
         progress(encoded.raw_bytes)
     if not train.documents:
         raise DataError("no text for training in these files")
@@ -270,13 +281,13 @@ def _encoders(workers: int) -> Iterator[Executor]:
 
 
 def _encode(
-    records: Iterable[Record], tokenizer: str, pool: Executor, workers: int
+    records: Iterable[Record], encode: Callable, pool: Executor, workers: int
 ) -> Iterator[Encoded]:
     """Batches of documents, encoded by several processes, in the order of the corpus."""
     batches = _batches(records)
 
     def submit(count: int) -> list[Future]:
-        return [pool.submit(_encode_batch, tokenizer, batch) for batch in islice(batches, count)]
+        return [pool.submit(encode, batch) for batch in islice(batches, count)]
 
     # A window of submitted batches bounds the memory: pool.map would read the whole corpus ahead.
     window = deque(submit(3 * workers))
@@ -298,13 +309,14 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: str) -> Tokenizer:
+def _tokenizer(path: str) -> tuple[Tokenizer, Splitter]:
     """One per process: loading it again for every batch would cost more than encoding."""
-    return Tokenizer(path)
+    tokenizer = Tokenizer(path)
+    return tokenizer, Splitter(tokenizer)
 
 
-def _encode_batch(path: str, batch: list[Record]) -> Encoded:
-    tokenizer = _tokenizer(path)
+def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
+    tokenizer, splitter = _tokenizer(path)
     texts = []
     bad = []
     for record in batch:
@@ -319,7 +331,11 @@ def _encode_batch(path: str, batch: list[Record]) -> Encoded:
     documents = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
-        where = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") / 2**64
-        tokens = np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype)
-        documents.append(Document(tokens, len(raw), where))
+        digest = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+        random = np.random.default_rng(digest)  # the same text is always cut in the same ways
+        others = (splitter.split(ids, random) for _ in range(segmentations - 1))
+        tokens = [
+            np.array([tokenizer.bos_id, *way, tokenizer.eos_id], dtype) for way in (ids, *others)
+        ]
+        documents.append(Document(tokens, len(raw), digest / 2**64))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))

@@ -52,7 +52,8 @@ def prepared_from(out: Path, vocab_size: int | None) -> dict:
         source = description["prepared_from"]
         if source["tokenizer"] is None and description["vocab_size"] == vocab_size:
             source["vocab_size"] = vocab_size
-        return {"text_column": "text"} | source  # before there was a choice, it was that
+        # Before there was a choice, it was that.
+        return {"text_column": "text", "segmentations": 1} | source
     except (DataError, OSError, KeyError):
         return {}
 

@@ -15,14 +15,15 @@ class Suited(NamedTuple):
     vocab_size: int
     val_fraction: float
     section_bytes: int  # a longer .txt is cut into documents of that size
+    segmentations: int  # see data/segmentation.py
 
 
 BY_SIZE = (
-    Suited(500e3, 512, 0.1, 1 << 10),
-    Suited(4e6, 1024, 0.1, 2 << 10),
-    Suited(10e6, 4096, 0.05, 2 << 10),
-    Suited(50e6, 6400, 0.03, 4 << 10),  # the built-in text
-    Suited(math.inf, 6400, 0.02, 16 << 10),
+    Suited(500e3, 512, 0.1, 1 << 10, 7),
+    Suited(4e6, 2048, 0.1, 2 << 10, 7),
+    Suited(10e6, 4096, 0.05, 2 << 10, 1),
+    Suited(50e6, 6400, 0.03, 4 << 10, 1),  # the built-in text
+    Suited(math.inf, 6400, 0.02, 16 << 10, 1),
 )
 
 

@@ -58,6 +58,17 @@ class Tokenizer:
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         return [id for id, piece in enumerate(pieces) if piece.startswith(SPACE_SYMBOL)]
 
+    @property
+    def pieces_of_text(self) -> dict[str, int]:
+        """All pieces that stand for text, with their ids; none for a byte or a marker."""
+        model = self._model
+        ids = (
+            id
+            for id in range(self.vocab_size)
+            if not (model.is_byte(id) or model.is_control(id) or model.is_unknown(id))
+        )
+        return {model.id_to_piece(id): id for id in ids}
+
     def byte_of(self, id: int) -> int | None:
         """The byte that this piece stands for; None for a piece of text or a marker."""
         return int(self._model.id_to_piece(id)[3:5], 16) if self._model.is_byte(id) else None

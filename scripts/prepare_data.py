@@ -58,6 +58,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--val_fraction", type=float, help=f"share of documents for validation ({ends})")
     column = f"name of the text in .jsonl, .csv and .parquet (default: {TEXT_COLUMN})"
     add("--text_column", help=column)
+    least, most = BY_SIZE[-1], BY_SIZE[0]
+    ends = f"default: by the size of the text, {least.segmentations} or {most.segmentations}"
+    ways = f"ways to cut each training document into pieces, at random but for the first ({ends})"
+    add("--segmentations", type=int, help=ways)
     per_core = "encoding processes, one per core"
     add("--workers", type=int, default=available_cores(), help=per_core)
     skip = "count documents that cannot be read, go on"
@@ -68,6 +72,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.val_fraction is not None and not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
+    if args.segmentations is not None and args.segmentations < 1:
+        parser.error(f"--segmentations must be at least 1, not {args.segmentations}")
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
     args.out = args.out or default_out(args.data)
@@ -76,17 +82,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def report(description: dict, out: Path, seconds: float, workers: int) -> str:
     splits = description["splits"]
-    n_bytes = sum(split["bytes"] for split in splits.values())
+    ways = description["prepared_from"]["segmentations"]
     tokens = sum(split["tokens"] for split in splits.values())
+    bytes_per_token = sum(split["bytes"] for split in splits.values()) / tokens
+    n_bytes = splits["val"]["bytes"] + splits["train"]["bytes"] // ways
     lines = [
         f"{out}: {size(n_bytes)} of text in {seconds:.1f} s "
         f"({size(n_bytes / seconds)}/s with {workers} processes)"
     ]
     for name, split in splits.items():
-        documents, word = counted(split["documents"], "documents").split()
-        lines.append(f"  {name:5} {documents:>9} {word:9} {split['tokens']:>13,} tokens")
+        times = ways if name == "train" else 1
+        documents, word = counted(split["documents"] // times, "documents").split()
+        line = f"  {name:5} {documents:>9} {word:9} {split['tokens']:>13,} tokens"
+        lines.append(line + (f", each document cut in {times} ways" if times > 1 else ""))
     lines.append(
-        f"  vocabulary {description['vocab_size']:,}, {n_bytes / tokens:.2f} bytes per token"
+        f"  vocabulary {description['vocab_size']:,}, {bytes_per_token:.2f} bytes per token"
     )
     if description["bad_documents"]:
         lines.append(
@@ -108,6 +118,8 @@ def chosen_by_size(files: list[str], options: PackingOptions) -> str:
         taken.append(f"a vocabulary of {suited.vocab_size:,} at most (--vocab_size)")
     if options.val_fraction is None:
         taken.append(f"{suited.val_fraction:.0%} for validation (--val_fraction)")
+    if options.segmentations is None and suited.segmentations > 1:
+        taken.append(f"{suited.segmentations} ways to cut a document into pieces (--segmentations)")
     if any(path.endswith((".txt", ".py")) for path in files):
         taken.append(f"long files cut into documents of {suited.section_bytes // 1024} KiB")
     return f"  by the size of the text: {', '.join(taken) or 'nothing'}"
@@ -132,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
             skip_bad_lines=args.skip_bad_lines,
             tokenizer=args.tokenizer,
             text_column=args.text_column or TEXT_COLUMN,
+            segmentations=args.segmentations,
         )
         said = find_prepared(args.out, files, options, reuse=args.reuse, overwrite=args.overwrite)
         if said:

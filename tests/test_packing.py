@@ -18,7 +18,7 @@ from data import packing
 from data.errors import DataError
 from data.packing import PackingOptions, prepare
 from data.shards import ShardWriter, read_description
-from data.tokenizer import train_tokenizer
+from data.tokenizer import Tokenizer, train_tokenizer
 
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
@@ -121,6 +121,29 @@ def test_a_long_text_file_is_packed_whole_in_sections(tmp_path):
     assert len(sections) > 4
     assert documents(out, "val")
     assert "".join(sorted(sections, key=text.index)) == text
+
+
+def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_one(tmp_path):
+    once = pack_documents(DOCUMENTS, tmp_path, "once")
+    thrice = pack_documents(DOCUMENTS, tmp_path, "thrice", segmentations=3)
+    assert stream(thrice, "val").tolist() == stream(once, "val").tolist()
+    expected = [text for text in documents(once, "train") for _ in range(3)]
+    assert documents(thrice, "train") == expected
+    bos = Tokenizer(thrice / "tokenizer.model").bos_id
+    tokens = stream(thrice, "train")
+    cuts = np.split(tokens, np.flatnonzero(tokens == bos))[1:]
+    own = np.concatenate(cuts[::3])  # the first way is the tokenizer's
+    assert own.tolist() == stream(once, "train").tolist()
+    differ = [not np.array_equal(*pair) for pair in zip(cuts[1::3], cuts[2::3], strict=True)]
+    assert sum(differ) > len(differ) / 2  # some have few pieces
+
+
+def test_the_ways_are_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "BATCH_BYTES", 1000)
+    one, two = (
+        pack_documents(DOCUMENTS, tmp_path, f"{n}", segmentations=2, workers=n) for n in (1, 2)
+    )
+    assert stream(one, "train").tolist() == stream(two, "train").tolist()
 
 
 def test_empty_documents_are_left_out(tmp_path):

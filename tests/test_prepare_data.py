@@ -15,7 +15,7 @@ from conftest import write_corpus
 from data.shards import read_description
 from scripts.prepare_data import default_out, main
 
-SMALL = ["--vocab_size", "300", "--workers", "1"]
+SMALL = ["--vocab_size", "300", "--workers", "1", "--segmentations", "1"]
 
 
 @pytest.fixture
@@ -185,15 +185,23 @@ def test_what_is_chosen_by_the_size_of_the_text_is_said_in_one_line(workplace, c
     description = read_description("out/data/lines")
     assert description["vocab_size"] == 512
     splits = description["splits"]
-    documents = sum(split["documents"] for split in splits.values())
+    in_training = splits["train"]["documents"] // 7
+    documents = in_training + splits["val"]["documents"]
     assert documents == pytest.approx(os.path.getsize("lines.txt") / 1024, rel=0.05)
     assert splits["val"]["documents"] == pytest.approx(documents / 10, rel=0.5)
     assert splits["val"]["documents"] > 1
     line = (
         "  by the size of the text: a vocabulary of 512 at most (--vocab_size), 10% for validation "
-        "(--val_fraction), long files cut into documents of 1 KiB"
+        "(--val_fraction), 7 ways to cut a document into pieces (--segmentations), long files cut "
+        "into documents of 1 KiB"
     )
-    assert capsys.readouterr().out.splitlines()[-1] == line
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == line
+    (train,) = [line for line in said if line.startswith("  train")]
+    assert train.split()[1:3] == [f"{in_training:,}", "documents"]
+    assert train.endswith("tokens, each document cut in 7 ways")
+    n_bytes = os.path.getsize("lines.txt")
+    assert splits["val"]["bytes"] + splits["train"]["bytes"] / 7 == n_bytes
 
 
 def test_flags_win_over_what_the_size_would_choose(workplace, capsys):
@@ -220,7 +228,19 @@ def test_every_kind_of_file_gives_the_same_shards(workplace, name):
         Path(name).write_bytes(zstandard.compress(renamed.encode()))
     model = "out/data/sums/tokenizer.model"  # a sample of a text depends on the form of its file
     main([*SMALL, "--data", "sums.jsonl"])
-    main(["--data", name, "--text_column", "body", "--tokenizer", model, "--val_fraction", "0.1"])
+    main(
+        [
+            "--data",
+            name,
+            "--text_column",
+            "body",
+            "--tokenizer",
+            model,
+            *SMALL[2:],
+            "--val_fraction",
+            "0.1",
+        ]
+    )
     assert read_description("out/data/a")["splits"] == read_description("out/data/sums")["splits"]
 
 
@@ -356,6 +376,7 @@ NONSENSE = {
     "negative share": (["--val_fraction", "-0.1"], "--val_fraction"),
     "everything for validation": (["--val_fraction", "1"], "--val_fraction"),
     "share that is no number": (["--val_fraction", "nan"], "--val_fraction"),
+    "no way to cut": (["--segmentations", "0"], "--segmentations"),
     "no workers": (["--workers", "0"], "--workers"),
     "negative workers": (["--workers", "-3"], "--workers"),
     "unknown flag": (["--seed", "3"], "--seed"),

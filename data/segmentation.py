@@ -1,0 +1,39 @@
+"""Subword regularisation: the same text cut into pieces in more ways than one.
+
+A small text is read several times, and a model that meets it in one form learns it by heart. Cut
+otherwise at each reading, it also says how words are spelled (BPE-dropout, Provilkov et al., 2020,
+https://arxiv.org/abs/1910.13267). There merges are left out while a text is encoded, by a generator
+that cannot be seeded per document; here finished pieces are split again, which comes to the same.
+"""
+
+import numpy as np
+
+from data.tokenizer import Tokenizer
+
+SHARE = 0.1  # of the pieces that are split, in each of the rounds
+ROUNDS = 2  # what was split may be split again
+
+
+class Splitter:
+    """Splits pieces at random into two that the vocabulary has as well."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        pieces = tokenizer.pieces_of_text
+        self._ways = {
+            id: [
+                (pieces[text[:at]], pieces[text[at:]])
+                for at in range(1, len(text))
+                if text[:at] in pieces and text[at:] in pieces
+            ]
+            for text, id in pieces.items()
+        }
+
+    def split(self, ids: list[int], rng: np.random.Generator) -> list[int]:
+        """Ids of the same text, some pieces in two or more."""
+        for _ in range(ROUNDS):
+            found = []
+            for id, drawn in zip(ids, rng.random(len(ids)).tolist(), strict=True):
+                ways = drawn < SHARE and self._ways.get(id)
+                found += ways[int(drawn / SHARE * len(ways))] if ways else (id,)
+            ids = found
+        return ids

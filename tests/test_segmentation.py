@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from data.segmentation import ROUNDS, SHARE, Splitter
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
+
+TEXT = "12 plus 30 is 42, 句 \u2581 and nothing else. " * 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(packed) -> Tokenizer:
+    return Tokenizer(packed / TOKENIZER_FILE)
+
+
+def test_the_text_stays_and_its_pieces_become_more(tokenizer):
+    splitter, ids = Splitter(tokenizer), tokenizer.encode(TEXT)
+    for seed in range(20):
+        split = splitter.split(ids, np.random.default_rng(seed))
+        assert tokenizer.decode(split) == TEXT
+        assert len(split) > len(ids)
+
+
+def test_the_share_of_pieces_that_are_split_is_as_said(tokenizer):
+    """Of a piece that can be split in one way alone, into two that cannot be split."""
+    splitter = Splitter(tokenizer)
+    pair = next(
+        id
+        for id, ways in splitter._ways.items()
+        if len(ways) == 1 and not splitter._ways[ways[0][0]] and not splitter._ways[ways[0][1]]
+    )
+    n = 20_000
+    split = splitter.split([pair] * n, np.random.default_rng(0))
+    whole = (1 - SHARE) ** ROUNDS
+    assert split.count(pair) == pytest.approx(n * whole, rel=0.02)
+    assert len(split) == n + (n - split.count(pair))
+
+
+def test_the_same_draw_gives_the_same_pieces(tokenizer):
+    splitter, ids = Splitter(tokenizer), tokenizer.encode(TEXT)
+    one, two = (splitter.split(ids, np.random.default_rng(7)) for _ in range(2))
+    assert one == two
+
+
+def test_markers_and_bytes_are_never_split(tokenizer):
+    ids = [tokenizer.bos_id, *tokenizer.encode("\x00\x01"), tokenizer.eos_id]
+    assert Splitter(tokenizer).split(ids * 500, np.random.default_rng(0)) == ids * 500
