@@ -17,7 +17,9 @@ from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_every_process, on_main_process
+from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
+from training.engine.zero_3 import claim_folders, divided_as_built
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
 from training.resume import StartingPoint, choose_run, resumed_arguments
 
@@ -94,7 +96,6 @@ class BuiltModel:
     model: nn.Module  # as prepared for the engine, like the optimizer
     optimizer: torch.optim.Optimizer
     state: TrainingState  # of both
-    # Counted before that: an engine may leave nothing to count.
     n_parameters: int
     n_muon_matrices: int
     n_muon_parameters: int  # stepped by Muon
@@ -106,11 +107,16 @@ def build_model(
     """A model with weights drawn at random and its optimizer, both prepared for the engine; the
     random generators are seeded for what comes after."""
     accelerator = engine.accelerator
-    seed_everything(args.seed)  # the same initial weights on every process
-    model = Transformer(config)
-    n_parameters = model.num_parameters()
-    matrices = muon_matrices(model) if args.optimizer == "muon" else []
+    with torch.device("meta"):  # to be counted: an engine may leave nothing of the model's own
+        shapes = Transformer(config)
+    matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
+    engine.set_width(config.dim)
+    claim_folders(engine)
+    compile_operations(engine)
+    seed_everything(args.seed)  # the same initial weights on every process
+    with divided_as_built(engine):
+        model = Transformer(config)
     if compilation.on:
         compile_blocks(model)
     optimizer = build_optimizer(model, args, engine)
@@ -121,7 +127,7 @@ def build_model(
     if engine.processes > 1:
         KEPT.append(model)
     tell_layout(model, engine)
-    if engine.deepspeed is not None:
+    if engine.zero_stage in (1, 2):
         spare_overflow_check(model.optimizer)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return BuiltModel(
@@ -130,7 +136,7 @@ def build_model(
         model=model,
         optimizer=optimizer,
         state=TrainingState(engine, model, optimizer),
-        n_parameters=n_parameters,
+        n_parameters=shapes.num_parameters(),
         n_muon_matrices=len(matrices),
         n_muon_parameters=n_muon_parameters,
     )
