@@ -48,6 +48,19 @@ def test_an_engine_begins_with_the_weights_that_the_seed_draws(name, precision, 
     assert facts["held"] == (0 if name in DIVIDED else facts["parameters"])
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_precision_of_what_is_held_stepped_and_sent(name, all_engines):
+    held = ("weights", "moments", "weights stepped", "gradients stepped", "gradients sent")
+    facts = held if name == "ddp" else (*held, "weights sent")
+    # DDP computes in bf16 by autocast. DeepSpeed's model and what it sends are bf16, what is added
+    # up and stepped is not.
+    in_bf16 = () if name == "ddp" else ("weights", "weights sent", "gradients sent")
+    for fact in facts:
+        assert all_engines["fp32"][name][fact] == ["float32"], fact
+        expected = "bfloat16" if fact in in_bf16 else "float32"
+        assert all_engines["bf16"][name][fact] == [expected], fact
+
+
 @pytest.mark.parametrize("before", ENGINES)
 @pytest.mark.parametrize("after", ENGINES)
 def test_a_checkpoint_goes_on_under_every_engine(before, after, all_engines):
@@ -62,8 +75,8 @@ def test_a_checkpoint_goes_on_under_every_engine(before, after, all_engines):
 
 
 # Engine and number of processes, one after the other in one run: 8 sequences each step.
-RELAY = [("zero3", 2), ("ddp", 2), ("zero3_offload", 1), ("zero1", 2), ("zero2_offload", 2)]
-RELAY += [("zero3", 1), ("zero2", 2), ("zero3_offload", 2)]
+RELAY = [("zero3", 2), ("ddp", 2), ("zero3_offload", 1)]
+RELAY += [("zero1", 2), ("zero2_offload", 2), ("zero2", 1)]
 NAMES = {
     "ddp": "DDP, not DeepSpeed",
     "zero1": "DeepSpeed ZeRO-1",
@@ -72,7 +85,7 @@ NAMES = {
     "zero3": "DeepSpeed ZeRO-3",
     "zero3_offload": "DeepSpeed ZeRO-3, optimizer on the CPU, parameters on the CPU",
 }
-FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 2 --lr_schedule constant --keep_last 0"
+FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule constant --keep_last 0"
 
 
 @pytest.fixture(scope="module")
