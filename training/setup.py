@@ -17,6 +17,7 @@ from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_every_process, on_main_process
+from training.engine.memory import ram_warning
 from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
 from training.engine.zero_3 import claim_folders, divided_as_built
@@ -101,6 +102,14 @@ class BuiltModel:
     n_muon_parameters: int  # stepped by Muon
 
 
+def _ram_warning(shapes: Transformer, args: TrainingArguments, engine: Engine) -> str | None:
+    """On a CPU there is nothing to offload, and the start block has the memory."""
+    if engine.accelerator.device.type == "cpu":
+        return None
+    places = engine.optimizer_offload, engine.parameter_offload
+    return ram_warning(shapes.num_parameters(), args.dtype, engine.processes, *places)
+
+
 def build_model(
     config: LMConfig, args: TrainingArguments, engine: Engine, compilation: Compilation
 ) -> BuiltModel:
@@ -112,6 +121,8 @@ def build_model(
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
     engine.set_width(config.dim)
+    if accelerator.is_local_main_process and (warning := _ram_warning(shapes, args, engine)):
+        print(warning, flush=True)
     claim_folders(engine)
     compile_operations(engine)
     seed_everything(args.seed)  # the same initial weights on every process

@@ -21,6 +21,11 @@ def state_keys(group: dict) -> tuple[str, ...]:
     return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
 
 
+def is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of DeepSpeed's own, which count their steps in an int."""
+    return type(optimizer).__module__.startswith("deepspeed.")
+
+
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
     """The optimizer's state of a tensor that it steps, made now if it has not stepped yet."""
     state = optimizer.state[stepped]
@@ -28,7 +33,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
     if keys[0] not in state:
         if keys == ADAMW_STATE:
             state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-            if type(optimizer).__module__.startswith("deepspeed."):
+            if is_deepspeeds(optimizer):
                 state["step"] = 0
         for key in keys:
             state[key] = torch.zeros_like(stepped)
