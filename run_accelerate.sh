@@ -7,7 +7,8 @@
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
-# CONFIG=file.yaml  another Accelerate configuration
+# ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md has when to take which)
+# CONFIG=file.yaml  an Accelerate configuration of your own
 # MASTER_PORT=N     port at which the processes meet (default: any free one)
 set -euo pipefail
 case ${1:-} in -h | --help)
@@ -20,6 +21,20 @@ folder=$(dirname "${BASH_SOURCE[0]}")
 # DATA is found from where it is typed.
 [ "$folder" -ef . ] || [ ! -e "${DATA:-}" ] || DATA=$(realpath "$DATA")
 cd "$folder"
+config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
+if [ -n "$engine" ]; then
+  if [ -n "${CONFIG:-}" ]; then
+    echo "run_accelerate.sh: error: ENGINE names a file in configs/, CONFIG another one: give either" >&2
+    exit 2
+  fi
+  config=configs/$engine.yaml
+  if [ ! -f "$config" ]; then
+    engines=(configs/*.yaml)
+    engines=("${engines[@]#configs/}")
+    echo "run_accelerate.sh: error: no ENGINE is called $engine: there are ${engines[*]%.yaml}" >&2
+    exit 2
+  fi
+fi
 source scripts/environment.sh requirements.txt
 
 data=${DATA:-builtin}
@@ -59,18 +74,25 @@ else
   # at 0.6 below that of AdamW (--optimizer adamw --learning_rate 3e-3, cosine).
   flags=(
     --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
-    --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --grad_clip 1.0
+    --grad_clip 1.0
+  )
+  muon=(
+    --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2
     --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0 # from the peak straight down to zero
   )
+  case $engine in
+    zero3* | *_offload | zero_infinity) flags+=(--optimizer adamw --learning_rate 3e-3) ;;
+    *) flags+=("${muon[@]}") ;;
+  esac
   steps=$("$python" -m training.cpu_steps --data "$packed" "$@")
   flags+=($steps)
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
 [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own
 [ "$data" != builtin ] || flags+=(--sample_prompt "def")
+[ "$engine" != fp16 ] || flags+=(--dtype float16)
 flags+=(--data "$packed" "$@")
 
-config=${CONFIG:-accelerate_config.yaml}
 processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
 echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
@@ -80,6 +102,7 @@ flags+=($micro_batch)
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
 STOP_NOTE=$PWD/out/.stopped-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
+[ -z "$engine" ] || printf -v RESUME_WITH 'ENGINE=%q %s' "$engine" "$RESUME_WITH"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
 [ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }

@@ -4,10 +4,11 @@ import errno
 import json
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -56,6 +57,26 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+class TensorFile(Mapping):
+    """name → tensor of a safetensors file, read each time that it is asked for: what is divided
+    among processes need not be held whole by any. Raises SafetensorError, OSError: no such file."""
+
+    def __init__(self, path: Path):
+        self._file = safe_open(path, "pt")
+        self._names = frozenset(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def load_config(folder: Path) -> LMConfig:
     """The shape of the model in such a folder. Raises ConfigError: missing, damaged, or no shape
     that can be built."""
@@ -75,7 +96,8 @@ def load_portable(folder: Path) -> Transformer:
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{folder}: no readable weights ({error})") from error
     with torch.device("meta"):  # shapes without memory: a damaged config may ask for any size
-        require_fit(Transformer(config), weights, str(folder))
+        shapes = Transformer(config)
+    require_fit(shapes, weights, str(folder))
     model = Transformer(config)
     load_weights(model, weights, str(folder))
     return model.eval()
@@ -86,21 +108,23 @@ def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) ->
     no equal on the other, or what is there are no numbers."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
-        if not weights[name].is_floating_point() or not weights[name].isfinite().all():
-            raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")
         parameter.data.copy_(weights[name])
 
 
-def require_fit(model: Transformer, weights: dict[str, Tensor], source: str) -> None:
-    """Raises ConfigError: a name or shape on one side has no equal on the other."""
+def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raises ConfigError: a name or shape on one side has no equal on the other, or what is there
+    are no numbers."""
     parameters = dict(model.named_parameters())
-    weights = dict(weights)
+    names = set(weights)
     if model.config.tie_embeddings:
-        weights.pop("output.weight", None)  # the same matrix as tok_embeddings.weight
-    for name in sorted(parameters.keys() ^ weights.keys()):
+        names.discard("output.weight")  # the same matrix as tok_embeddings.weight
+    for name in sorted(parameters.keys() ^ names):
         wrong = "missing" if name in parameters else "not in this model"
         raise ConfigError(f"{source}: {name} is {wrong}")
     for name, parameter in parameters.items():
-        ours, theirs = tuple(parameter.shape), tuple(weights[name].shape)
+        weight = weights[name]
+        ours, theirs = tuple(parameter.shape), tuple(weight.shape)
         if ours != theirs:
             raise ConfigError(f"{source}: {name} is {theirs}, the model has {ours}")
+        if not weight.is_floating_point() or not weight.isfinite().all():
+            raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")

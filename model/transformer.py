@@ -139,13 +139,14 @@ class Transformer(nn.Module):
 
         2·n_layers such writes add up, and the scaling keeps the variance of their sum independent
         of depth (GPT-2). Called through `apply`, which gathers the parameters first under
-        `deepspeed.zero.Init`.
+        `deepspeed.zero.Init`; there they may be 16 bits and on a GPU, with other random numbers.
         """
         if isinstance(module, nn.Linear | nn.Embedding):
             std = 0.02
             if getattr(module, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
-            nn.init.normal_(module.weight, mean=0.0, std=std)
+            drawn = torch.empty(module.weight.shape).normal_(mean=0.0, std=std)
+            module.weight.data.copy_(drawn)
 
     def _rotations(self) -> Tensor:
         config = self.config

@@ -12,8 +12,9 @@ from common.errors import UsageError
 _held: list[int] = []  # descriptors of the lock files
 
 
-def lock(path: Path) -> None:
-    """Hold the run folder of this lock file until `release_locks` or the process's end.
+def lock(path: Path, otherwise: str = "--run_name") -> None:
+    """Hold the folder of this lock file until `release_locks` or the process's end; `otherwise` is
+    what another folder is named by.
 
     The system drops such a lock with its process, however that ends, so a killed run's file is no
     obstacle. Processes forked off to read data do not inherit it: they outlive a killed parent by
@@ -29,7 +30,7 @@ def lock(path: Path) -> None:
             os.close(descriptor)
             raise UsageError(
                 f"{path.parent} is in use by {_holder(path)}: wait for it, or take another "
-                "--run_name"
+                f"{otherwise}"
             ) from error
         print(f"no locks on this file system ({error.strerror}): let no second run write here")
     _held.append(descriptor)

@@ -233,7 +233,8 @@ def copy_repository(folder: Path) -> Path:
 
 
 def launch_command(engine: str, processes: int) -> list[str]:
-    """The command line up to the script's flags. Engines: plain, ddp, zero1, zero2."""
+    """The command line up to the script's flags. Engines: plain, ddp, zero1, zero2, or a file of
+    configs/."""
     if engine == "plain":
         return [sys.executable, "train_pretrain_accelerate.py"]
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -242,7 +243,8 @@ def launch_command(engine: str, processes: int) -> list[str]:
     elif engine == "zero1":
         launch += ["--use_deepspeed", "--zero_stage", "1"]
     else:
-        launch += ["--config_file", "accelerate_config.yaml"]
+        default = engine == "zero2"
+        launch += ["--config_file", "accelerate_config.yaml" if default else engine]
     launch += ["--num_processes", str(processes), "--main_process_port", "0"]
     return [*launch, "train_pretrain_accelerate.py"]
 

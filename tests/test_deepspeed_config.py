@@ -2,6 +2,7 @@ import copy
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,13 @@ from conftest import REPOSITORY
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import AUTO_DEFAULTS, read_config, resolve
+from training.engine.deepspeed_config import (
+    AUTO_DEFAULTS,
+    fill_by_width,
+    offload_device,
+    read_config,
+    resolve,
+)
 
 ARGS = TrainingArguments(
     batch_size=4,
@@ -193,15 +200,15 @@ def test_a_scheduler_is_refused(config):
     assert "--lr_schedule" in message
 
 
-@pytest.mark.parametrize("stage", [0, 3, "auto", None, "2"])
+@pytest.mark.parametrize("stage", [0, 4, "auto", None, "2"])
 def test_stages_that_are_not_supported_are_refused(config, stage):
     message = refused(put(config, "zero_optimization.stage", stage))
     assert "zero_optimization.stage" in message
     assert repr(stage) in message
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stages_one_and_two_are_accepted(config, stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stages_one_to_three_are_accepted(config, stage):
     assert (
         resolved(put(config, "zero_optimization.stage", stage))["zero_optimization"]["stage"]
         == stage
@@ -213,7 +220,53 @@ def test_another_optimizer_is_refused(config, kind):
     assert "AdamW" in refused(put(config, "optimizer.type", kind))
 
 
+WIDTH_AUTOS = {  # of a model of width 100, as the Hugging Face Trainer fills them
+    "reduce_bucket_size": 10_000,
+    "stage3_prefetch_bucket_size": 9_000,
+    "stage3_param_persistence_threshold": 1_000,
+}
+
+
+def test_zero_3_takes_autos_from_the_width_of_the_model(config):
+    config["zero_optimization"] |= {"stage": 3} | dict.fromkeys(WIDTH_AUTOS, "auto")
+    config = resolved(config)
+    fill_by_width(config, 100)
+    assert {key: config["zero_optimization"][key] for key in WIDTH_AUTOS} == WIDTH_AUTOS
+    assert "auto" not in all_values(config)
+    before = copy.deepcopy(config)
+    fill_by_width(config, 200)  # numbers stay
+    assert config == before
+
+
+def test_below_zero_3_an_auto_of_zero_3_is_refused(config):
+    assert "stage3_prefetch" in refused(
+        put(config, "zero_optimization.stage3_prefetch_bucket_size", "auto")
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "device"),
+    [
+        ({}, None),
+        ({"offload_optimizer": None}, None),
+        ({"offload_optimizer": {"device": "none"}}, None),
+        ({"offload_optimizer": {"device": "nvme"}}, "nvme"),
+        ({"cpu_offload": True}, "cpu"),
+    ],
+)
+def test_where_the_optimizer_is_kept(section, device):
+    assert offload_device({"zero_optimization": section}, "optimizer") == device
+    assert offload_device({"zero_optimization": section}, "param") is None
+    assert offload_device(None, "optimizer") is None
+
+
 MUON = dataclasses.replace(ARGS, optimizer="muon")
+
+
+def test_muon_under_zero_3_is_refused(config):
+    message = refused(put(config, "zero_optimization.stage", 3), MUON)
+    assert "--optimizer muon" in message
+    assert '"stage": 2' in message
 
 
 def test_muon_takes_the_place_of_the_files_optimizer(config):
@@ -320,6 +373,47 @@ def test_deepspeeds_own_adam_is_refused_without_a_compiler(
     assert '"torch_adam": true' in message
     tools("ninja", compiler)
     resolved(own_adam)
+
+
+@pytest.mark.parametrize("has_section", [True, False])
+def test_offloaded_without_a_compiler_pytorchs_adam_takes_the_place_of_deepspeeds(
+    own_adam, tools, has_section
+):
+    own_adam["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if not has_section:
+        del own_adam["optimizer"]
+    config = resolved(own_adam)
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert "optimizer" not in config or config["optimizer"]["params"]["torch_adam"] is True
+    tools("ninja", "c++")
+    config = resolved(own_adam)
+    assert "zero_force_ds_cpu_optimizer" not in config
+    assert "optimizer" not in config or "torch_adam" not in config["optimizer"]["params"]
+
+
+@pytest.mark.parametrize("what", ["optimizer", "param"])
+@pytest.mark.parametrize(
+    ("there", "missing"), [([], "ninja and c++"), (["ninja", "c++"], "libaio (apt-get")]
+)
+def test_nvme_without_what_it_is_compiled_with_is_refused(
+    config, tools, monkeypatch, what, there, missing
+):
+    from deepspeed.ops import op_builder
+
+    def libaio(is_there: bool) -> None:
+        builder = SimpleNamespace(is_compatible=lambda: is_there)
+        monkeypatch.setattr(op_builder, "AsyncIOBuilder", lambda: builder)
+
+    libaio(False)
+    tools(*there)
+    nvme = {"device": "nvme", "nvme_path": "out/nvme"}
+    config["zero_optimization"] |= {"stage": 3, f"offload_{what}": nvme}
+    assert missing in refused(config)
+    libaio(True)
+    tools("ninja", "c++")
+    resolved(config)
+    del nvme["nvme_path"]
+    assert "nvme_path" in refused(config)
 
 
 def test_torch_adam_false_counts_as_deepspeeds_own(config, tools):

@@ -103,3 +103,28 @@ def test_a_process_has_its_gpu_alone(monkeypatch):
 def test_where_the_system_does_not_say_nothing_is_known(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda device: None)
     assert available_memory(CPU, processes=1) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parameters", "dtype", "bytes_per_parameter"),
+    [
+        ("cpu", None, "bfloat16", 20 / 2 + 12),  # half of 8 processes are here
+        ("cpu", "cpu", "bfloat16", 22 / 2 + 12),
+        ("cpu", "cpu", "float32", 24 / 2 + 12),
+        ("nvme", "nvme", "bfloat16", 8 / 2 + 12),
+    ],
+)
+def test_ram_that_will_not_do_is_said_before_anything_is_built(
+    monkeypatch, optimizer, parameters, dtype, bytes_per_parameter
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    needed = int(N * bytes_per_parameter)
+    for free, warns in ((needed, False), (needed - 1, True), (None, False)):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        line = memory.ram_warning(N, dtype, 8, optimizer, parameters)
+        assert (line is not None) == warns
+    monkeypatch.setattr(memory, "free_memory", lambda device: 0)
+    assert f"{needed / 2**30:.1f} GiB of RAM" in memory.ram_warning(
+        N, dtype, 8, optimizer, parameters
+    )
+    assert memory.ram_warning(N, dtype, 8, None, None) is None

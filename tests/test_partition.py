@@ -76,3 +76,68 @@ def test_bf16_under_zero_1_has_other_names_and_no_gaps():
             expected = part.parameter.detach().flatten()[part.in_parameter]
             assert torch.equal(mine[part.in_partition], expected)
         assert sum(part.numel for part in partition.parts) == len(mine) - 2 * (rank == 2)
+
+
+class Zero3:
+    """DeepSpeed's optimizer for ZeRO-3 as far as it divides a group into two sub-groups; notes what
+    it is asked to do."""
+
+    def __init__(self, group: list[nn.Parameter], processes: int, rank: int, nvme: bool = False):
+        self.fp16_groups = group[:2], group[2:]
+        self.sub_group_to_group_id = {0: 4, 1: 4}
+        self.nvme, self.asked = nvme, []
+        self.fp32_partitioned_groups_flat = []
+        for sub_group in self.fp16_groups:
+            shares = []
+            for p in sub_group:
+                p.ds_shape, whole = p.shape, p.detach().flatten()
+                padded = torch.cat([whole, torch.full((-len(whole) % processes,), -2.0)])
+                mine = padded.chunk(processes)[rank]
+                p.partition_numel = mine.numel
+                shares.append(mine)
+                p.data = torch.empty(0)
+            self.fp32_partitioned_groups_flat.append(torch.cat(shares))
+
+    def _swappable_optimizer_subgroup(self, index: int) -> bool:
+        return self.nvme
+
+    def __getattr__(self, name: str):
+        return lambda *index: self.asked.append((name, *index))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 8, 50])
+def test_zero_3_gives_every_process_a_part_of_every_parameter(processes):
+    wholes = [torch.full((p.numel(),), -1.0) for p in parameters()]
+    for rank in range(processes):
+        group = parameters()
+        zero, parts = Zero3(group, processes, rank), []
+        for partition in partitions(zero, rank):
+            assert partition.group == 4
+            parts += [(part, partition.fp32[part.in_partition]) for part in partition.parts]
+        for whole, p, (part, held) in zip(wholes, group, parts, strict=True):
+            assert part.parameter is p
+            assert part.split == (processes > 1)
+            assert part.numel == len(held)
+            assert (whole[part.in_parameter] == -1).all()
+            whole[part.in_parameter] = held
+        assert zero.asked == []
+    for whole, p in zip(wholes, parameters(), strict=True):
+        assert torch.equal(whole.view_as(p), p)
+
+
+def test_what_was_written_is_brought_to_the_model_and_to_nvme_before_the_next_is_read():
+    zero = Zero3(parameters(), 2, 0, nvme=True)
+    for index, _ in enumerate(partitions(zero, 0, writes=True)):
+        zero.asked.append(("written", index))
+    steps = ("_optimizer_states_and_gradient_swap_in", "written")
+    steps += ("_reassign_or_swap_out_partitioned_parameters",)
+    steps += ("_optimizer_states_and_gradient_swap_out",)
+    by_index = [(step, index) for index in (0, 1) for step in steps]
+    assert zero.asked == [("_partition_all_parameters",), *by_index]
+
+
+def test_what_was_read_from_nvme_is_let_go():
+    zero = Zero3(parameters(), 2, 0, nvme=True)
+    assert len(list(partitions(zero, 0))) == 2
+    steps = ("_optimizer_states_and_gradient_swap_in", "_release_swap_buffers")
+    assert zero.asked == [(step, index) for index in (0, 1) for step in steps]

@@ -37,7 +37,7 @@ def writer_of(accelerator, text, model, tmp_path):
         args = TrainingArguments(**{"sample_interval": 2, "sample_tokens": 8} | flags)
         log = TrainingLog(accelerator, tmp_path / "metrics.jsonl", 1, 64, 1, 10, first_step)
         logs.append(log)
-        return SampleWriter(args, tmp_path / "samples.jsonl", model, text, log)
+        return SampleWriter(args, tmp_path / "samples.jsonl", lambda: model, text, log)
 
     yield make
     for log in logs:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.atomic import remove
 from common.errors import UsageError
+from formats.portable import TensorFile
 from model.config import LMConfig
 from runs.checkpoint import (
     OPTIMIZER,
@@ -165,7 +166,8 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: Train
     def attempt() -> None:
         try:
             scalars = read_state(path)
-            state.load(load_file(path / WEIGHTS), load_file(path / OPTIMIZER), scalars, str(path))
+            weights, moments = TensorFile(path / WEIGHTS), TensorFile(path / OPTIMIZER)
+            state.load(weights, moments, scalars, str(path))
             _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
         except (
             SafetensorError,

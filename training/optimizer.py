@@ -10,7 +10,7 @@ from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import ADAM_EPS
 from training.engine.gpu import has_bf16
 from training.engine.launch import Engine
-from training.engine.partition import partitions
+from training.engine.partition import partitions, shape_of
 from training.muon import Muon
 
 
@@ -21,8 +21,8 @@ def parameter_groups(
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(shape_of(p)) > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if len(shape_of(p)) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

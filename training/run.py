@@ -103,7 +103,8 @@ class Run:
             val_set, args.batch_size, args.eval_samples, accelerator
         )
         prompt_from = val_set or train_set
-        self.samples = SampleWriter(args, self.folder.samples, self.model, prompt_from, self.log)
+        whole = built.state.whole_model
+        self.samples = SampleWriter(args, self.folder.samples, whole, prompt_from, self.log)
         self.checkpointer = Checkpointer(
             run=self.folder,
             engine=engine,

@@ -1,11 +1,11 @@
 """What the model writes, while it is trained and at the end."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from data.dataset import PackedDataset
 from data.tokenizer import Tokenizer
@@ -14,7 +14,6 @@ from inference.generation import generate
 from inference.sampling import Sampling
 from model import Transformer
 from training.arguments import TrainingArguments
-from training.engine.launch import plain_module
 from training.log import TrainingLog, drop_rows_from
 
 PROMPT_TOKENS = 12  # of the validation text, where no prompt is given
@@ -49,12 +48,12 @@ class SampleWriter:
 
     It reads a copy of the weights, in the precision of training's forward pass, and draws from a
     generator of its own: training goes on as if nothing had happened. On a GPU the copy has to fit
-    beside everything else.
+    beside everything else; under ZeRO-3 it is on the CPU, where a checkpoint is put together too.
     """
 
     args: TrainingArguments  # sample_interval, sample_prompt, sample_tokens and seed count here
     path: Path  # samples.jsonl; rows of steps that this start takes again are dropped
-    model: nn.Module  # as prepared
+    whole_model: Callable[[], Transformer | None]  # see `TrainingState`
     prompt_from: PackedDataset  # whose beginning is the prompt, if there is no other
     log: TrainingLog  # tells what was written
 
@@ -66,13 +65,15 @@ class SampleWriter:
             self.tokenizer = Tokenizer(self.prompt_from.tokenizer_path)
 
     def write(self, step: int) -> None:
-        """If it is time. A disk that is full or refuses does not stop training."""
+        """If it is time; all must call this. A disk that is full or refuses does not stop
+        training."""
         args, interval = self.args, self.args.sample_interval
-        if not interval or step % interval or not self.accelerator.is_main_process:
+        if not interval or step % interval:
             return
-        # Every process has all weights under DDP, ZeRO-1 and ZeRO-2: the others go on and wait at
-        # their next exchange.
-        decoder = Decoder(plain_module(self.model), getattr(torch, args.dtype))
+        model = self.whole_model()
+        if not self.accelerator.is_main_process:  # the others go on and wait at their next exchange
+            return
+        decoder = Decoder(model, getattr(torch, args.dtype))
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
             prompt, text = prompt_and_continuation(decoder, args, self.tokenizer, self.prompt_from)
         row = {"step": step, "prompt": prompt, "text": text}

@@ -17,7 +17,10 @@ from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_every_process, on_main_process
+from training.engine.memory import ram_warning
+from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
+from training.engine.zero_3 import claim_folders, divided_as_built
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
 from training.resume import StartingPoint, choose_run, resumed_arguments
 
@@ -94,10 +97,17 @@ class BuiltModel:
     model: nn.Module  # as prepared for the engine, like the optimizer
     optimizer: torch.optim.Optimizer
     state: TrainingState  # of both
-    # Counted before that: an engine may leave nothing to count.
     n_parameters: int
     n_muon_matrices: int
     n_muon_parameters: int  # stepped by Muon
+
+
+def _ram_warning(shapes: Transformer, args: TrainingArguments, engine: Engine) -> str | None:
+    """On a CPU there is nothing to offload, and the start block has the memory."""
+    if engine.accelerator.device.type == "cpu":
+        return None
+    places = engine.optimizer_offload, engine.parameter_offload
+    return ram_warning(shapes.num_parameters(), args.dtype, engine.processes, *places)
 
 
 def build_model(
@@ -106,11 +116,18 @@ def build_model(
     """A model with weights drawn at random and its optimizer, both prepared for the engine; the
     random generators are seeded for what comes after."""
     accelerator = engine.accelerator
-    seed_everything(args.seed)  # the same initial weights on every process
-    model = Transformer(config)
-    n_parameters = model.num_parameters()
-    matrices = muon_matrices(model) if args.optimizer == "muon" else []
+    with torch.device("meta"):  # to be counted: an engine may leave nothing of the model's own
+        shapes = Transformer(config)
+    matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
+    engine.set_width(config.dim)
+    if accelerator.is_local_main_process and (warning := _ram_warning(shapes, args, engine)):
+        print(warning, flush=True)
+    claim_folders(engine)
+    compile_operations(engine)
+    seed_everything(args.seed)  # the same initial weights on every process
+    with divided_as_built(engine):
+        model = Transformer(config)
     if compilation.on:
         compile_blocks(model)
     optimizer = build_optimizer(model, args, engine)
@@ -121,7 +138,7 @@ def build_model(
     if engine.processes > 1:
         KEPT.append(model)
     tell_layout(model, engine)
-    if engine.deepspeed is not None:
+    if engine.zero_stage in (1, 2):
         spare_overflow_check(model.optimizer)
     seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
     return BuiltModel(
@@ -130,7 +147,7 @@ def build_model(
         model=model,
         optimizer=optimizer,
         state=TrainingState(engine, model, optimizer),
-        n_parameters=n_parameters,
+        n_parameters=shapes.num_parameters(),
         n_muon_matrices=len(matrices),
         n_muon_parameters=n_muon_parameters,
     )

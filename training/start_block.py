@@ -16,9 +16,9 @@ from training.engine.memory import (
     available_memory,
     model_state_bytes,
 )
+from training.engine.state import is_deepspeeds
 from training.initial_weights import InitialWeights
 from training.run import Run
-from training.setup import BuiltModel
 
 FEW_STEPS = 50
 
@@ -46,7 +46,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         "parameters": f"{built.n_parameters / 1e6:.2f} million (dim {config.dim}, "
         f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
         f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})",
-        "optimizer": _optimizer(args, built),
+        "optimizer": _optimizer(run),
         "data": f"{args.data}: {run.train_set.n_tokens:,} tokens, "
         f"{n_sequences:,} sequences of {config.max_seq_len}; {validation}",
         "global batch": f"{run.samples_per_step:,} sequences = "
@@ -117,10 +117,14 @@ def _origin(run: Run, initial: InitialWeights) -> str:
     return run.start.checkpoint.name + (", not again --init_from" if run.args.init_from else "")
 
 
-def _optimizer(args: TrainingArguments, built: BuiltModel) -> str:
+def _optimizer(run: Run) -> str:
     """Who steps what."""
+    args, built = run.args, run.built
     if args.optimizer == "adamw":
-        return "AdamW"
+        if not run.engine.optimizer_offload:
+            return "AdamW"
+        is_own = is_deepspeeds(built.state.optimizer)
+        return f"AdamW on the CPU, {'DeepSpeed' if is_own else 'PyTorch'}'s"
     return (
         f"Muon on {built.n_muon_matrices} matrices ({built.n_muon_parameters / 1e6:.2f} million "
         f"parameters) at learning rate {args.muon_learning_rate:g}, AdamW on the rest"

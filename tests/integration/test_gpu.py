@@ -145,3 +145,13 @@ def test_precisions_train_with_fused_attention(packed, tmp_path, dtype):
     assert ("matrix products in TF32" in run.out) == dtype.endswith("--tf32")
     losses = run.column("loss")
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("engine", ["fp16", "zero1", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_engines_train_in_every_precision(packed, tmp_path, engine, dtype):
+    flags = f"--dtype {dtype} --max_steps 30 --learning_rate 1e-2"
+    run = train_on_gpu(f"configs/{engine}.yaml", packed, tmp_path / "run", flags)
+    losses = run.column("loss")
+    assert losses[-1] < losses[0]
+    assert {str(tensor.dtype) for tensor in run.tensors().values()} == {"torch.float32"}

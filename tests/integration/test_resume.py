@@ -20,7 +20,12 @@ pytestmark = pytest.mark.slow
 
 # 534 sequences: with 64 per step the first epoch ends within step 9.
 STEPS, FIRST, SECOND = 12, 5, 10
-ENGINES = {"plain": ("plain", 1), "DDP": ("ddp", 2), "ZeRO-2": ("zero2", 2)}
+ENGINES = {
+    "plain": ("plain", 1),
+    "DDP": ("ddp", 2),
+    "ZeRO-2": ("zero2", 2),
+    "ZeRO-3 offloaded": ("configs/zero3_offload.yaml", 2),
+}
 FLAGS = (
     f"--max_steps {STEPS} --save_interval {FIRST} --eval_interval 4 --eval_samples 16 "
     "--dropout 0.1 --dtype bfloat16 --learning_rate 3e-3 --accumulation_steps 2 --keep_last 9"
@@ -67,7 +72,10 @@ def resume(name: str, packed: Path, path: Path) -> Trained:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("plain", FIRST), ("plain", SECOND), ("DDP", FIRST), ("ZeRO-2", FIRST)],
+    [
+        *(("plain", FIRST), ("plain", SECOND), ("DDP", FIRST)),
+        *(("ZeRO-2", FIRST), ("ZeRO-3 offloaded", FIRST)),
+    ],
 )
 def test_resuming_continues_bit_for_bit(name, step, whole, packed, tmp_path):
     before = whole(name)

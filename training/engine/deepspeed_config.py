@@ -16,11 +16,18 @@ AUTO_DEFAULTS = {
     "zero_optimization.reduce_bucket_size": 50_000_000,
     "zero_optimization.allgather_bucket_size": 50_000_000,
 }
+# In elements, by the model's width: as the Hugging Face Trainer fills them
+# (transformers/integrations/deepspeed.py). Below ZeRO-3 the first is as above.
+BY_WIDTH = {
+    "reduce_bucket_size": lambda dim: dim * dim,
+    "stage3_prefetch_bucket_size": lambda dim: int(0.9 * dim * dim),
+    "stage3_param_persistence_threshold": lambda dim: 10 * dim,
+}
 ADAM_EPS = 1e-8
 # AdamW by its names in DeepSpeed's files. It compiles its own at first use, unless "torch_adam" is
 # true.
 OPTIMIZERS = ("Adam", "AdamW")
-ZERO_STAGES = (1, 2)  # those whose state training/engine/state.py can put together
+ZERO_STAGES = (1, 2, 3)  # those whose state training/engine/state.py can put together
 
 
 def read_config(path: str) -> dict:
@@ -37,8 +44,8 @@ def read_config(path: str) -> dict:
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """A copy of the configuration with every "auto" replaced by what the flags say, and
-    "overlap_comm" off where a process is alone.
+    """A copy of the configuration with every "auto" replaced by what the flags say, but for those
+    of `fill_by_width`, and "overlap_comm" off where a process is alone.
 
     Accelerate could fill most of them too, but not all, and clips at 1.0 whatever the script asked.
 
@@ -56,7 +63,8 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         raise UsageError(f'{source}: remove "scheduler", the learning rate follows --lr_schedule')
     stage = config["zero_optimization"].get("stage")
     if stage not in ZERO_STAGES:
-        raise UsageError(f'{source}: "zero_optimization.stage" must be 1 or 2, not {stage!r}')
+        raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3, not {stage!r}')
+    later = {f"zero_optimization.{key}" for key in BY_WIDTH} if stage == 3 else set()
     wanted = {
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
@@ -83,13 +91,13 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
             )
     for key, value in AUTO_DEFAULTS.items():
         section, name = _section(config, key, source)
-        if section.get(name) == "auto":
+        if section.get(name) == "auto" and key not in later:
             section[name] = value
     if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
         config["zero_optimization"]["overlap_comm"] = False
     if config.get("bf16", {}).get("check_grad_overflow") is False:
         raise UsageError(f'{source}: "check_grad_overflow": false would let NaN into the weights')
-    for key in _autos(config):
+    for key in (key for key in _autos(config) if key not in later):
         raise UsageError(
             f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
         )
@@ -118,11 +126,36 @@ def _wanted_optimizer(config: dict, args: TrainingArguments, source: str) -> dic
     }
 
 
+def fill_by_width(config: dict, dim: int) -> None:
+    """Replace each "auto" that the width of the model decides."""
+    zero = config["zero_optimization"]
+    zero |= {key: fill(dim) for key, fill in BY_WIDTH.items() if zero.get(key) == "auto"}
+
+
+def offload_device(config: dict | None, what: str) -> str | None:
+    """Where a DeepSpeed configuration moves the "optimizer" or "param": "cpu", "nvme" or None."""
+    zero = config["zero_optimization"] if config else {}
+    if what == "optimizer" and zero.get("cpu_offload"):  # as it was written once
+        return "cpu"
+    device = (zero.get(f"offload_{what}") or {}).get("device", "none")
+    return None if device == "none" else device
+
+
+def nvme_folders(config: dict) -> set[str | None]:
+    """Where a DeepSpeed configuration keeps files instead of tensors; None is a name left out."""
+    zero = config["zero_optimization"]
+    on_nvme = [what for what in ("optimizer", "param") if offload_device(config, what) == "nvme"]
+    return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
+
+
 def _leave_to_muon(config: dict, source: str) -> None:
     """Have DeepSpeed take the optimizer that this script makes."""
-    zero = config["zero_optimization"]
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none")
-    if offload != "none" or zero.get("cpu_offload"):
+    if config["zero_optimization"]["stage"] == 3:
+        raise UsageError(
+            f"{source}: --optimizer muon steps whole matrices, and under ZeRO-3 no process has "
+            'any: set "stage": 2, or train with --optimizer adamw'
+        )
+    if offload_device(config, "optimizer"):
         raise UsageError(
             f'{source}: --optimizer muon cannot be offloaded: remove "offload_optimizer", or train '
             "with --optimizer adamw"
@@ -134,8 +167,9 @@ def _leave_to_muon(config: dict, source: str) -> None:
 def _check_zero_section(section: dict, source: str) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds to import
 
+    later = [key for key in BY_WIDTH if section.get(key) == "auto"]
     try:
-        DeepSpeedZeroConfig(**section)
+        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if key not in later})
     except (ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f'DeepSpeed rejects "zero_optimization" in {source}: {reason}') from error
@@ -159,15 +193,38 @@ def _autos(config: dict, prefix: str = ""):
 
 
 def _require_compiler(config: dict, source: str) -> None:
-    """DeepSpeed compiles its own Adam at first use; with no compiler it ends in a traceback."""
-    optimizer = config.get("optimizer")
-    if optimizer is None or optimizer["params"].get("torch_adam"):
-        return
+    """DeepSpeed compiles operations of its own at first use; with no compiler it ends in a
+    traceback. PyTorch's AdamW takes the place of its Adam for the CPU, and the start block says so.
+    """
     tools = ["ninja", "nvcc"] if torch.cuda.is_available() else ["ninja", "c++"]
     missing = [tool for tool in tools if shutil.which(tool) is None]
+    if folders := nvme_folders(config):
+        _require_for_nvme(folders, missing, source)
+    optimizer = config.get("optimizer")
+    if missing and offload_device(config, "optimizer"):
+        config["zero_force_ds_cpu_optimizer"] = False
+        if optimizer is not None:
+            optimizer["params"] |= {"torch_adam": True, "fused": True}
+    if optimizer is None or optimizer["params"].get("torch_adam"):
+        return
     if missing:
         raise UsageError(
             f"{source} asks for DeepSpeed's own {optimizer['type']}, compiled with "
             f"{' and '.join(missing)}, "
             'not found here: write "torch_adam": true under "optimizer", "params" to use PyTorch\'s'
+        )
+
+
+def _require_for_nvme(folders: set[str | None], missing: list[str], source: str) -> None:
+    """Raises UsageError: something is not here with which DeepSpeed reads and writes such files."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # seconds to import
+
+    if None in folders:
+        raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
+    if not missing and not AsyncIOBuilder().is_compatible():
+        missing = ["libaio (apt-get install libaio-dev)"]
+    if missing:
+        raise UsageError(
+            f"{source}: offloading to NVMe is compiled with ninja, a C++ compiler and libaio, and "
+            f"not found here: {' and '.join(missing)}"
         )

@@ -25,7 +25,12 @@ from torch.distributed import ProcessGroup, ReduceOp
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
-from training.engine.deepspeed_config import read_config, resolve
+from training.engine.deepspeed_config import (
+    fill_by_width,
+    offload_device,
+    read_config,
+    resolve,
+)
 from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
@@ -54,6 +59,21 @@ class Engine:
         return None if self.deepspeed is None else self.deepspeed["zero_optimization"]["stage"]
 
     @property
+    def divides_model(self) -> bool:
+        """Whether no process has all weights: every forward pass needs all processes."""
+        return self.zero_stage == 3
+
+    @property
+    def optimizer_offload(self) -> str | None:
+        """Where the optimizer's state is, "cpu" or "nvme"; None: where the model is."""
+        return offload_device(self.deepspeed, "optimizer")
+
+    @property
+    def parameter_offload(self) -> str | None:
+        """The same for the weights that are not in use just now."""
+        return offload_device(self.deepspeed, "param")
+
+    @property
     def processes(self) -> int:
         return self.accelerator.num_processes
 
@@ -68,6 +88,11 @@ class Engine:
             micro_batch = self.deepspeed["train_micro_batch_size_per_gpu"]
             self.deepspeed["gradient_accumulation_steps"] = steps
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
+
+    def set_width(self, dim: int) -> None:
+        """Fill what the configuration leaves to the model's width; only before `prepare`."""
+        if self.deepspeed is not None:
+            fill_by_width(self.deepspeed, dim)
 
     def largest(self, value: int) -> int:
         """Of all processes' values. All must call this."""
@@ -148,7 +173,11 @@ def build_engine(args: TrainingArguments) -> Engine:
 
 def _name(deepspeed: dict | None, processes: int) -> str:
     if deepspeed is not None:
-        return f"DeepSpeed ZeRO-{deepspeed['zero_optimization']['stage']}"
+        name = f"DeepSpeed ZeRO-{deepspeed['zero_optimization']['stage']}"
+        for what, title in (("optimizer", "optimizer"), ("param", "parameters")):
+            if device := offload_device(deepspeed, what):
+                name += f", {title} on {'the CPU' if device == 'cpu' else 'NVMe'}"
+        return name
     if processes > 1:
         return f"DDP, not DeepSpeed ({ZERO_2_HINT})"
     return "single process, no engine"
@@ -228,10 +257,8 @@ def _check_launcher_agrees(config: dict, source: str) -> None:
     in_file = {
         "GRADIENT_CLIPPING": config["gradient_clipping"],
         "DEEPSPEED_ZERO_STAGE": zero["stage"],
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": zero.get("offload_optimizer", {}).get(
-            "device", "none"
-        ),
-        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": zero.get("offload_param", {}).get("device", "none"),
+        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer") or "none",
+        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param") or "none",
     }
     for name, value in in_file.items():
         launched = os.environ.get(f"ACCELERATE_{name}", "auto")

@@ -71,6 +71,35 @@ def activation_bytes(
     return int(tokens * (config.n_layers * per_layer + config.vocab_size * (half + 8)))
 
 
+def ram_warning(
+    n_parameters: int, dtype: str, processes: int, optimizer: str | None, parameters: str | None
+) -> str | None:
+    """What to say before an engine is built that offloads more than there is: a process that the
+    system kills for memory says nothing. None if there is room, or nobody knows.
+
+    Counted per parameter: fp32 weights, two moments and two copies of the gradient (4 bytes each),
+    of which the last two stay in RAM where the others are on NVMe, and the model's own weights; and
+    in one process 12 bytes of a checkpoint that is put together.
+
+    Args:
+        optimizer: where it is, "cpu", "nvme" or None, which is not offloaded.
+        parameters: the same.
+    """
+    each = {None: 0, "nvme": 8, "cpu": 20}[optimizer]
+    if parameters == "cpu":
+        each += 4 if dtype == "float32" else 2
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    needed = int(n_parameters * (each * here / processes + 12))
+    free = free_memory(torch.device("cpu"))
+    if not each or free is None or needed <= free:
+        return None
+    return (
+        f"WARNING: what is offloaded is expected to need {needed / GIB:.1f} GiB of RAM, and "
+        f"{free / GIB:.1f} are free: the system may end a process without a word; more machines, "
+        "NVMe or a smaller model need less"
+    )
+
+
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be taken: of the GPU, or of RAM within a container's limit.
 

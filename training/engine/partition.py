@@ -1,9 +1,10 @@
-"""How DeepSpeed ZeRO-1 and 2 divide the fp32 weights among the processes."""
+"""How DeepSpeed ZeRO divides the fp32 weights among the processes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
 
 
@@ -24,14 +25,32 @@ class Partition:
 
     fp32: Tensor  # (numel,)
     parts: list[Part]  # of every parameter of the group, in the same order on every process
+    group: int  # its index in the optimizer's `param_groups`
 
 
-def partitions(zero, rank: int) -> Iterator[Partition]:
-    """What this process steps, for every parameter group of a DeepSpeed optimizer.
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Its whole shape. ZeRO-3 leaves a parameter empty while nobody uses it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
-    ZeRO-1 and 2 lay the parameters of a group end to end and give every process an equal part of
-    that line. (The `_hp_mapping` that DeepSpeed notes at each parameter is about the same, but
-    takes no notice of "round_robin_gradients", which changes the order.)
+
+def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
+    """What this process steps, as a DeepSpeed optimizer divides it. One at a time is in use: what
+    lies on NVMe is in memory until the next is asked for.
+
+    Args:
+        writes: whether weights and moments are changed. Below ZeRO-3 those of the model, in 16
+            bits, are another copy and stay as they are.
+    """
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        yield from _of_zero_3(zero, rank, writes)
+    else:
+        yield from _of_zero_1_and_2(zero, rank)
+
+
+def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
+    """One for every parameter group: its parameters lie end to end, and every process has an equal
+    part of that line. (The `_hp_mapping` that DeepSpeed notes at each parameter is about the same,
+    but takes no notice of "round_robin_gradients", which changes the order.)
     """
     if hasattr(zero, "single_partition_of_fp32_groups"):
         stepped, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
@@ -39,7 +58,7 @@ def partitions(zero, rank: int) -> Iterator[Partition]:
     else:  # ZeRO-1 in bf16 with fp32 gradients is a class with other names
         stepped, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
         offsets = [accumulate((p.numel() for p in group[:-1]), initial=0) for group in groups]
-    for fp32, group, firsts in zip(stepped, groups, offsets, strict=True):
+    for index, (fp32, group, firsts) in enumerate(zip(stepped, groups, offsets, strict=True)):
         here = rank * fp32.numel()
         parts = []
         for parameter, first in zip(group, firsts, strict=True):
@@ -49,4 +68,32 @@ def partitions(zero, rank: int) -> Iterator[Partition]:
             end = max(start, min(last + 1, here + fp32.numel()))  # start, if nothing is held
             inside, at = slice(start - first, end - first), slice(start - here, end - here)
             parts.append(Part(parameter, inside, at, end - start, split))
-        yield Partition(fp32, parts)
+        yield Partition(fp32, parts, index)
+
+
+def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
+    """One for every "sub_group_size" elements of a parameter group. Every process has an equal part
+    of each parameter, the last ones less or nothing, and there the partition has a gap. Reads and
+    writes as DeepSpeed's own step does, which brings the model up to date too.
+    """
+    if writes:
+        zero._partition_all_parameters()  # one that is whole just now would stay as it is
+    for index, group in enumerate(zero.fp16_groups):
+        on_nvme = zero._swappable_optimizer_subgroup(index)
+        if on_nvme:
+            zero._optimizer_states_and_gradient_swap_in(index)
+        parts, here = [], 0
+        for parameter in group:
+            share, numel = parameter.partition_numel(), shape_of(parameter).numel()
+            start, end = min(rank * share, numel), min((rank + 1) * share, numel)
+            at = slice(here, here + end - start)
+            parts.append(Part(parameter, slice(start, end), at, end - start, share < numel))
+            here += share
+        fp32 = zero.fp32_partitioned_groups_flat[index]
+        yield Partition(fp32, parts, zero.sub_group_to_group_id[index])
+        if writes:
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+        if on_nvme and writes:
+            zero._optimizer_states_and_gradient_swap_out(index)
+        elif on_nvme:
+            zero._release_swap_buffers(index)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from formats.portable import load_weights
+from formats.portable import load_weights, require_fit
+from model import Transformer
 from model.config import ConfigError
 from training.engine.launch import Engine, plain_module
-from training.engine.partition import partitions
+from training.engine.partition import partitions, shape_of
 
 MUON_STATE = ("momentum_buffer",)
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
@@ -20,6 +21,11 @@ def state_keys(group: dict) -> tuple[str, ...]:
     return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
 
 
+def is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of DeepSpeed's own, which count their steps in an int."""
+    return type(optimizer).__module__.startswith("deepspeed.")
+
+
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
     """The optimizer's state of a tensor that it steps, made now if it has not stepped yet."""
     state = optimizer.state[stepped]
@@ -27,6 +33,8 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
     if keys[0] not in state:
         if keys == ADAMW_STATE:
             state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
+            if is_deepspeeds(optimizer):
+                state["step"] = 0
         for key in keys:
             state[key] = torch.zeros_like(stepped)
     return state
@@ -47,7 +55,8 @@ class Shard:
 
 
 class TrainingState:
-    """Reads and writes what the optimizer works on, under DeepSpeed ZeRO-1 and 2, DDP or no engine.
+    """Reads and writes what the optimizer works on, parameter by parameter, under DeepSpeed ZeRO,
+    DDP or no engine, wherever it is offloaded to.
 
     All methods but those that load are collective: every process must call them, and what they
     return is on the main process's CPU and empty elsewhere.
@@ -55,6 +64,7 @@ class TrainingState:
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.accelerator = engine.accelerator
+        self.divides_model = engine.divides_model
         self.model = plain_module(model)
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
@@ -74,6 +84,19 @@ class TrainingState:
                 whole |= self._join(f"{name}.{key}", parameter, held.inside, part)
         return whole
 
+    def whole_model(self) -> Transformer | None:
+        """One that has all weights: the model itself where the engine leaves it whole, or else a
+        copy on the main process's CPU and None elsewhere."""
+        if not self.divides_model:
+            return self.model
+        weights = self.weights()
+        if not self.accelerator.is_main_process:
+            return None
+        with torch.random.fork_rng(devices=[]):  # of which dropout draws
+            model = Transformer(self.model.config)
+        load_weights(model, weights, "the model in training")
+        return model.eval()
+
     def scalars(self) -> dict:
         """AdamW's step, which the correction of its bias depends on, and fp16's loss scale."""
         scale = None
@@ -90,14 +113,17 @@ class TrainingState:
         """Put all of it back, on every process. Raises ConfigError: names or shapes that do not fit
         the model."""
         self.load_weights(weights, source)
-        for name, parameter, held in self._shards():
+        for name, parameter, held in self._shards(writes=True):
             for key, part in held.moments.items():
-                if moments[f"{name}.{key}"].shape != parameter.shape:
+                moment = moments[f"{name}.{key}"]
+                if moment.shape != shape_of(parameter):
                     raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
-                part.copy_(moments[f"{name}.{key}"].view(-1)[held.inside])
+                part.copy_(moment.view(-1)[held.inside])
+        step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
             if "step" in state:
-                state["step"].fill_(scalars["optimizer_step"])
+                is_tensor = isinstance(state["step"], Tensor)
+                state["step"] = state["step"].fill_(step) if is_tensor else step
         if scalars["loss_scale"] is not None and self.accelerator.mixed_precision == "fp16":
             if self.zero:
                 vars(self.zero.loss_scaler).update(scalars["loss_scale"])
@@ -107,12 +133,18 @@ class TrainingState:
     def load_weights(self, weights: dict, source: str) -> None:
         """Put the fp32 weights back, on every process, and leave the optimizer as it is. Raises
         ConfigError: names or shapes that do not fit the model."""
-        load_weights(self.model, weights, source)
-        for name, _, held in self._shards():
+        if self.divides_model:  # its own parameters are empty
+            with torch.device("meta"):
+                shapes = Transformer(self.model.config)
+            require_fit(shapes, weights, source)
+        else:
+            load_weights(self.model, weights, source)
+        for name, _, held in self._shards(writes=True):
             held.fp32.copy_(weights[name].view(-1)[held.inside])
 
-    def _shards(self) -> Iterator[tuple[str, Tensor, Shard]]:
-        """(name, parameter, what this process holds of it), in one order on every process."""
+    def _shards(self, writes: bool = False) -> Iterator[tuple[str, Tensor, Shard]]:
+        """(name, parameter, what this process holds of it), in one order on every process; `writes`
+        as in `partitions`."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         if not self.zero:
             for group in self.optimizer.param_groups:
@@ -120,8 +152,8 @@ class TrainingState:
                     moments = {k: v.view(-1) for k, v in self._moments_of(p, group).items()}
                     yield names[id(p)], p, Shard(slice(None), p.data.view(-1), moments)
             return
-        divided = partitions(self.zero, self.accelerator.process_index)
-        for partition, group in zip(divided, self.optimizer.param_groups, strict=False):
+        for partition in partitions(self.zero, self.accelerator.process_index, writes):
+            group = self.optimizer.param_groups[partition.group]
             moments = self._moments_of(partition.fp32, group)
             for part in partition.parts:
                 here = part.in_partition
@@ -136,7 +168,7 @@ class TrainingState:
     def _join(self, name: str, parameter: Tensor, inside: slice, part: Tensor) -> dict[str, Tensor]:
         """{name: the whole tensor} on the main process, put together from everybody's part."""
         if self.zero:
-            whole = torch.zeros(parameter.numel(), device=parameter.device)
+            whole = torch.zeros(shape_of(parameter).numel(), device=self.accelerator.device)
             whole[inside] = part
             if self.accelerator.num_processes > 1:
                 torch.distributed.all_reduce(whole)
@@ -144,4 +176,5 @@ class TrainingState:
             whole = part
         if not self.accelerator.is_main_process:
             return {}
-        return {name: whole.detach().view_as(parameter).to("cpu", torch.float32, copy=True)}
+        whole = whole.detach().view(shape_of(parameter))
+        return {name: whole.to("cpu", torch.float32, copy=True)}
