@@ -10,6 +10,10 @@ LAUNCHER_FLAGS = (
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--machine_rank", "--cpu"),
 )
+DEEPSPEED_LAUNCHER_FLAGS = (
+    *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_local_rank"),
+    *("--master_addr", "--master_port", "--node_rank", "--no_ssh"),
+)
 ELSEWHERE = {  # flags, and what other programs call them, where the spelling does not tell
     "accumulation_steps": "grad_accum",
     "batch_size": "bs per_device_train_batch_size",
@@ -36,9 +40,13 @@ HINTS = {  # where the answer is no flag of the same program
     'PREPARE_FLAGS="--vocab_size N" bash run_accelerate.sh, or scripts.prepare_data --vocab_size N',
     "text_column": "it is named where text is prepared: "
     'PREPARE_FLAGS="--text_column NAME" bash run_accelerate.sh, or scripts.prepare_data',
-    "deepspeed": "the launcher is told: accelerate launch --use_deepspeed "
-    "--deepspeed_config_file ds_config.json, or --config_file accelerate_config.yaml",
-    "local_rank": "launchers of this project tell it by the environment: accelerate launch",
+    **dict.fromkeys(
+        ("deepspeed", "deepspeed_config"),
+        "the launcher is told: accelerate launch --use_deepspeed "
+        "--deepspeed_config_file ds_config.json, or --config_file accelerate_config.yaml",
+    ),
+    "local_rank": "the deepspeed launcher appends it: use accelerate launch here, or deepspeed "
+    "--no_local_rank",
 }
 
 
@@ -83,6 +91,8 @@ class OneLineParser(argparse.ArgumentParser):
         flags = {name: action for action in self._actions for name in action.option_strings}
         if word in LAUNCHER_FLAGS:
             return ": it belongs to accelerate launch, before the name of the script"
+        if word in DEEPSPEED_LAUNCHER_FLAGS:
+            return ": it belongs to the deepspeed launcher, before the name of the script"
         if not word.startswith("-"):
             return self._guess_of_value(word, before, flags)
         name = word.lstrip("-").replace("-", "_")

@@ -33,7 +33,7 @@ ZERO_ALLOWED = {
 def training_commands(text: str) -> list[list[str]]:
     """The flags of every command in a text that runs the training script."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    lines = re.findall(r"^    .*train_pretrain_accelerate\.py(.*)$", joined, re.MULTILINE)
+    lines = re.findall(r"^    [^\"\n]*train_pretrain_accelerate\.py(.*)$", joined, re.MULTILINE)
     return [shlex.split(line.replace("...", ""), comments=True) for line in lines]
 
 
@@ -160,6 +160,26 @@ def test_a_run_name_is_a_plain_folder_name(value):
 @pytest.mark.parametrize("value", ["", "nonsense", "tensorboard,nonsense", "tensorboard;wandb"])
 def test_unknown_trackers_are_refused(value):
     assert "log_with" in refused([f"--log_with={value}"])
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--deepspeed ds.json",
+        "--deepspeed_config=ds.json",
+        "--deepspeed --deepspeed_config ds.json",  # as DeepSpeed's own programs have it
+        "--local_rank=1 --deepspeed ds.json",
+        "--deepspeed ds.json --local-rank 1",
+    ],
+)
+def test_deepspeeds_flags_are_taken_as_its_users_type_them(typed):
+    args, _ = parse_arguments(typed.split())
+    assert args == TrainingArguments(deepspeed="ds.json")
+
+
+@pytest.mark.parametrize("typed", ["--deepspeed", "--deepspeed --dim 64", "--deepspeed="])
+def test_deepspeed_without_a_file_is_refused(typed):
+    assert "--deepspeed must be the name of a file" in refused(typed.split())
 
 
 def test_several_trackers_are_separated_by_commas():

@@ -1,5 +1,6 @@
 """main(argv) as a function of a program that lives on."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -44,6 +45,14 @@ def test_a_second_run_may_have_another_precision(flags, tmp_path):
     main(flags("b", "--dtype", "float32"))
     assert (tmp_path / "b" / "weights").exists()
     assert not AcceleratorState._shared_state
+
+
+def test_the_engine_of_a_run_is_not_that_of_the_next(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"HOME": "/"})
+    with leave_as_found("train.py", ["--deepspeed", "ds_config.json"]):
+        os.environ |= {"RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"}
+        del os.environ["HOME"]
+    assert os.environ == {"HOME": "/"}
 
 
 def test_what_others_in_the_process_have_made_of_accelerate_is_no_obstacle(flags, tmp_path):

@@ -91,8 +91,8 @@ def test_the_value_of_an_unknown_flag_may_be_that_of_a_known_one_too():
     [
         ("--vocab_size 2000", "PREPARE_FLAGS"),
         ("--text_column poem", "PREPARE_FLAGS"),
-        ("--deepspeed ds_config.json", "--use_deepspeed"),
-        ("--local_rank=0", "accelerate launch"),
+        ("--num_gpus 2", "the deepspeed launcher, before the name of the script"),
+        ("--hostfile=hosts", "the deepspeed launcher, before the name of the script"),
         ("--use_wandb", "did you mean --log_with?"),
         ("--from_weight pretrain", "did you mean --init_from?"),
     ],
@@ -102,3 +102,14 @@ def test_flags_of_other_projects_get_the_right_hint(typed, hint):
         build_parser().parse_args(typed.split())
     assert hint in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("typed", ["--deepspeed ds.json", "--deepspeed_config=ds.json"])
+def test_a_program_that_takes_no_deepspeed_file_names_the_launcher(typed):
+    assert "accelerate launch --use_deepspeed" in guess(*typed.split())
+
+
+def test_a_program_that_takes_no_local_rank_names_launchers_that_append_none():
+    assert guess("--local_rank=0").endswith(
+        "use accelerate launch here, or deepspeed --no_local_rank"
+    )

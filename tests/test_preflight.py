@@ -123,6 +123,29 @@ def test_a_deepspeed_file_that_is_missing_is_refused(flags, config_file, tmp_pat
     assert path in message
 
 
+def test_the_same_deepspeed_file_on_the_script_passes(flags):
+    check_launch(ZERO_2, "1", [*flags, "--deepspeed", "ds_config.json"])
+
+
+def test_another_deepspeed_file_on_the_script_is_refused(flags):
+    message = refused(ZERO_2, [*flags, "--deepspeed", "other.json"])
+    assert message == (
+        "--deepspeed is other.json, but the launcher's DeepSpeed file is ds_config.json: name one "
+        "of them"
+    )
+
+
+def test_a_deepspeed_file_on_the_script_is_checked_where_the_launcher_names_none(
+    flags, config_file, tmp_path
+):
+    ddp = config_file(distributed_type="MULTI_GPU", deepspeed_config={})
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": 16}')
+    batch = ["--deepspeed", str(path), "--batch_size", "8"]
+    check_launch(ddp, "2", [*flags, *batch])
+    assert "32" in refused(ddp, [*flags, *batch], "4")
+
+
 def test_a_contradiction_between_file_and_flags_is_refused(flags, config_file):
     ds_config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}
     message = refused(config_file(ds_config=ds_config), [*flags, "--accumulation_steps", "4"])

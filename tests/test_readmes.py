@@ -29,12 +29,13 @@ from readme_blocks import (
     typed,
 )
 
-from common.parser import LAUNCHER_FLAGS
+from common.parser import DEEPSPEED_LAUNCHER_FLAGS, LAUNCHER_FLAGS
 
 ENGLISH, CHINESE = "README.md", "README_zh.md"
 TEXTS = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE)}
-# tensorboard's, pip's and pytest's (tests/conftest.py); and `--no-`, which switches flags off.
-OTHER_FLAGS = {"--logdir", "--no-deps", "--all", "--no"}
+# tensorboard's, pip's, pytest's (tests/conftest.py) and torchrun's; and `--no-`, which switches
+# flags off.
+OTHER_FLAGS = {"--logdir", "--no-deps", "--all", "--no", "--nproc_per_node"}
 HAN = r"[\u4e00-\u9fff]"
 
 
@@ -229,7 +230,8 @@ def test_every_module_takes_the_flags_that_stand_after_it(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_flag_that_is_named_is_a_flag_of_something(name):
     modules = {module for module, _ in module_commands(TEXTS[name])} - {"training.arguments"}
-    known = {*LAUNCHER_FLAGS, *OTHER_FLAGS, *flags_of("train_pretrain_accelerate")}
+    known = {*LAUNCHER_FLAGS, *DEEPSPEED_LAUNCHER_FLAGS, *OTHER_FLAGS}
+    known |= flags_of("train_pretrain_accelerate")
     known = known.union(*map(flags_of, modules))
     named = flags_in("\n".join(typed(TEXTS[name])))
     assert {"--beyond_context", "--use_deepspeed", "--no-use_flash_attn"} <= named

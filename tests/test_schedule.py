@@ -2,12 +2,15 @@ import math
 from itertools import pairwise
 
 import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim import SGD
 
 from training.arguments import parse_arguments
 from training.schedule import MAX_DEFAULT_WARMUP, LearningRate
 
 PEAK = 4e-4
-SCHEDULES = ["cosine", "constant", "wsd"]
+SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 SIZES = [1, 2, 3, 7, 20, 100, 999, 5000]
 
 
@@ -36,6 +39,56 @@ def test_cosine_equals_its_formula():
     for step in range(6, 51):
         wave = 0.5 * (1 + math.cos(math.pi * (step - 5) / 45))
         assert rate(step) == pytest.approx(PEAK * (0.2 + 0.8 * wave))
+
+
+def test_linear_falls_by_the_same_at_every_step():
+    rate = LearningRate(PEAK, total_steps=100, warmup_steps=10, schedule="linear")
+    falls = [rate(step) - rate(step + 1) for step in range(10, 100)]
+    assert falls == pytest.approx([PEAK * 0.9 / 90] * 90)
+    assert rate(100) == pytest.approx(PEAK / 10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [("WarmupLR", "constant"), ("WarmupDecayLR", "linear")]
+)
+@pytest.mark.parametrize(("total_steps", "warmup_steps"), [(100, 10), (50, 2), (7, 6)])
+def test_the_curve_is_that_of_deepspeeds_scheduler(kind, schedule, total_steps, warmup_steps):
+    """A straight warm-up, down to nothing; its engine is behind by two steps."""
+    theirs, used = deepspeeds(kind, "linear", total_steps, warmup_steps)
+    rate = LearningRate(PEAK, total_steps, warmup_steps, schedule, min_ratio=0)
+    ours = [rate(step) for step in range(1, total_steps + 1)]
+    assert ours == pytest.approx(theirs[1:])
+    assert used[:2] == [0, 0]
+    assert used[2:] == pytest.approx(ours[: total_steps - 2])
+
+
+def test_what_deepspeed_calls_log_is_half_way_up_at_the_square_root_of_the_warm_up():
+    theirs, _ = deepspeeds("WarmupLR", "log", total_steps=100, warmup_steps=64)
+    assert theirs[7] == pytest.approx(PEAK / 2)
+    assert theirs[63] == pytest.approx(PEAK)
+
+
+def deepspeeds(kind: str, warmup_type: str, total_steps: int, warmup_steps: int):
+    """Its rates of iterations 0 to the last, and those with which its engine makes the steps."""
+    from deepspeed.runtime import lr_schedules
+
+    optimizer = SGD([Parameter(torch.zeros(1))], lr=PEAK)
+    total = {"total_num_steps": total_steps} if kind == "WarmupDecayLR" else {}
+    scheduler = getattr(lr_schedules, kind)(
+        optimizer,
+        warmup_max_lr=PEAK,
+        warmup_num_steps=warmup_steps,
+        warmup_type=warmup_type,
+        **total,
+    )
+    curve, used = [], []
+    for _ in range(total_steps):
+        used.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    for iteration in range(total_steps + 1):
+        scheduler.step(iteration)
+        curve += scheduler.get_last_lr()
+    return curve, used
 
 
 def test_constant_stays_at_the_peak():

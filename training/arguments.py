@@ -17,7 +17,7 @@ from model.config import LMConfig, setting
 
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "constant", "wsd")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
 COMPILE = ("auto", "on", "off")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
 
@@ -39,6 +39,7 @@ SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FOLDER_NAME = Must(
     "a plain folder name", lambda name: name.strip() and "/" not in name and name not in (".", "..")
 )
+FILE_NAME = Must("the name of a file", lambda name: name.strip())
 TRACKER_LIST = Must(
     f"a list of {', '.join(TRACKERS)}", lambda names: set(split(names)) <= set(TRACKERS)
 )
@@ -106,6 +107,15 @@ class TrainingArguments:
     compile: str = setting(
         "auto", "torch.compile by blocks; 'auto' where the run gains by it", choices=COMPILE
     )
+    deepspeed: str | None = setting(
+        None,
+        "DeepSpeed's configuration, where the launcher is not told: a launch by deepspeed, "
+        "torchrun or plain python",
+        FILE_NAME,
+        aliases=("--deepspeed_config",),
+        # As in DeepSpeed's own programs: --deepspeed --deepspeed_config FILE
+        value_optional=True,
+    )
     seed: int = setting(42, "of initial weights, order of the data, dropout and samples", SEED)
 
     log_interval: int = setting(10, "steps between log lines", AT_LEAST_1, group="reports")
@@ -164,7 +174,11 @@ def build_parser() -> argparse.ArgumentParser:
             choices = item.metadata.get("choices")
             metavar = None if choices else kind.__name__.upper()
             options |= {"type": kind, "choices": choices, "metavar": metavar}
-        group.add_argument(f"--{item.name}", **options)
+        if item.metadata.get("value_optional"):
+            options |= {"nargs": "?", "const": ""}
+        group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
+    # What DeepSpeed's launcher appends; the environment says it too.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 
 
@@ -187,6 +201,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, d
     cannot work.
     """
     values = vars(build_parser().parse_args(argv))
+    values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
     args = TrainingArguments(**values)

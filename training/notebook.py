@@ -1,5 +1,6 @@
 """A run in a program that lives on after it, such as a notebook's kernel."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,9 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     """Leave the process as it was found, so that it can do other things, another run among them.
 
     Accelerate keeps its state once per process and refuses another precision, torch.compile stops
-    compiling after eight models, a run folder stays locked as long as its process lives, and
-    signals would still go to the run that has ended.
+    compiling after eight models, a run folder stays locked as long as its process lives, signals
+    would still go to the run that has ended, and the environment would have the next one use its
+    engine.
 
     Meanwhile sys.argv is what a person would start to get the same run. Without argv the flags came
     from there: the process ends with the run, and nothing is changed.
@@ -34,6 +36,7 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
         yield
         return
     command, sys.argv = sys.argv, [program, *argv]
+    environ = os.environ.copy()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     _forget_models()
     _active = True
@@ -46,6 +49,8 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
                 signal.signal(number, handler)
         _forget_models()
         release_locks()
+        os.environ.clear()
+        os.environ.update(environ)
         sys.argv = command
 
 

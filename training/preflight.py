@@ -21,6 +21,7 @@ from data.dataset import PackedDataset
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import TrainingArguments, parse_arguments
 from training.engine.attention_kernel import attention_kernel
+from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
 from training.engine.launch import deepspeed_plugin
 from training.engine.memory import (
@@ -63,6 +64,8 @@ def check_launch(
             fields.append("mixed_precision")
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
+    name_configuration(args)
+    if config.distributed_type == "DEEPSPEED" or args.deepspeed:
         os.environ["WORLD_SIZE"] = processes
         zero = deepspeed_plugin(args).deepspeed_config["zero_optimization"]
     initial = InitialWeights.find(args.init_from, model_settings)

@@ -22,6 +22,7 @@ class LearningRate:
     Linear warm-up reaches the peak at step `warmup_steps`. Then
     - cosine: half a cosine wave down to min_ratio·peak at the last step (Loshchilov and Hutter,
       https://arxiv.org/abs/1608.03983);
+    - linear: straight down to min_ratio·peak at the last step;
     - constant: the peak;
     - wsd: the peak, and over the last decay_fraction of all steps linearly down to min_ratio·peak
       (warm-up, stable, decay; Hu et al., https://arxiv.org/abs/2404.06395).
@@ -45,7 +46,8 @@ class LearningRate:
             if step <= start:
                 return self.peak
         progress = min(1.0, (step - start) / max(1, self.total_steps - start))
-        share = 1 - progress if self.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+        wave = 0.5 * (1 + math.cos(math.pi * progress))
+        share = wave if self.schedule == "cosine" else 1 - progress
         return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
 
     @classmethod

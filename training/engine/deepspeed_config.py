@@ -8,16 +8,17 @@ import torch
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
+from training.engine.deepspeed_keys import check_optimizer, settle_keys
 
-# Fields that other people's files leave to the Hugging Face Trainer. Buckets as in ds_config.json,
-# in elements.
+# Fields that other people's files leave to whoever reads them, where no flag says it. Buckets as in
+# ds_config.json, in elements; whole weights are gathered by this script's own checkpoints.
 AUTO_DEFAULTS = {
     "zero_optimization.overlap_comm": True,
-    "zero_optimization.reduce_bucket_size": 50_000_000,
     "zero_optimization.allgather_bucket_size": 50_000_000,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
 }
 # In elements, by the model's width: as the Hugging Face Trainer fills them
-# (transformers/integrations/deepspeed.py). Below ZeRO-3 the first is as above.
+# (transformers/integrations/deepspeed.py).
 BY_WIDTH = {
     "reduce_bucket_size": lambda dim: dim * dim,
     "stage3_prefetch_bucket_size": lambda dim: int(0.9 * dim * dim),
@@ -45,7 +46,7 @@ def read_config(path: str) -> dict:
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
     """A copy of the configuration with every "auto" replaced by what the flags say, but for those
-    of `fill_by_width`, and "overlap_comm" off where a process is alone.
+    that `fill_by_width` fills, and "overlap_comm" off where a process is alone.
 
     Accelerate could fill most of them too, but not all, and clips at 1.0 whatever the script asked.
 
@@ -59,12 +60,10 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     field that this script decides.
     """
     config = json.loads(json.dumps(config))
-    if "scheduler" in config:
-        raise UsageError(f'{source}: remove "scheduler", the learning rate follows --lr_schedule')
     stage = config["zero_optimization"].get("stage")
     if stage not in ZERO_STAGES:
         raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3, not {stage!r}')
-    later = {f"zero_optimization.{key}" for key in BY_WIDTH} if stage == 3 else set()
+    settle_keys(config, args, source)
     wanted = {
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
@@ -91,22 +90,25 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
             )
     for key, value in AUTO_DEFAULTS.items():
         section, name = _section(config, key, source)
-        if section.get(name) == "auto" and key not in later:
+        if section.get(name) == "auto":
             section[name] = value
     if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
         config["zero_optimization"]["overlap_comm"] = False
     if config.get("bf16", {}).get("check_grad_overflow") is False:
         raise UsageError(f'{source}: "check_grad_overflow": false would let NaN into the weights')
-    for key in (key for key in _autos(config) if key not in later):
-        raise UsageError(
-            f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
-        )
-    _check_zero_section(config["zero_optimization"], source)
+    for key in _autos(config):
+        if key.removeprefix("zero_optimization.") not in BY_WIDTH:
+            raise UsageError(
+                f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
+            )
+    _check_by_deepspeed(config, source)
     # It would wait for the GPU at every forward pass; the log measures throughput itself.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     if args.optimizer == "muon":
         _leave_to_muon(config, source)
     _require_compiler(config, source)
+    if "optimizer" in config:
+        check_optimizer(config, source)
     return config
 
 
@@ -164,15 +166,17 @@ def _leave_to_muon(config: dict, source: str) -> None:
     config["zero_allow_untested_optimizer"] = True
 
 
-def _check_zero_section(section: dict, source: str) -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # seconds to import
+def _check_by_deepspeed(config: dict, source: str) -> None:
+    """What it would say at its start, below a traceback."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # seconds to import
 
-    later = [key for key in BY_WIDTH if section.get(key) == "auto"]
+    # It cannot know yet how many processes there are.
+    config = json.loads(json.dumps(config | {"train_batch_size": None}))
     try:
-        DeepSpeedZeroConfig(**{key: value for key, value in section.items() if key not in later})
-    except (ValueError, TypeError) as error:
+        DeepSpeedConfig(config)
+    except (ValueError, TypeError, AttributeError, AssertionError, DeepSpeedConfigError) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(f'DeepSpeed rejects "zero_optimization" in {source}: {reason}') from error
+        raise UsageError(f"DeepSpeed rejects {source}: {reason}") from error
 
 
 def _section(config: dict, key: str, source: str) -> tuple[dict, str]:

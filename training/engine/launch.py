@@ -31,6 +31,7 @@ from training.engine.deepspeed_config import (
     read_config,
     resolve,
 )
+from training.engine.environment import take_launch
 from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
@@ -39,7 +40,8 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 # rank that had finished never left.)
 KEPT: list = []
 ZERO_2_HINT = (
-    "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..."
+    "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..., "
+    "or --deepspeed ds_config.json behind any launcher"
 )
 
 
@@ -121,6 +123,7 @@ logging.getLogger("DeepSpeed").addFilter(
 def build_engine(args: TrainingArguments) -> Engine:
     """The Accelerator for this launch. Raises UsageError: launcher, configuration file, flags and
     machine do not go together."""
+    take_launch(args)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpus()
     has_gpu = torch.cuda.is_available()
@@ -135,7 +138,9 @@ def build_engine(args: TrainingArguments) -> Engine:
     if deepspeed:
         plugin = deepspeed_plugin(args)
         if "RANK" not in os.environ:
-            raise UsageError("DeepSpeed is asked for without a launcher: use accelerate launch")
+            raise UsageError(
+                "DeepSpeed is asked for without a launcher: use accelerate launch, or --deepspeed"
+            )
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
             process_group.backend = "gloo"
