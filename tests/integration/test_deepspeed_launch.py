@@ -114,6 +114,14 @@ def test_torchrun_starts_deepspeed_as_well(accelerate, ranks):
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
+def test_accelerates_launcher_for_ddp_starts_deepspeed_if_the_script_is_told(
+    accelerate, packed, tmp_path
+):
+    trained = train("ddp", 2, packed, tmp_path / "run", f"{FLAGS} --deepspeed ds_config.json")
+    assert engine(trained) == "DeepSpeed ZeRO-2"
+    assert trained.column("loss") == accelerate["zero2"].column("loss")
+
+
 def test_a_template_of_others_trains_as_our_own_file(accelerate, ranks, tmp_path):
     """Accelerate's for ZeRO-2, its schedule being that of the flags, once the warm-up is too."""
     config = json.loads((FIXTURES / "accelerate_zero2_student.json").read_text(encoding="utf-8"))
