@@ -261,7 +261,6 @@ def test_below_zero_3_an_auto_of_zero_3_is_refused(config):
         ({"offload_optimizer": None}, None),
         ({"offload_optimizer": {"device": "none"}}, None),
         ({"offload_optimizer": {"device": "nvme"}}, "nvme"),
-        ({"cpu_offload": True}, "cpu"),
     ],
 )
 def test_where_the_optimizer_is_kept(section, device):

@@ -137,8 +137,6 @@ def fill_by_width(config: dict, dim: int) -> None:
 def offload_device(config: dict | None, what: str) -> str | None:
     """Where a DeepSpeed configuration moves the "optimizer" or "param": "cpu", "nvme" or None."""
     zero = config["zero_optimization"] if config else {}
-    if what == "optimizer" and zero.get("cpu_offload"):  # as it was written once
-        return "cpu"
     device = (zero.get(f"offload_{what}") or {}).get("device", "none")
     return None if device == "none" else device
 
