@@ -9,16 +9,20 @@ from training.cpu_steps import intervals, main, suited_steps
 
 
 @pytest.mark.parametrize(
-    ("tokens", "steps"),
+    ("tokens", "segmentations", "steps"),
     [
-        (3_500_000, 600),
-        (614_400, 600),  # of 4,096 tokens: four passes
-        (382_016, 373),
-        (9_000, 100),
+        (3_500_000, 1, 600),
+        (614_400, 1, 600),  # of 4,096 tokens: four passes
+        (382_016, 1, 373),
+        (9_000, 1, 100),
+        (2_216_140, 7, 541),  # one pass
+        (63_000, 7, 100),
     ],
 )
-def test_a_small_text_is_read_four_times_but_for_100_steps_at_least(tokens, steps):
-    assert suited_steps(tokens) == steps
+def test_a_small_text_is_read_four_times_or_in_every_way_but_for_100_steps_at_least(
+    tokens, segmentations, steps
+):
+    assert suited_steps(tokens, segmentations) == steps
 
 
 @pytest.mark.parametrize(
@@ -42,7 +46,7 @@ def test_no_interval_lies_beyond_the_last_step(steps, log, often, save):
 def test_steps_by_the_text_go_to_stdout_and_are_said_in_one_line(packed, capfd):
     main(["--data", str(packed), "--dim", "nonsense"])
     tokens = json.loads((packed / "dataset.json").read_text())["splits"]["train"]["tokens"]
-    steps = suited_steps(tokens)
+    steps = suited_steps(tokens, segmentations=1)
     out, said = capfd.readouterr()
     assert out.split() == ["--max_steps", str(steps), *intervals(steps).split()]
     assert (
