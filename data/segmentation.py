@@ -2,8 +2,8 @@
 
 A small text is read several times, and a model that meets it in one form learns it by heart. Cut
 otherwise at each reading, it also says how words are spelled (BPE-dropout, Provilkov et al., 2020,
-https://arxiv.org/abs/1910.13267). There merges are left out while a text is encoded, by a generator
-that cannot be seeded per document; here finished pieces are split again, which comes to the same.
+https://arxiv.org/abs/1910.13267). There merges are left out while a text is encoded; SentencePiece
+draws them from a generator that is another in each process. Here finished pieces are split again.
 """
 
 import numpy as np
