@@ -29,6 +29,7 @@ NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
     r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
     r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
+    r"libaio": "libaio (apt-get install libaio-dev)",
     r"only root can mount": "root, to mount a small disk",
     r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",
     r"import '?litgpt": "litgpt (pip install -r requirements-benchmarks.txt)",

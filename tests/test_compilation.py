@@ -62,6 +62,15 @@ def test_auto_goes_on_without_compiling_where_that_does_not_work_and_says_why(
     assert str(answer) == "no (no compiler)"
 
 
+@pytest.mark.parametrize(("wanted", "compiled"), [("auto", False), ("on", True)])
+def test_under_zero_3_it_is_compiled_only_where_that_is_asked_for(
+    accelerator, works, wanted, compiled
+):
+    answer = decide_compilation(wanted, True, LONG, accelerator, divides_model=True)
+    assert answer.on is compiled
+    assert ("ZeRO-3" in answer.why) != compiled
+
+
 def test_the_answer_reads_as_one_with_its_reason():
     assert str(Compilation(True, "block by block")) == "yes (block by block)"
 

@@ -23,7 +23,7 @@ from training.arguments import TrainingArguments, parse_arguments
 from training.engine.attention_kernel import attention_kernel
 from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
-from training.engine.launch import deepspeed_plugin
+from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import (
     GIB,
     OVERHEAD,
@@ -50,6 +50,7 @@ def check_launch(
     args, model_settings = parse_arguments(flags)
     require_trackers(args.trackers)
     require_usable_gpus()
+    check_precision(args, torch.cuda.is_available())
     zero = None
     try:
         config = load_config_from_file(config_file)

@@ -87,7 +87,9 @@ def plan_compilation(
     tokens = args.batch_size * args.accumulation_steps * config.max_seq_len * steps  # per process
     run_flops = flops_per_token(config) * tokens
     recorded = start.state.get("compiled")
-    return decide_compilation(args.compile, recorded, run_flops, engine.accelerator)
+    return decide_compilation(
+        args.compile, recorded, run_flops, engine.accelerator, engine.divides_model
+    )
 
 
 @dataclass

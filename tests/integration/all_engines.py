@@ -19,7 +19,9 @@ from torch import Tensor, distributed
 from formats.portable import TensorFile, save_tensors
 from model import LMConfig, Transformer
 from training.arguments import TrainingArguments
+from training.engine import launch as launch_engine
 from training.engine.compilation import Compilation
+from training.engine.deepspeed_config import read_config
 from training.engine.launch import build_engine, plain_module
 from training.interruption import leave
 from training.optimizer import set_learning_rate
@@ -66,13 +68,20 @@ class Recorder:
         setattr(distributed, name, noting)
 
 
+def with_torch_adam(path: str) -> dict:
+    config = read_config(path)
+    config["optimizer"]["params"]["torch_adam"] = True
+    return config
+
+
 class Trainee:
-    """A model under one of configs/, with seven numbers of its own for every step."""
+    """A model under one of configs/; behind "+torch" by PyTorch's AdamW instead of DeepSpeed's."""
 
     def __init__(self, name: str, dtype: str, recorder: Recorder):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.nn.functional.linear = LINEAR  # ZeRO-3 leaves another one behind
+        name, _, by_torch = name.partition("+")
         launch = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text())
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         if "deepspeed_config" in launch:
@@ -82,6 +91,7 @@ class Trainee:
         args = TrainingArguments(
             batch_size=2, accumulation_steps=ACCUMULATION, dtype=dtype, grad_clip=0.1
         )
+        launch_engine.read_config = with_torch_adam if by_torch else read_config
         self.recorder = recorder
         self.engine = build_engine(args)
         self.accelerator = self.engine.accelerator
@@ -166,6 +176,7 @@ class Trainee:
             "held": sum(p.numel() for p in module.parameters()),
             "pos_cis": str(module.pos_cis.dtype),
             "weights": sorted(str(dtype)[6:] for dtype in dtypes),
+            "by": type(self.state.optimizer).__name__,
             "starts as drawn": all(
                 torch.equal(weights, plain[name].to(*dtypes).float())
                 for name, weights in starts.items()

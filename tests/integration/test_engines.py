@@ -2,10 +2,13 @@
 checkpoint of each other one."""
 
 import json
+import shutil
 import sys
+from ctypes.util import find_library
+from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Trained, run_warm, train
+from conftest import REPOSITORY, Trained, deepspeed_command, run_warm, train
 
 from formats.portable import load_portable
 
@@ -13,8 +16,10 @@ pytestmark = pytest.mark.slow
 
 PROCESSES = 3
 ENGINES = ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-DIVIDED = ("zero3", "zero3_offload")
+ENGINES += ("zero3_offload+torch",)
+DIVIDED = ("zero3", "zero3_offload", "zero3_offload+torch")
 TOLERANCE = 1e-4
+COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,8 @@ def test_every_engine_trains_as_ddp_does(name, all_engines):
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_begins_with_the_weights_that_the_seed_draws(name, precision, all_engines):
     facts = all_engines[precision][name]
+    own = name.endswith("_offload") and COMPILES
+    assert facts["by"] == ("DeepSpeedCPUAdam" if own else "AdamW")
     assert facts["starts as drawn"]
     assert facts["pos_cis"] == "torch.complex64"
     assert facts["parameters"] == all_engines["fp32"]["ddp"]["held"]
@@ -133,3 +140,38 @@ def test_samples_are_written_whoever_has_the_weights(relay, whole):
     assert lines == (whole.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     for run in (relay[-1], whole):
         assert load_portable(run.path / "weights").num_parameters() > 0
+
+
+def nvme_command(folder: Path, processes: int) -> list[str]:
+    """ZeRO-Infinity as in configs/, in a folder of the test's own and with small buffers."""
+    config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())
+    for what in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][what]["nvme_path"] = str(folder)
+    config["zero_optimization"]["offload_param"]["buffer_size"] = 10**6
+    file = folder.with_suffix(".json")
+    file.write_text(json.dumps(config))
+    return deepspeed_command(file, processes)
+
+
+@pytest.mark.variant  # compiles for minutes where it was not done before
+@pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
+def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
+    # Partitions below 1 MiB stay in memory: most of this model's are larger.
+    flags = f"{FLAGS} --dim 512 --n_layers 1 --batch_size 2 --max_steps 4 --save_interval 2"
+    command = nvme_command(tmp_path / "nvme", 2)
+    whole = train(command, 2, packed, tmp_path / "whole", flags)
+    assert "engine: DeepSpeed ZeRO-3, optimizer on NVMe, parameters on NVMe" in whole.out
+    files = [file for file in (tmp_path / "nvme").rglob("*.swp") if file.is_file()]
+    state = sum(tensor.nbytes for tensor in whole.tensors("optimizer").values())
+    assert sum(file.stat().st_size for file in files if "optimizer" in file.parts) > 1.2 * state
+    assert any("float32params" in file.parts for file in files)
+    for after, exact in ((command, True), ("zero2", False)):
+        path = tmp_path / f"resumed-{exact}"
+        shutil.copytree(whole.checkpoint(2), path / "checkpoints" / whole.checkpoint(2).name)
+        resumed = train(after, 2, packed, path, f"{flags} --resume {path}")
+        assert resumed.column("loss") == pytest.approx(whole.column("loss")[2:], abs=TOLERANCE)
+        for file in ("weights", "optimizer"):
+            for name, expected in whole.tensors(file).items():
+                here = resumed.tensors(file)[name]
+                allowed = 0 if exact else 10 * TOLERANCE * expected.abs().max()
+                assert (here - expected).abs().max() <= allowed, name

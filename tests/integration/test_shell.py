@@ -127,6 +127,10 @@ def test_a_process_that_the_system_kills_is_named(clone, by_hand):
         ("", {"CONFIG": "missing.yaml"}, "missing.yaml"),
         ("--data out/data/none", {}, "--data is a folder that has been prepared, DATA and"),
         ("--data out/data/none", {"DATA": ""}, "out/data/none: no prepared data here"),
+        ("", {"ENGINE": "zero4"}, "no ENGINE is called zero4: there are ddp fp16"),
+        ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
+        ("--optimizer muon", {"ENGINE": "zero3"}, "under ZeRO-3 no process has any"),
+        ("", {"ENGINE": "fp16"}, "--dtype float16 needs a GPU"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags, environ, says):
@@ -176,7 +180,7 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
         process = subprocess.Popen(
             typed,
             cwd=clone,
-            env=clean_environment() | settings(by_hand),
+            env=clean_environment() | settings(by_hand, ENGINE="zero3"),
             stdout=file,
             stderr=file,
             stdin=subprocess.DEVNULL,
@@ -189,6 +193,7 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
     process.send_signal(signal.SIGTERM)
     assert process.wait(SAFETY_NET_SECONDS) == 0
     said = log.read_text(encoding="utf-8")
+    assert "engine: DeepSpeed ZeRO-3\n" in said
     assert "used as it is" in said
     assert "vocabulary 450)" in said
     assert "Traceback" not in said
@@ -196,4 +201,4 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
     words, command = said.splitlines()[-2:]
     assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved; to go on:", words)
     resume = ["--resume", "out/runs/stopped"]
-    assert shlex.split(command) == [f"DATA={by_hand}", *typed, *resume]
+    assert shlex.split(command) == [f"DATA={by_hand}", "ENGINE=zero3", *typed, *resume]

@@ -35,7 +35,11 @@ class Compilation(NamedTuple):
 
 
 def decide_compilation(
-    wanted: str, recorded: bool | None, run_flops: float, accelerator: Accelerator
+    wanted: str,
+    recorded: bool | None,
+    run_flops: float,
+    accelerator: Accelerator,
+    divides_model: bool = False,
 ) -> Compilation:
     """Whether to compile, the same on every process; all must call this.
 
@@ -44,6 +48,8 @@ def decide_compilation(
         recorded: what the run that resumes did, None for a new run. "auto" keeps to it, for
             compiled and eager kernels round differently.
         run_flops: model FLOPs of the whole run on one process.
+        divides_model: as ZeRO-3 does, which brings and takes away the weights around every layer:
+            seen as new code each time, until nothing more is compiled.
 
     Raises UsageError: --compile on, but compiling does not work here.
     """
@@ -51,6 +57,10 @@ def decide_compilation(
     if wanted == "off":
         return Compilation(False, "--compile off")
     if wanted == "auto":
+        if divides_model:
+            return Compilation(
+                False, "under ZeRO-3 it costs more than it gains; --compile on forces it"
+            )
         if recorded is False:
             return Compilation(False, "as before the run was stopped; --compile on forces it")
         if device.type not in WORTH_FLOPS:

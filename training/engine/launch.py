@@ -198,14 +198,7 @@ def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> No
         raise UsageError(
             f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
         )
-    if args.dtype == "float16" and not has_gpu:
-        raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
-    if args.dtype == "bfloat16" and has_gpu and not has_bf16():
-        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float16")
-    if args.tf32 and args.dtype != "float32":
-        raise UsageError(f"--tf32 is a way to compute in --dtype float32, not in {args.dtype}")
-    if args.tf32 and not (has_gpu and has_tf32()):
-        raise UsageError("--tf32 needs an NVIDIA GPU of the Ampere generation or newer")
+    check_precision(args, has_gpu)
     if deepspeed and wants_cpu:
         raise UsageError(
             "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out"
@@ -226,6 +219,18 @@ def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> No
             f"{environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: "
             f"pass --num_processes {torch.cuda.device_count()} to accelerate launch"
         )
+
+
+def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
+    """Raises UsageError: this machine does not compute in --dtype, or not by --tf32."""
+    if args.dtype == "float16" and not has_gpu:
+        raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
+    if args.dtype == "bfloat16" and has_gpu and not has_bf16():
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float16")
+    if args.tf32 and args.dtype != "float32":
+        raise UsageError(f"--tf32 is a way to compute in --dtype float32, not in {args.dtype}")
+    if args.tf32 and not (has_gpu and has_tf32()):
+        raise UsageError("--tf32 needs an NVIDIA GPU of the Ampere generation or newer")
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
