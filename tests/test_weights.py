@@ -120,7 +120,7 @@ def test_a_best_checkpoint_that_is_damaged_is_refused_and_not_passed_over(run):
 
 def test_what_has_no_validation_has_no_best(run, weights):
     for name in (run, weights):
-        message = f"{name}@best: {name} has no checkpoint that was saved at a validation"
+        message = f"{name}@best: none of its checkpoints was saved at a validation"
         with pytest.raises(UsageError, match=f"^{message}$"):
             load_trained(f"{name}@best")
     with pytest.raises(UsageError, match=r"none: no such folder"):
