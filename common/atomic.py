@@ -1,6 +1,7 @@
 """Files and folders that are whole or not there: written aside, forced to the disk, renamed."""
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -76,6 +77,40 @@ def new_folder(
             raise UsageError(f"{out} exists: pass --overwrite to replace it")
     with whole_folder(out) as partial:
         yield partial
+
+
+@contextmanager
+def one_at_a_time(out: Path) -> Iterator[None]:
+    """Around making `out`: whoever else wants to, on any machine that has this disk, waits for its
+    turn. Look for `out` only then."""
+    path = out.with_name(f".{out.name}.lock")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock on this file, which its last holder deletes."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process, which holds {path}", flush=True)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # deleted meanwhile: whoever comes now makes a new one
+        except OSError as error:
+            print(f"no locks on this file system ({error.strerror}): start no second such process")
+            return descriptor
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import time
 from pathlib import Path
 
+from common.atomic import one_at_a_time
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import counted, size
@@ -132,6 +133,18 @@ def describe_folder(folder: Path, files: list[str]) -> str:
     return f"{folder}: {read}, {left_out:,} left out"
 
 
+def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOptions) -> None:
+    """And say what came of it."""
+    start = time.perf_counter()
+    total = bytes_to_read(files)
+    with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
+        description = prepare(files, args.out, options, bar.update)
+    if args.data != BUILTIN and os.path.isdir(args.data):
+        print(describe_folder(Path(args.data), files))
+    print(report(description, args.out, time.perf_counter() - start, args.workers))
+    print(chosen_by_size(files, options))
+
+
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
@@ -146,18 +159,15 @@ def main(argv: list[str] | None = None) -> None:
             text_column=args.text_column or TEXT_COLUMN,
             segmentations=args.segmentations,
         )
-        said = find_prepared(args.out, files, options, reuse=args.reuse, overwrite=args.overwrite)
-        if said:
-            print(f"{args.out}: {said}")
-            return
-        start = time.perf_counter()
-        total = bytes_to_read(files)
-        with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
-            description = prepare(files, args.out, options, bar.update)
-        if args.data != BUILTIN and os.path.isdir(args.data):
-            print(describe_folder(Path(args.data), files))
-        print(report(description, args.out, time.perf_counter() - start, args.workers))
-        print(chosen_by_size(files, options))
+        asked = {"reuse": args.reuse, "overwrite": args.overwrite}
+        said = find_prepared(args.out, files, options, **asked)
+        if said is None:
+            with one_at_a_time(args.out):  # for which another may have prepared it
+                said = find_prepared(args.out, files, options, **asked)
+                if said is None:
+                    prepare_anew(args, files, options)
+                    return
+        print(f"{args.out}: {said}")
 
 
 if __name__ == "__main__":

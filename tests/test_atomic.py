@@ -1,14 +1,24 @@
 """Whatever goes wrong: the old file or folder or the new one, whole, and nothing beside it."""
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from common import atomic
-from common.atomic import new_folder, remove, whole_file, whole_folder, write_whole
+from common.atomic import (
+    new_folder,
+    one_at_a_time,
+    remove,
+    whole_file,
+    whole_folder,
+    write_whole,
+)
 from common.errors import UsageError
 
 DEAD = 2**22 + 1  # larger than any process's number
@@ -298,3 +308,50 @@ def test_what_a_person_has_put_beside_it_stays(tmp_path, theirs):
     write_whole(tmp_path / "new", "first")
     write_whole(tmp_path / "new", "second")
     assert names(tmp_path) == sorted(["new", theirs, f"{theirs}-4194305"])
+
+
+def test_whoever_makes_the_same_waits_for_its_turn_and_says_so(tmp_path, monkeypatch):
+    """Three at once: the two that wait are let in one after the other."""
+    out, came, waiting = tmp_path / "parent" / "new", [], threading.Semaphore(0)
+
+    def note(words: str, flush: bool) -> None:
+        assert words == f"waiting for another process, which holds {out.with_name('.new.lock')}"
+        waiting.release()
+
+    monkeypatch.setattr(atomic, "print", note, raising=False)
+
+    def make(number: int) -> None:
+        with one_at_a_time(out):
+            came.append(f"{number} begins")
+            came.append(f"{number} ends")
+
+    threads = [threading.Thread(target=make, args=[number]) for number in (1, 2)]
+    with one_at_a_time(out):
+        for thread in threads:
+            thread.start()
+        for _ in threads:
+            waiting.acquire()
+        assert came == []
+    for thread in threads:
+        thread.join()
+    one, other = came[0][0], came[2][0]
+    assert came == [f"{one} begins", f"{one} ends", f"{other} begins", f"{other} ends"]
+    assert names(out.parent) == []
+
+
+def test_the_lock_that_a_killed_process_left_is_no_obstacle(tmp_path):
+    (tmp_path / ".new.lock").touch()
+    with one_at_a_time(tmp_path / "new"):
+        write_folder(tmp_path / "new", "whole")
+    assert names(tmp_path) == ["new"]
+
+
+def test_a_disk_without_locks_is_named_and_used(tmp_path, monkeypatch, capsys):
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with one_at_a_time(tmp_path / "new"):
+        write_folder(tmp_path / "new", "whole")
+    assert names(tmp_path) == ["new"]
+    assert "no locks on this file system (No locks available)" in capsys.readouterr().out

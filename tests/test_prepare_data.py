@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import zstandard
 from conftest import write_corpus
 
 from data.shards import read_description
+from scripts import prepare_data
 from scripts.prepare_data import default_out, main
 
 SMALL = ["--vocab_size", "300", "--workers", "1", "--segmentations", "1"]
@@ -56,6 +58,26 @@ def test_data_goes_to_a_folder_of_its_name_by_default(workplace, capsys):
         assert (
             f"{name:5} {split['documents']:>9,} documents {split['tokens']:>13,} tokens" in printed
         )
+
+
+def test_what_another_process_has_prepared_meanwhile_is_taken(workplace, capsys, monkeypatch):
+    turns = []
+
+    @contextmanager
+    def after_another(out: Path):
+        turns.append(out)
+        if len(turns) == 1:
+            main([*SMALL, "--data", "sums.jsonl"])
+        yield
+
+    monkeypatch.setattr(prepare_data, "one_at_a_time", after_another)
+    main([*SMALL, "--data", "sums.jsonl"])
+    assert turns == [Path("out/data/sums")] * 2
+    printed = capsys.readouterr().out
+    assert printed.count("bytes per token") == 1
+    assert printed.endswith("sums: already prepared from this text\n")
+    main([*SMALL, "--data", "sums.jsonl"])  # for which nobody has to write, or wait
+    assert len(turns) == 2
 
 
 def test_a_text_without_a_validation_document_is_told_so(workplace, capsys):
