@@ -33,6 +33,7 @@ from training.engine.deepspeed_config import (
 )
 from training.engine.environment import take_launch
 from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
+from training.engine.network import listen_where_others_reach
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 # Process groups, and what holds one, to the end of the process: gloo's waits for its thread when it
@@ -146,6 +147,7 @@ def build_engine(args: TrainingArguments) -> Engine:
             process_group.backend = "gloo"
             _skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    listen_where_others_reach()
     try:
         accelerator = Accelerator(
             mixed_precision=PRECISIONS[args.dtype],
