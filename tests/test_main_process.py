@@ -7,7 +7,7 @@ from data.errors import DataError
 from model import ConfigError
 from training.engine import main_process
 from training.engine.launch import Engine
-from training.engine.main_process import on_every_process, on_main_process
+from training.engine.main_process import on_every_process, on_main_process, require_the_same
 
 
 def process(rank: int, processes: int = 2) -> SimpleNamespace:
@@ -112,3 +112,22 @@ def test_what_one_process_cannot_is_said_by_all_with_its_place(monkeypatch):
 def test_what_no_process_can_is_said_as_it_is(monkeypatch):
     errors = exchanged(monkeypatch, fails("no data"), fails("no data"))
     assert list(map(str, errors)) == ["no data"] * 2
+
+
+def test_what_one_process_has_otherwise_than_the_main_one_is_said_by_all(monkeypatch):
+    known = [({"--dim": 8, "data": "a1"}, "node1"), ({"--dim": 8, "data": "b2"}, "node2")]
+
+    def gather(everyone: list, mine, group) -> None:
+        everyone[:] = known
+
+    monkeypatch.setattr(main_process.torch.distributed, "all_gather_object", gather)
+    engine = Engine(process(0), "DDP", None, cpu_group="group")
+    for facts, _ in known:
+        with pytest.raises(UsageError, match=r"^rank 1 on node2 has data b2 \(not a1\): start all"):
+            require_the_same(engine, facts)
+    known[1] = ({"engine": "DDP", "--dim": 8}, "node2")
+    with pytest.raises(UsageError, match=r"has data None \(not a1\), engine DDP \(not None\): "):
+        require_the_same(engine, known[0][0])
+    known[1] = (known[0][0], "node2")
+    require_the_same(engine, known[0][0])
+    require_the_same(Engine(process(0, 1), "single process", None), {"--dim": 8})

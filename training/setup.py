@@ -16,14 +16,19 @@ from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine, spare_overflow_check
-from training.engine.main_process import on_every_process, on_main_process
+from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.engine.memory import ram_warning
 from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
 from training.engine.zero_3 import claim_folders, divided_as_built
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
-from training.resume import StartingPoint, choose_run, resumed_arguments
+from training.resume import StartingPoint, choose_run, resumed_arguments, run_identity
 
+# Paths, which may differ between machines, and what the main process decides for all.
+OF_A_MACHINE = {
+    *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
+    *("num_workers", "time_limit"),
+}
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 
@@ -71,8 +76,14 @@ def find_start(
     """The run folder, locked, with the checkpoint to go on from if --resume asks for one; and the
     arguments with which the run then is the one that was saved, see `resumed_arguments`.
 
-    Raises UsageError, ConfigError: nothing to resume, or a run that differs.
+    Raises UsageError, ConfigError: nothing to resume, a run that differs, or a machine that was
+    started with other flags or data.
     """
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in OF_A_MACHINE}
+    identity = run_identity(train_set, args, engine.processes)
+    of_data = {name: identity[name] for name in ("data", "tokenizer")}
+    facts = {"engine": engine.name} | flags | config.shape() | of_data | (engine.deepspeed or {})
+    require_the_same(engine, facts)
     start = on_main_process(engine.accelerator, lambda: choose_run(args))
     if start.checkpoint is None:
         return start, args

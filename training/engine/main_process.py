@@ -56,3 +56,21 @@ def on_every_process(engine: Engine, attempt: Callable[[], Answer]) -> Answer:
     raise type(first)(
         f"{first} (only {places} of {len(everyone)} processes: every machine needs the same files)"
     )
+
+
+def require_the_same(engine: Engine, facts: dict) -> None:
+    """On every process; all must call this. Raises UsageError: one has other facts than the main
+    one; names the first such process, its machine and the first three that differ."""
+    if engine.cpu_group is None:
+        return
+    everyone = [None] * engine.processes
+    mine = (facts, socket.gethostname())
+    torch.distributed.all_gather_object(everyone, mine, group=engine.cpu_group)
+    main, _ = everyone[0]
+    for rank, (other, host) in enumerate(everyone):
+        if different := [key for key in main | other if other.get(key) != main.get(key)]:
+            theirs = [f"{key} {other.get(key)} (not {main.get(key)})" for key in different[:3]]
+            raise UsageError(
+                f"rank {rank} on {host} has {', '.join(theirs)}: start all machines with the same "
+                "flags, on the same data"
+            )
