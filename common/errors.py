@@ -49,12 +49,13 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if not disk_full and not isinstance(error, expected):
             raise
         message = f"no space left on the disk: {error}" if disk_full else str(error)
-        # Most errors are the same on every rank: rank 0 says them and the launcher then stops the
-        # others.
+        # Most errors are the same on every rank: a machine's first says them and its launcher then
+        # stops the others.
         rank = int(os.environ.get("RANK", 0))
-        if rank:
+        if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
+        if rank:
             program = f"{program} (rank {rank})"
         sys.stdout.flush()
         if "Traceback" in message:  # of a worker process; the message comes last

@@ -66,7 +66,7 @@ def test_no_error_no_word(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_rank_zero_speaks_first_and_others_say_who_they_are(capsys, monkeypatch):
+def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
@@ -78,6 +78,11 @@ def test_rank_zero_speaks_first_and_others_say_who_they_are(capsys, monkeypatch)
     # Meanwhile the launcher may end it.
     assert waited[0] == (signal.SIGTERM, signal.SIG_DFL)
     assert waited[1] > 0
+    # The first of another machine has a launcher of its own.
+    waited.clear()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
+    assert waited == []
 
 
 def stopped(capsys, monkeypatch, terminal: bool) -> str:

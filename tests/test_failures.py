@@ -48,14 +48,19 @@ def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "what"),
     [
-        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15749. GLHF!",
-        "NCCL error: remote process exited or there was a network error",
+        ("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:157. GLHF!", "has ended"),
+        ("[gloo/pair.cc:537] Read error [10.0.0.2]:1: Connection reset by peer. GL", "has ended"),
+        ("NCCL error: remote process exited or there was a network error", "has ended"),
+        ("[gloo/pair.cc:537] Read error [10.0.0.2]:1: Connection timed out. GL", "does not answer"),
+        ("[gloo/buffer.cc:81] Timed out waiting 1800000ms for recv operation", "does not answer"),
     ],
 )
-def test_a_process_that_waited_for_one_that_has_ended_says_so(text):
-    assert said(RuntimeError(text)).startswith("another process has ended, see what it said (")
+def test_a_process_that_waited_for_one_that_is_gone_says_so(text, what):
+    line = said(RuntimeError(text))
+    assert line.startswith(f"another process {what}")
+    assert f"({text.split('. ')[0]}); --resume auto goes on from the last checkpoint" in line
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("x")])

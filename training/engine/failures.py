@@ -8,8 +8,14 @@ from training.arguments import TrainingArguments
 
 # As PyTorch, NCCL and cuBLAS put it; only PyTorch's allocator for GPUs has an exception of its own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-# As gloo and NCCL put it.
-GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+# What is to be said of another process, and how gloo and NCCL put it.
+ELSEWHERE = {
+    "has ended, see what it said": (
+        *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+        "remote process exited",
+    ),
+    "does not answer any more": ("Connection timed out", "Timed out waiting"),
+}
 
 
 def less_memory(use_flash_attn: bool) -> str:
@@ -42,8 +48,10 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
             advice = less_memory(model_settings.get("use_flash_attn", True))
             sizes = ". ".join(sentences[:3]) or "MemoryError"  # the others are about PyTorch
             raise UsageError(f"out of memory with {in_use}: {advice} ({sizes})") from error
-        if any(said in text for said in GONE):
-            raise UsageError(
-                f"another process has ended, see what it said ({sentences[0]})"
-            ) from error
+        for what, said_so in ELSEWHERE.items():
+            if any(said in text for said in said_so):
+                raise UsageError(
+                    f"another process {what} ({sentences[0]}); --resume auto goes on from the last "
+                    "checkpoint"
+                ) from error
         raise
