@@ -1,9 +1,7 @@
 """The last words of a run, and what it leaves: finished, or told to stop."""
 
-import os
 import shlex
 import shutil
-from pathlib import Path
 
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from runs.checkpoint import best, val_loss
 from runs.find import BEST
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
-from training.interruption import STOP_NOTE, how_to_resume, python
+from training.interruption import how_to_resume, python
 from training.samples import prompt_and_continuation
 
 
@@ -80,5 +78,3 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
         command = f"to go on:\n  {how_to_resume(run.path)}"
     print(f"report: {leave_report(run)}")
     print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)
-    if saved and (note := os.environ.get(STOP_NOTE)):
-        Path(note).touch()

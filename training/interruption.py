@@ -72,6 +72,12 @@ class StopRequest:
             self._signal, self._since = number, time.monotonic()
 
 
+def leave_note() -> None:
+    """That the run was told to stop and has saved, for run_accelerate.sh."""
+    if note := os.environ.get(STOP_NOTE):
+        Path(note).touch()
+
+
 def how_to_resume(run: Path) -> str:
     """What to type to go on: as it was typed, with --resume."""
     resume = f"--resume {shlex.quote(str(run))}"

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import torch.distributed.run  # all of the launcher, with its loggers
 from accelerate.commands.launch import main
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from common.errors import EXIT_CODE
 from training.interruption import STOP_NOTE
 
 
@@ -24,6 +26,9 @@ def launch() -> int:
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Its processes have ended together, and another machine's launcher that was told to stop never
+    # comes to where this one would wait five minutes for it.
+    SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()
     except SignalException as stopped:
@@ -38,6 +43,9 @@ def launch() -> int:
         memory = ", as the system does when memory runs out" if name == "SIGKILL" else ""
         say(f"error: process {rank} was ended by {name}{memory}")
         return 1
+    except (ConnectionError, torch.distributed.DistError) as failed:  # nobody was launched
+        say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")
+        return EXIT_CODE
     return 0
 
 

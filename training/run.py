@@ -22,7 +22,7 @@ from training.arguments import TrainingArguments
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
 from training.finish import finish, say_stopped
-from training.interruption import StopRequest
+from training.interruption import StopRequest, leave_note
 from training.log import TrainingLog
 from training.optimizer import set_learning_rate
 from training.profiler import StepProfiler
@@ -229,6 +229,8 @@ class Run:
         log.close()
         if self.engine.is_main:
             say_stopped(self.folder, step, reason, saved)
+        if saved and self.accelerator.is_local_main_process:
+            leave_note()  # every machine has a launcher
         self.accelerator.end_training()
         if not saved:
             sys.exit(1)
