@@ -32,7 +32,7 @@ from runs.checkpoint import (
 )
 from runs.folder import RunFolder
 from training.engine.launch import Engine
-from training.engine.main_process import on_every_process
+from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
 from training.interruption import CHECKPOINT_WRITER
 from training.log import TrainingLog
@@ -53,12 +53,17 @@ class Checkpointer:
     start_step: int = 0  # checkpoints after it are of a course not taken
 
     def __post_init__(self):
-        before = (p for p in self.run.all_checkpoints() if int(p.name[5:]) <= self.start_step)
-        found = best(before)
-        self._lowest = val_loss(found) if found else math.inf
+        # A machine may see the others' files late, and what is best is decided alike on all.
+        self._lowest = on_main_process(self.engine.accelerator, self._lowest_so_far)
         self._writer: threading.Thread | None = None
         self._last_one_saved = True
         self._outcome: str | Exception | None = None
+
+    def _lowest_so_far(self) -> float:
+        """Validation loss at a checkpoint of this course."""
+        before = (p for p in self.run.all_checkpoints() if int(p.name[5:]) <= self.start_step)
+        found = best(before)
+        return val_loss(found) if found else math.inf
 
     def is_best(self, val_loss: float | None) -> bool:
         """Whether a validation, if there was one, is the best so far; the same on every process."""

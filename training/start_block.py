@@ -105,7 +105,12 @@ def warnings(run: Run) -> list[str]:
             f"WARNING: a process is expected to need {expected / GIB:.1f} GiB of memory and can "
             f"have {room / GIB:.1f}: {less_memory(run.built.config.use_flash_attn)}"
         )
-    if full := space_warning(run.folder, run.built.n_parameters, run.args.keep_last):
+    if run.engine.total(int(not run.folder.path.exists())):
+        found.append(
+            f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
+            "--resume it takes a folder that all of them see"
+        )
+    elif full := space_warning(run.folder, run.built.n_parameters, run.args.keep_last):
         found.append(full)
     return found
 
