@@ -10,6 +10,11 @@
 # ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md has when to take which)
 # CONFIG=file.yaml  an Accelerate configuration of your own
 # MASTER_PORT=N     port at which the processes meet (default: any free one)
+#
+# On each of several machines, from a folder that all of them see:
+# NUM_MACHINES=N    how many; NUM_PROCESSES counts those of all of them
+# MACHINE_RANK=R    which of them this is, from 0
+# MASTER_ADDR=HOST  where the others reach machine 0, at MASTER_PORT (default: 29500)
 set -euo pipefail
 case ${1:-} in -h | --help)
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
@@ -17,25 +22,40 @@ case ${1:-} in -h | --help)
   exit
   ;;
 esac
+wrong() {
+  echo "run_accelerate.sh: error: $1" >&2
+  exit 2
+}
+machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
+[[ $machines =~ ^[1-9][0-9]{0,4}$ ]] || wrong "NUM_MACHINES must be a number from 1 on, not $machines"
+[[ $machine =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((machine < machines)) ||
+  wrong "MACHINE_RANK must be a number from 0 to NUM_MACHINES - 1 = $((machines - 1)), not $machine"
+[[ $port =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((port < 65536)) || wrong "MASTER_PORT must be a number below 65536, not $port"
+meeting=() # what the launcher is told of the other machines
+if ((machines > 1)); then
+  ((port > 0)) || port=29500
+  meeting=(
+    --num_machines "$machines" --machine_rank "$machine" --main_process_ip "${MASTER_ADDR:-}"
+    --deepspeed_multinode_launcher standard
+  )
+fi
 folder=$(dirname "${BASH_SOURCE[0]}")
 # DATA is found from where it is typed.
 [ "$folder" -ef . ] || [ ! -e "${DATA:-}" ] || DATA=$(realpath "$DATA")
 cd "$folder"
 config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
 if [ -n "$engine" ]; then
-  if [ -n "${CONFIG:-}" ]; then
-    echo "run_accelerate.sh: error: ENGINE names a file in configs/, CONFIG another one: give either" >&2
-    exit 2
-  fi
+  [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
   config=configs/$engine.yaml
   if [ ! -f "$config" ]; then
     engines=(configs/*.yaml)
     engines=("${engines[@]#configs/}")
-    echo "run_accelerate.sh: error: no ENGINE is called $engine: there are ${engines[*]%.yaml}" >&2
-    exit 2
+    wrong "no ENGINE is called $engine: there are ${engines[*]%.yaml}"
   fi
 fi
 source scripts/environment.sh requirements.txt
+((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
+  wrong "MASTER_ADDR must be the address of machine 0, which '${MASTER_ADDR:-}' is not here"
 
 data=${DATA:-builtin}
 packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
@@ -50,8 +70,7 @@ fi
 if [[ " $* " != *" --data"[=\ ]* ]]; then
   "$python" -m scripts.prepare_data "${prepare[@]}"
 elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
-  echo "run_accelerate.sh: error: --data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either" >&2
-  exit 2
+  wrong "--data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either"
 fi
 
 gpus=0
@@ -93,23 +112,29 @@ fi
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
 flags+=(--data "$packed" "$@")
 
-processes=${NUM_PROCESSES:-$((gpus > 0 ? gpus : 1))}
-echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
+processes=${NUM_PROCESSES:-$((machines * (gpus > 0 ? gpus : 1)))}
+[[ $processes =~ [^0-9] ]] || ((10#$processes % machines == 0)) ||
+  wrong "NUM_PROCESSES counts those of all machines: $processes cannot be divided among $machines"
+where=
+((machines == 1)) || where=" on $machines machines, of which this is number $machine, meeting at $MASTER_ADDR:$port"
+echo "starting $processes process(es)$where; loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
 micro_batch=$("$python" -m training.preflight "$config" "$processes" "$sequences" "${flags[@]}")
 flags+=($micro_batch)
 # The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
-STOP_NOTE=$PWD/out/.stopped-$$
+STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 [ -z "$engine" ] || printf -v RESUME_WITH 'ENGINE=%q %s' "$engine" "$RESUME_WITH"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
 [ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
+((machines == 1)) || printf -v RESUME_WITH 'NUM_MACHINES=%q MACHINE_RANK=%q MASTER_ADDR=%q %s' \
+  "$machines" "$machine" "$MASTER_ADDR" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }
 session=()
 ! command -v setsid >/dev/null || session=(setsid)
 "${session[@]}" "$python" -m training.launcher --config_file "$config" \
-  --num_processes "$processes" --main_process_port "${MASTER_PORT:-0}" \
+  --num_processes "$processes" --main_process_port "$port" ${meeting[@]+"${meeting[@]}"} \
   train_pretrain_accelerate.py "${flags[@]}" &
 launcher=$!
 trap 'kill -TERM "$launcher"' INT TERM HUP USR1

@@ -8,7 +8,8 @@ from common.errors import UsageError
 
 LAUNCHER_FLAGS = (
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
-    *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--machine_rank", "--cpu"),
+    *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
+    *("--num_machines", "--machine_rank", "--main_process_ip"),
 )
 DEEPSPEED_LAUNCHER_FLAGS = (
     *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_local_rank"),

@@ -13,6 +13,8 @@ for python in python python3 .venv/bin/python ""; do
 done
 
 if [ -z "$python" ]; then
+  [ "${NUM_MACHINES:-1}" = 1 ] ||
+    fail "several machines would install over each other: once, python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
   for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
     [ -z "$base" ] || ! supported "$base" || break
   done

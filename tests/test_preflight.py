@@ -103,6 +103,12 @@ def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_
     assert "broken.yaml" in refused(str(path), flags)
 
 
+def test_a_configuration_for_several_machines_wants_to_know_which_this_is(flags, monkeypatch):
+    assert "2 machines: start each with NUM_MACHINES" in refused("configs/multi_node.yaml", flags)
+    monkeypatch.setitem(os.environ, "NUM_MACHINES", "2")
+    check_launch("configs/multi_node.yaml", "2", flags)
+
+
 def test_an_unknown_key_is_refused_by_name(flags, config_file):
     assert "num_procesess" in refused(config_file(num_procesess=2), flags)
 

@@ -60,6 +60,11 @@ def check_launch(
     except (OSError, ValueError, TypeError, AttributeError, LookupError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
+    if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
+        raise UsageError(
+            f"{config_file} is for {config.num_machines} machines: start each with NUM_MACHINES, "
+            "MACHINE_RANK and MASTER_ADDR (bash run_accelerate.sh --help)"
+        )
     if config.distributed_type == "DEEPSPEED":
         if config.mixed_precision is not None:
             fields.append("mixed_precision")

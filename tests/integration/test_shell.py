@@ -131,6 +131,12 @@ def test_a_process_that_the_system_kills_is_named(clone, by_hand):
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
         ("--optimizer muon", {"ENGINE": "zero3"}, "under ZeRO-3 no process has any"),
         ("", {"ENGINE": "fp16"}, "--dtype float16 needs a GPU"),
+        ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
+        ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
+        ("", {"MACHINE_RANK": "1"}, "from 0 to NUM_MACHINES - 1 = 0, not 1"),
+        ("", {"NUM_MACHINES": "2"}, "MASTER_ADDR must be the address of machine 0"),
+        ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "which 'no name' is not here"),
+        ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags, environ, says):

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Several machines under SLURM, from the repository's folder, which all of them see:
+#
+#   DATA=my.jsonl sbatch configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
+#   sbatch --nodes 4 configs/slurm.sh ...                               options of sbatch win over those below
+#
+# Requeued or submitted again under the same --run_name, it goes on from the last checkpoint.
+#SBATCH --job-name=pretrain
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# One task per machine starts a process per GPU. Five minutes before the end all are told to stop, which saves.
+set -euo pipefail
+export NUM_MACHINES=$SLURM_NNODES
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${names%%$'\n'*} # of the first one
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a machine
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a save may take, instead of 30
+name=()
+[[ " $*" == *" --run_name"* || " $*" == *" --resume"* ]] || name=(--run_name "job-$SLURM_JOB_ID")
+[[ " $*" == *" --resume"* ]] || name+=(--resume auto)
+# Where one machine fails the others are ended as well, which otherwise find out at their next exchange.
+exec srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK=$SLURM_NODEID exec bash run_accelerate.sh "$@"' _ \
+  "${name[@]}" "$@"
