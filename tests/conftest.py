@@ -31,6 +31,7 @@ NEEDS = {
     r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
     r"libaio": "libaio (apt-get install libaio-dev)",
     r"only root can mount": "root, to mount a small disk",
+    r"network namespaces": "root and ip (apt-get install iproute2), to make two machines of one",
     r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",
     r"import '?litgpt": "litgpt (pip install -r requirements-benchmarks.txt)",
 }

@@ -137,7 +137,7 @@ CHANGES = [
     ("a number of parameters", "2580 万", "258 万", "['25800000'], README_zh.md ['2580000']"),
     ("a stage of ZeRO", "DDP 和 ZeRO-1", "DDP 和 ZeRO-3", "['ZeRO-1'], README_zh.md ['ZeRO-3']"),
     ("a row left out", "| `--epochs` | `1` | 数据过几遍 |\n", "", "alone ['--epochs']"),
-    ("a row more", "| `DATA` |", "| `X` | |\n| `DATA` |", "8 rows and 9"),
+    ("a row more", "| `DATA` |", "| `X` | |\n| `DATA` |", "9 rows and 10"),
     ("a column more", "| `DATA` |", "| `DATA` | |", "2 columns and 3"),
     ("an alignment", "|---|---|\n| `weights", "|---|:-:|\n| `weights", "under the table's head"),
     ("a cell's code in another cell", "| `--beta2` | `0.95` |", "| | `--beta2` `0.95` |", "code:"),

@@ -106,9 +106,13 @@ class WarmProcess:
 
 
 class Helper:
-    """The process that forks, from here on until this one ends."""
+    """The process that forks, from here on until this one ends.
 
-    def __init__(self):
+    Args:
+        before: a command line that starts it elsewhere, such as in other namespaces.
+    """
+
+    def __init__(self, before: tuple[str, ...] = ()):
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 it stays open as long as the helper
         environ = without_launcher(os.environ)
@@ -116,7 +120,7 @@ class Helper:
         # NumPy would start its threads at once, and what has threads must not be forked.
         environ["OPENBLAS_NUM_THREADS"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [*before, sys.executable, __file__, str(theirs.fileno())],
             env=environ,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

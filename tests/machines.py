@@ -1,0 +1,134 @@
+"""Machines for tests: namespaces of this one, with a network, a name, processes and disks of their
+own, two of them joined by a cable.
+
+They need no names or files that somebody would have to clean up. The system ends a machine, with
+all that runs on it, when the process that holds it ends, which it does with the tests at the
+latest.
+"""
+
+import subprocess
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import REPOSITORY, clean_environment
+from warm_ranks import Helper, WarmProcess
+
+NAMES, ADDRESSES = ("nodea", "nodeb"), ("10.77.0.1", "10.77.0.2")
+CABLE = "cable0"  # what both call their end of it
+NAMESPACES = ("--net", "--uts", "--mount", "--pid")
+
+
+class Machine:
+    """One that has just been switched on."""
+
+    def __init__(self, name: str, address: str):
+        self.name, self.address = name, address
+        new = ("unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc")
+        begin = 'hostname "$0" && ip link set lo up && echo up && exec cat'
+        self._holder = subprocess.Popen(
+            [*new, "sh", "-c", begin, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self._holder.stdout.readline() != "up\n":
+            reason = self._holder.stderr.read().strip()
+            pytest.skip(f"only root can make network namespaces here ({reason})")
+        (self._first,) = psutil.Process(self._holder.pid).children()
+        self._helper: Helper | None = None
+
+    @property
+    def number(self) -> int:
+        """The process outside that stands for it."""
+        return self._first.pid
+
+    def inside(self, cwd: Path = REPOSITORY) -> tuple[str, ...]:
+        """What to put before a command, so that it runs on this machine."""
+        enter = ("nsenter", "--target", str(self.number), *NAMESPACES)
+        return (*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd))
+
+    def do(self, *command: str) -> None:
+        subprocess.run([*self.inside(), *command], check=True, capture_output=True)
+
+    def hide(self, folder: Path) -> None:
+        """Let this machine have an empty disk of its own there."""
+        self.do("mount", "-t", "tmpfs", "none", str(folder))
+
+    def show(self, folder: Path) -> None:
+        self.do("umount", str(folder))
+
+    def start(self, command: list[str], log: Path, **environ: str) -> subprocess.Popen:
+        """Start a command, whose words go to a file."""
+        with open(log, "a") as output:
+            return subprocess.Popen(
+                [*self.inside(), *command],
+                env=clean_environment() | environ,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
+        """The same where everything has been imported, see `warm_ranks`. (Processes have other
+        numbers there than here.)"""
+        if self._helper is None:
+            self._helper = Helper(self.inside())
+        with open(log, "a") as output:
+            return self._helper.start(command, REPOSITORY, clean_environment() | environ, output)
+
+    def cut(self) -> None:
+        self.do("ip", "link", "set", CABLE, "down")
+
+    def mend(self) -> None:
+        self.do("ip", "link", "set", CABLE, "up")
+
+    def stop(self) -> None:
+        if self._helper is not None:
+            self._helper.close()
+        self._holder.stdin.close()
+        self._holder.wait()
+
+
+@contextmanager
+def two_machines(folder: Path):
+    """Joined by a cable. Each finds the other by its name, and, as Debian has it, itself at
+    127.0.1.1; `folder` is for what they need to know that.
+
+    Skips where such machines cannot be made.
+    """
+    try:
+        subprocess.run(["ip", "-V"], check=True, capture_output=True)
+    except OSError:
+        pytest.skip("no network namespaces without ip (apt-get install iproute2)")
+    with ExitStack() as switched_on:
+        machines = []
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            machines.append(Machine(name, address))
+            switched_on.callback(machines[-1].stop)
+        a, b = machines
+        end, other_end = (("name", CABLE, "netns", str(machine.number)) for machine in machines)
+        join = ["ip", "link", "add", *end, "type", "veth", "peer", *other_end]
+        subprocess.run(join, check=True)
+        for machine, other in ((a, b), (b, a)):
+            machine.do("ip", "addr", "add", f"{machine.address}/24", "dev", CABLE)
+            machine.do("ip", "link", "set", CABLE, "up")
+            machine.do("ip", "route", "add", "default", "dev", CABLE)
+            hosts = folder / f"hosts-{machine.name}"
+            lines = ["127.0.0.1 localhost", f"127.0.1.1 {machine.name}"]
+            hosts.write_text("\n".join([*lines, f"{other.address} {other.name}", ""]))
+            machine.do("mount", "--bind", str(hosts), "/etc/hosts")
+            # And asks nobody else, who could not answer and would be waited for.
+            nobody = "test ! -e /etc/resolv.conf || mount --bind /dev/null /etc/resolv.conf"
+            machine.do("sh", "-c", nobody)
+        yield a, b
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """A process, and all that it has started."""
+    tree = psutil.Process(process.pid)
+    for member in (*tree.children(recursive=True), tree):
+        member.kill()
+    process.wait()
