@@ -167,7 +167,7 @@ def job(machines, tmp_path_factory) -> Job:
     """
     clone = copy_repository(tmp_path_factory.mktemp("clone"))
     tools = tmp_path_factory.mktemp("tools")
-    text = write_corpus(tools / "sums.jsonl", documents=3000)
+    text = write_corpus(tools / "sums.jsonl", documents=1000)
     start = ["while [[ $1 == --* ]]; do shift; done"]
     for rank, machine in enumerate(machines):
         task = shlex.join([*machine.inside(clone), "env", f"SLURM_NODEID={rank}"])
