@@ -263,6 +263,26 @@ def test_muons_checkpoint_goes_on_with_another_engine_and_number_of_processes(
     assert_same_end(resumed, muon_reference)
 
 
+RECOMPUTED = {
+    "plain 8": "selective",
+    "DDP 2 x 2 x 2 accumulation": "blocks",
+    "ZeRO-2 2 x 2 x 2 accumulation": "selective",
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(name, runs, packed, tmp_path):
+    whole = runs(name, CLIPPED)
+    resume = moved(whole.checkpoint(3), tmp_path / "moved")
+    engine, processes, *sizes = SHARED_OUT[name]
+    here = f"{flags(*sizes, CLIPPED)}{resume} --gradient_checkpointing {RECOMPUTED[name]}"
+    resumed = train(engine, processes, packed, tmp_path / "moved", here)
+    assert "recomputed: blocks" in resumed.out
+    assert resumed.column("loss") == whole.column("loss")[3:]
+    for file in ("weights", "optimizer"):
+        assert largest_difference(resumed.tensors(file), whole.tensors(file)) == 0
+
+
 MASKED = {
     "plain 8": ("plain", 1, 8, 1),
     "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
