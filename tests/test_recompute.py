@@ -66,10 +66,28 @@ def test_under_autocast_too(what):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("what", "dropout"), [("blocks", 0.3), ("selective", 0.0)])
-def test_compiled_too(what, dropout):
-    off, on = (loss_and_gradients(recomputing(w, True, dropout=dropout)) for w in ("off", what))
+@WAYS
+def test_compiled_too(what):
+    off, on = (loss_and_gradients(recomputing(w, compiled=True)) for w in ("off", what))
     assert_same_bits(on, off)
+
+
+@needs_compiler
+def test_compiled_backward_drops_out_what_forward_did():
+    """The compiler draws other random numbers than without; so the loss is followed some way along
+    its gradient."""
+    model = recomputing("blocks", compiled=True, dropout=0.3)
+    _, *gradients, _ = loss_and_gradients(model)
+    length = sum(gradient.square().sum() for gradient in gradients).sqrt()
+    sides = []
+    for step in (3e-3, -6e-3):  # to one side, and from there to the other
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter += step * gradient / length
+        model.zero_grad()
+        sides.append(loss_and_gradients(model)[0])
+    slope = (sides[0] - sides[1]).item() / 6e-3
+    assert slope == pytest.approx(length.item(), rel=1e-3)
 
 
 @pytest.mark.parametrize(
