@@ -32,6 +32,7 @@ class Contender:
     processes: int = 1
     our_allocator: bool = False  # a peer that is given the training script's settings
     fused: bool = False  # ours with benchmarks.projections, which the project does not have
+    recompute: str = "off"  # of ours: --gradient_checkpointing
 
     @property
     def is_ours(self) -> bool:
@@ -42,13 +43,16 @@ class Contender:
         engine = "" if self.engine == "single" else f"-{self.engine}"
         mode = "compiled" if self.compiled else "eager"
         name = f"{self.family}{engine}-{mode}"
-        return name + "+allocator" * self.our_allocator + "+fused" * self.fused
+        name += "+allocator" * self.our_allocator + "+fused" * self.fused
+        return name if self.recompute == "off" else f"{name}+{self.recompute}"
 
     @property
     def words(self) -> set[str]:
         """Every word of --contenders that means this one; an experiment has its name alone."""
         if self.fused:
             return {self.name}
+        if self.recompute != "off":
+            return {self.name, "recompute"}
         mode = "compiled" if self.compiled else "eager"
         return {"all", self.name, self.family, mode} | ({"peers"} if not self.is_ours else set())
 
@@ -70,6 +74,11 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
         for compiled in (False, True)
     ]
     found += [Contender("ours", compiled, fused=True) for compiled in (False, True)]
+    found += [
+        Contender("ours", compiled, recompute=what)
+        for compiled in (False, True)
+        for what in ("blocks", "selective")
+    ]
     found += [
         Contender(family, compiled, our_allocator=ours)
         for family in PEERS

@@ -32,7 +32,7 @@ class RandomTokens:
         return 1
 
 
-def build_run(work: Work, compiled: bool, optimizer: str = "adamw") -> Run:
+def build_run(work: Work, compiled: bool, optimizer: str = "adamw", recompute: str = "off") -> Run:
     """A run on the engine that the environment chooses, made to take steps and for nothing else: it
     leaves nothing on the disk."""
     args = TrainingArguments(
@@ -41,6 +41,7 @@ def build_run(work: Work, compiled: bool, optimizer: str = "adamw") -> Run:
         dtype=work.dtype,
         optimizer=optimizer,
         warmup_steps=0,
+        gradient_checkpointing=recompute,
         seed=work.seed,
     )
     engine = build_engine(args)
@@ -78,8 +79,10 @@ def compute_gradient(run: Run, step: int) -> Tensor:
 class OurStep:
     """One optimizer step of the training script, as often as it is asked for."""
 
-    def __init__(self, work: Work, compiled: bool, optimizer: str = "adamw"):
-        self.run = build_run(work, compiled, optimizer)
+    def __init__(
+        self, work: Work, compiled: bool, optimizer: str = "adamw", recompute: str = "off"
+    ):
+        self.run = build_run(work, compiled, optimizer, recompute)
         self.device, self.engine = self.run.accelerator.device, self.run.engine.name
         self._steps = itertools.count(1)
 

@@ -55,7 +55,7 @@ def build(contender: Contender, work: Work):
         from benchmarks.projections import fused_projections
 
         with fused_projections() if contender.fused else nullcontext():
-            return OurStep(work, contender.compiled)
+            return OurStep(work, contender.compiled, recompute=contender.recompute)
     from benchmarks.peers import PeerStep
 
     return PeerStep(contender.family, work, contender.compiled, contender.our_allocator)

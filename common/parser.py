@@ -24,6 +24,7 @@ ELSEWHERE = {  # flags, and what other programs call them, where the spelling do
     "grad_clip": "max_grad_norm",
     "hidden_dim": "intermediate_size ffn_dim",
     "learning_rate": "lr max_lr",
+    "gradient_checkpointing": "activation_checkpointing recompute",
     "init_from": "from_weight pretrained_model",
     "log_with": "report_to use_wandb wandb",
     "max_new_tokens": "max_length length n_predict",

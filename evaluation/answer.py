@@ -19,10 +19,13 @@ NAMES = {  # of metrics: for people, with the format of their numbers
 
 def report(result: dict) -> str:
     """The block for people."""
+    run = f"{result['dtype']}, {result['processes']} × {result['device']}"
+    if result.get("zero_stage"):
+        run += f", weights divided by ZeRO-{result['zero_stage']}"
     rows = [
         ("model", f"{result['model']} ({result['parameters'] / 1e6:.2f} million parameters)"),
         ("data", _data(result)),
-        ("run", f"{result['dtype']}, {result['processes']} × {result['device']}"),
+        ("run", run),
         *((NAMES[name][0], _show(name, value)) for name, value in result["metrics"].items()),
         ("interval", _interval(result)),
     ]

@@ -75,7 +75,7 @@ def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> 
         result["tokens_per_second"] = result["tokens"] / seconds
     about = {
         "model": str(trained.folder),
-        "parameters": trained.model.num_parameters(),
+        "parameters": trained.n_parameters,
         "max_seq_len": trained.model.config.max_seq_len,
         **asdict(settings),
         "batch_size": scorer.batch_size,

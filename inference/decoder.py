@@ -5,6 +5,8 @@ each position is computed once, its keys and values are kept, and a new token co
 the weights. That pass is as fast as the weights come out of memory, so they are laid out for it.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,7 +44,7 @@ def _onednn_gains(weight: Tensor) -> bool:
 
 
 class Block:
-    """A `TransformerBlock` for writing, and the keys and values of what it has read."""
+    """A `TransformerBlock` for writing."""
 
     def __init__(self, block: TransformerBlock, dtype: torch.dtype):
         attention, feed_forward = block.attention, block.feed_forward
@@ -52,7 +54,14 @@ class Block:
         self.wo = Packed([attention.wo.weight], dtype)
         self.w13 = Packed([feed_forward.w1.weight, feed_forward.w3.weight], dtype)
         self.w2 = Packed([feed_forward.w2.weight], dtype)
-        self.keys = self.values = None  # (B, n_kv_heads, capacity, head_dim)
+
+
+class Cache:
+    """Keys and values of what a block has read, (B, n_kv_heads, capacity, head_dim) each."""
+
+    def __init__(self, *shape: int, like: Tensor):
+        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        self.values = torch.zeros_like(self.keys)
 
 
 class Decoder:
@@ -65,14 +74,21 @@ class Decoder:
     Args:
         model: what it says now; if its weights change, make another decoder.
         dtype: of weights and cache; logits are always fp32.
+        blocks: of the model, in order, if they are to be made anew for each pass.
     """
 
-    def __init__(self, model: Transformer, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        model: Transformer,
+        dtype: torch.dtype | None = None,
+        blocks: Iterable[Block] | None = None,
+    ):
         self.config, self.pos_cis = model.config, model.pos_cis
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.embedding = model.tok_embeddings.weight.detach().to(self.dtype)
         self.device = self.embedding.device
-        self.blocks = [Block(block, self.dtype) for block in model.layers]
+        self.blocks = blocks or [Block(block, self.dtype) for block in model.layers]
+        self.caches: list[Cache] = []  # of each block
         self.last_norm = model.norm.weight.detach().to(self.dtype)
         self.output = Packed([model.output.weight], self.dtype)
         self.lengths: list[int] = []  # tokens read, of each sequence
@@ -97,9 +113,8 @@ class Decoder:
                 f"max_seq_len {config.max_seq_len}"
             )
         shape = (len(prompts), config.n_kv_heads, capacity, config.head_dim)
-        for block in self.blocks:
-            block.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            block.values = torch.zeros_like(block.keys)
+        self.caches.clear()  # before others take the same memory
+        self.caches = [Cache(*shape, like=self.embedding) for _ in range(config.n_layers)]
         longest = max(lengths)
         tokens = torch.tensor(
             [prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device
@@ -114,8 +129,8 @@ class Decoder:
     def step(self, tokens: Tensor) -> Tensor:
         """One token for each sequence, (B,) int64 → fp32 logits of the next, (B, vocab_size).
         Raises ValueError: a sequence has no room left."""
-        if max(self.lengths) >= self.blocks[0].keys.shape[2]:
-            raise ValueError(f"there is room for {self.blocks[0].keys.shape[2]} tokens only")
+        if max(self.lengths) >= (room := self.caches[0].keys.shape[2]):
+            raise ValueError(f"there is room for {room} tokens only")
         x = self._pass(tokens[:, None], self.pos_cis[self._columns][:, None])
         self.lengths = [length + 1 for length in self.lengths]
         self._columns += 1
@@ -123,8 +138,8 @@ class Decoder:
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these sequences only, in this order."""
-        for block in self.blocks:
-            block.keys, block.values = block.keys[rows], block.values[rows]
+        for cache in self.caches:
+            cache.keys, cache.values = cache.keys[rows], cache.values[rows]
         self._set_lengths([self.lengths[row] for row in rows])
 
     def _set_lengths(self, lengths: list[int]) -> None:
@@ -138,19 +153,19 @@ class Decoder:
         heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
         mask = self._mask()
         x = F.embedding(tokens, self.embedding)
-        for block in self.blocks:
+        for block, cache in zip(self.blocks, self.caches, strict=True):
             qkv = block.wqkv(self._norm(x, block.attention_norm))
             qkv = qkv.view(*x.shape[:2], sum(heads), config.head_dim)
             qk, v = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=2)
             q, k = _turn(qk, pos_cis).split_with_sizes(heads[:2], dim=2)
-            x = x + block.wo(self._attend(block, q, k, v, mask).flatten(2))
+            x = x + block.wo(self._attend(cache, q, k, v, mask).flatten(2))
             gate, value = block.w13(self._norm(x, block.ffn_norm)).chunk(2, dim=-1)
             x = x + block.w2(F.silu(gate) * value)
         return x
 
-    def _attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Keep k and v, (B, T, n_kv_heads, head_dim), and attend to all that is kept."""
-        keys, values, longest = block.keys, block.values, max(self.lengths)
+        keys, values, longest = cache.keys, cache.values, max(self.lengths)
         if longest == 0:  # the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
             values[:, :, : k.shape[1]] = v.transpose(1, 2)

@@ -15,6 +15,7 @@ from model.attention import Attention
 from model.config import LMConfig
 from model.feed_forward import FeedForward
 from model.norm import RMSNorm
+from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
 
 IGNORE_INDEX = -100  # a target with this id does not count in the loss
@@ -26,6 +27,8 @@ class TransformerOutput(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
+    recompute = "off"  # in backward, so that less is kept for it: model/recompute.py
+
     def __init__(self, config: LMConfig):
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -34,6 +37,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
+        return recomputed(self._forward, x, pos_cis, self.recompute)
+
+    def _forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), pos_cis)
         return x + self.feed_forward(self.ffn_norm(x))
 

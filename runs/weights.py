@@ -1,8 +1,10 @@
 """A trained model and its tokenizer, from whatever a run has left."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from common.errors import UsageError
@@ -24,9 +26,15 @@ from runs.folder import RunFolder
 
 @dataclass
 class Trained:
-    model: Transformer  # in evaluation mode, on the CPU, in fp32
+    model: Transformer  # in evaluation mode, on the CPU, in fp32, unless loaded in another way
     tokenizer: Tokenizer
     folder: Path  # that the weights come from
+
+    @property
+    def n_parameters(self) -> int:
+        """By the model's shape: a process may have a share of it only."""
+        with torch.device("meta"):
+            return Transformer(self.model.config).num_parameters()
 
 
 @dataclass
@@ -58,6 +66,11 @@ class WeightsFolder:
     def is_checkpoint(self) -> bool:
         return (self.path / STATE).exists()
 
+    @property
+    def file(self) -> Path:
+        """The weights themselves, in safetensors."""
+        return self.path / (WEIGHTS if self.is_checkpoint else WEIGHTS_FILE)
+
     def config(self) -> LMConfig:
         """The shape of the model. Raises ConfigError: it cannot be read, or cannot be built."""
         return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
@@ -68,19 +81,24 @@ class WeightsFolder:
         if not self.is_checkpoint:
             return load_portable(self.path)
         model = Transformer(self.config())
-        load_weights(model, load_file(self.path / WEIGHTS), str(self.path))
+        load_weights(model, load_file(self.file), str(self.path))
         return model.eval()
 
 
-def load_trained(name: str) -> Trained:
+def load_trained(
+    name: str, load: Callable[[WeightsFolder], Transformer] = WeightsFolder.load
+) -> Trained:
     """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a run
     at its lowest validation (RUN@best), a checkpoint, or portable weights alone.
+
+    Args:
+        load: another way to make the model of what was found.
 
     Raises UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
     belong together.
     """
     folder = WeightsFolder.find(name)
-    trained = Trained(folder.load(), Tokenizer(folder.tokenizer), folder.path)
+    trained = Trained(load(folder), Tokenizer(folder.tokenizer), folder.path)
     pieces = trained.tokenizer.vocab_size
     room = trained.model.config.vocab_size
     if pieces > room:

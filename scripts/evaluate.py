@@ -4,8 +4,10 @@
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window
     python -m scripts.evaluate RUN --data questions.jsonl   # {"question", "choices", "answer"}
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN   # GPUs, and CPUs too
+    accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
-Every number comes with a 95% interval. Processes share the work and do not change the numbers.
+Every number comes with a 95% interval. Processes share the work and do not change the numbers. The
+last of these is for a model that is larger than a GPU.
 """
 
 import argparse
@@ -67,16 +69,18 @@ def score(args: argparse.Namespace) -> None:
     from evaluation.answer import report, write_json
     from evaluation.scoring import build_scorer
     from evaluation.tasks import EvaluationSettings, data_of_run, detect_task, evaluate
-    from runs.weights import load_trained
+    from runs.weights import WeightsFolder, load_trained
+    from training.engine.zero_inference import ZeroInference
 
-    trained = load_trained(args.run)
+    zero = ZeroInference.of_launch(args.device)
+    trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
     data = args.data or data_of_run(trained.folder)
     names = ("split", "stride", "text_column", "delimiter", "limit")
     asked = {name: getattr(args, name) for name in names}
     task = args.task or detect_task(data, args.text_column)
     settings = EvaluationSettings(data, task, **asked)
     scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
-    result = evaluate(settings, trained, scorer)
+    result = evaluate(settings, trained, scorer) | {"zero_stage": 3 if zero else None}
     if scorer.accelerator.is_main_process:
         print(report(result))
         if args.json:

@@ -3,13 +3,17 @@
     python -m scripts.generate RUN --prompt "def"
     python -m scripts.generate RUN --prompts prompts.txt --num_samples 3 --greedy
     python -m scripts.generate RUN --interactive
+    accelerate launch --config_file configs/zero3_offload.yaml -m scripts.generate RUN --prompt def
 
-The text goes to stdout as it comes, everything else to stderr.
+The last of these is for a model that is larger than a GPU. The text goes to stdout as it comes,
+everything else to stderr.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 
 from common.errors import UsageError, one_line_errors
@@ -65,7 +69,8 @@ def load_generator(args: argparse.Namespace):
     from inference.sampling import Sampling
     from inference.text_generator import TextGenerator, choose_device, say
     from runs.find import BEST
-    from runs.weights import load_trained
+    from runs.weights import WeightsFolder, load_trained
+    from training.engine.zero_inference import ZeroInference
 
     settings = {field.name: getattr(args, field.name) for field in fields(Sampling)}
     if args.greedy:
@@ -74,14 +79,17 @@ def load_generator(args: argparse.Namespace):
         sampling = Sampling(**settings)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
+    zero = ZeroInference.of_launch(args.device)
     device = choose_device(args.device)
-    trained = load_trained(args.run)
+    trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
     if args.run == "auto" or args.run.endswith(BEST):
         say(f"weights: {trained.folder}")
-    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     same = ("max_new_tokens", "num_samples", "batch_size", "jsonl")
     return TextGenerator(
-        decoder=Decoder(trained.model.to(device), getattr(torch, dtype)),
+        decoder=zero.decoder(trained.model, dtype)
+        if zero
+        else Decoder(trained.model.to(device), dtype),
         tokenizer=trained.tokenizer,
         sampling=sampling,
         stop=tuple(args.stop),
@@ -90,13 +98,28 @@ def load_generator(args: argparse.Namespace):
     )
 
 
+@contextmanager
+def first_process_speaks() -> Iterator[None]:
+    """Under a launcher all processes write the same: the others' text goes nowhere."""
+    with ExitStack() as stack:
+        if int(os.environ.get("RANK", 0)):
+            nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        yield
+
+
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("generate", UsageError):
         args = parse_arguments(argv)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (args.interactive or args.prompts == "-"):
+            raise UsageError(
+                "processes cannot share stdin: pass --prompt, or --prompts with a file"
+            )
         prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     from model.config import ConfigError  # not above: a mistake in a flag need not wait for torch
 
-    with one_line_errors("generate", UsageError, ConfigError):
+    with one_line_errors("generate", UsageError, ConfigError), first_process_speaks():
         generator = load_generator(args)
         if args.interactive:
             generator.converse()
@@ -107,6 +130,10 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
+        if "RANK" in os.environ:
+            from training.interruption import leave
+
+            leave()
     except BrokenPipeError:  # whoever read the text has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)

@@ -18,17 +18,21 @@ def names_of(found):
 
 def test_contenders_are_chosen_by_name_and_by_group():
     everybody = all_contenders(2, has_gpu=False)
-    assert len(set(names_of(everybody))) == len(everybody) == 20
+    assert len(set(names_of(everybody))) == len(everybody) == 24
     assert names_of(select(everybody, "litgpt-eager+allocator, ours-zero2-compiled")) == [
         "ours-zero2-compiled",
         "litgpt-eager+allocator",
     ]
     assert {c.family for c in select(everybody, "peers")} == {"transformers", "litgpt"}
     assert {c.compiled for c in select(everybody, "compiled")} == {True}
-    all_but_experiments = [name for name in names_of(everybody) if "+fused" not in name]
+    experiments = ("+fused", "+blocks", "+selective")
+    all_but_experiments = [name for name in names_of(everybody) if not name.endswith(experiments)]
     assert names_of(select(everybody, "all")) == all_but_experiments
     assert len(all_but_experiments) == 18
     assert names_of(select(everybody, "ours-compiled+fused")) == ["ours-compiled+fused"]
+    assert [(c.compiled, c.recompute) for c in select(everybody, "recompute")] == [
+        *((False, "blocks"), (False, "selective"), (True, "blocks"), (True, "selective"))
+    ]
     with pytest.raises(UsageError, match=r"'nanogpt' is none of all, compiled, eager, .*zero2"):
         select(everybody, "nanogpt")
 

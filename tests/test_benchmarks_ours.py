@@ -5,8 +5,10 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from benchmarks.contenders import Contender
 from benchmarks.ours import OurStep
 from benchmarks.work import SIZES, VOCAB_SIZE
+from benchmarks.worker import build
 from training import setup
 from training.engine import launch
 
@@ -52,6 +54,11 @@ def test_a_step_of_several_micro_batches_updates_once(monkeypatch):
     monkeypatch.setattr(step.run.optimizer, "step", lambda: done.append("update"))
     step.step()
     assert done == ["forward", "forward", "forward", "update"]
+
+
+def test_a_contender_that_recomputes_does():
+    step = build(Contender("ours", False, recompute="selective"), WORK)
+    assert {block.recompute for block in step.run.model.layers} == {"selective"}
 
 
 def test_a_gradient_that_is_not_finite_is_no_step(monkeypatch):

@@ -42,7 +42,7 @@ def test_fused_projections_compute_the_same(n_kv_heads):
 def test_the_contender_of_that_name_has_them_and_no_other(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "benchmarks.ours.OurStep", lambda work, _: made.append(Transformer(work.config))
+        "benchmarks.ours.OurStep", lambda work, _, **__: made.append(Transformer(work.config))
     )
     for fused in (True, False):
         build(Contender("ours", False, fused=fused), SIZES["test"])

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from inference.decoder import Decoder, Packed
+from inference.decoder import Block, Decoder, Packed
 from model import LMConfig, Transformer
 
 VOCAB = 97
@@ -152,3 +152,26 @@ def test_on_a_gpu_the_logits_are_those_of_the_cpu(shape):
     decoder.read(texts, 150)
     logits = decoder.step(torch.tensor(token, device="cuda")).cpu()
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+class MadeAnew:
+    """A model's blocks, for as long as each is at work."""
+
+    def __init__(self, model: Transformer):
+        self.model, self.made = model, 0
+
+    def __iter__(self):
+        for layer in self.model.layers:
+            self.made += 1
+            yield Block(layer, torch.float32)
+
+
+def test_blocks_that_are_made_for_each_pass_find_what_was_read_before():
+    model, (prompt,) = transformer(), ids(9)
+    blocks = MadeAnew(model)
+    kept, anew = Decoder(model), Decoder(model, blocks=blocks)
+    for decoder in (kept, anew):
+        decoder.read([prompt], capacity=12)
+    steps = [[decoder.step(torch.tensor([t])) for t in (5, 6)] for decoder in (kept, anew)]
+    assert torch.equal(torch.stack(steps[0]), torch.stack(steps[1]))
+    assert blocks.made == 3 * len(model.layers)

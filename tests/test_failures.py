@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from common.errors import UsageError
+from model.recompute import RECOMPUTE
 from training.arguments import TrainingArguments
 from training.engine.failures import one_line_failures
 
@@ -12,9 +13,9 @@ ON_A_GPU = (
 )
 
 
-def said(error: Exception, **model_settings) -> str:
+def said(error: Exception, recompute: str = "off", **model_settings) -> str:
     """In the place of this error of a run with two micro-batches of 24 sequences."""
-    args = TrainingArguments(batch_size=24, accumulation_steps=2)
+    args = TrainingArguments(batch_size=24, accumulation_steps=2, gradient_checkpointing=recompute)
     with pytest.raises(UsageError) as raised, one_line_failures(args, model_settings):
         raise error
     return str(raised.value)
@@ -39,6 +40,9 @@ def test_flags_in_use_and_the_way_out_are_named(error, details):
     assert "--use_flash_attn" not in line
     assert "--use_flash_attn" in said(error, use_flash_attn=False)
     assert "--max_seq_len 1024" not in said(error)
+    ways = {what: said(error, what) for what in RECOMPUTE}
+    named = [what for what in RECOMPUTE if "--gradient_checkpointing blocks" in ways[what]]
+    assert named == ["off", "selective"]
 
 
 def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():

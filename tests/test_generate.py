@@ -253,3 +253,16 @@ def test_a_missing_tokenizer_and_a_wrong_folder_are_one_line(weights, tmp_path, 
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [("--interactive",), ("--prompts", "-")])
+def test_several_processes_do_not_read_stdin(call, monkeypatch, flags):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    out, err, code = call(*flags, stdin="sum\n")
+    assert (out, code) == ("", 2)
+    assert "processes cannot share stdin" in err
+
+
+def test_of_several_processes_the_first_one_speaks(call, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert call("--prompt", "sum", "--max_new_tokens", "3") == ("", "", 0)

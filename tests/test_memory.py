@@ -72,6 +72,28 @@ def test_activations_in_fp32_by_hand():
     assert activation_bytes(small(use_flash_attn=True), 8, "float32") == by_hand
 
 
+@pytest.mark.parametrize(
+    ("what", "settings", "kept"),
+    [
+        ("blocks", {}, 64 * 2),  # a block's input
+        ("selective", {}, 64 * 2 * 2),  # and attention's output
+        ("selective", {"on_cpu": True}, 64 * 2 * 2 + 4 * (16 + 32) * 2),  # and its weights
+        ("selective", {"keeps_scores": True}, 64 * 2),  # plain attention is recomputed
+    ],
+)
+def test_recomputed_blocks_are_there_one_at_a_time(what, settings, kept):
+    one = activation_bytes(small(n_layers=1, vocab_size=1), 8, "bfloat16", **settings)
+    logits = 8 * 32 * (2 + 8)
+    recomputed = activation_bytes(small(n_layers=5), 8, "bfloat16", **settings, recompute=what)
+    assert recomputed == 5 * 8 * 32 * kept + one - logits
+
+
+def test_where_the_logits_are_larger_than_a_block_they_count():
+    wide = small(vocab_size=10_000)
+    recomputed = activation_bytes(wide, 8, "bfloat16", recompute="blocks")
+    assert recomputed == 8 * 32 * (2 * 64 * 2 + 10_000 * (2 + 8))
+
+
 def test_activations_grow_with_the_batch():
     one, eight = (activation_bytes(small(), b, "bfloat16") for b in (1, 8))
     assert eight == 8 * one

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from common.errors import UsageError
 from common.parser import OneLineParser
 from model.config import LMConfig, setting
+from model.recompute import RECOMPUTE
 
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMIZERS = ("adamw", "muon")
@@ -114,7 +115,14 @@ class TrainingArguments:
         FILE_NAME,
         aliases=("--deepspeed_config",),
         # As in DeepSpeed's own programs: --deepspeed --deepspeed_config FILE
-        value_optional=True,
+        alone="",
+    )
+    gradient_checkpointing: str = setting(
+        "off",
+        "compute blocks again in backward, as a whole or all but attention, and keep less for it; "
+        "alone it means blocks",
+        choices=RECOMPUTE,
+        alone="blocks",
     )
     seed: int = setting(42, "of initial weights, order of the data, dropout and samples", SEED)
 
@@ -174,8 +182,8 @@ def build_parser() -> argparse.ArgumentParser:
             choices = item.metadata.get("choices")
             metavar = None if choices else kind.__name__.upper()
             options |= {"type": kind, "choices": choices, "metavar": metavar}
-        if item.metadata.get("value_optional"):
-            options |= {"nargs": "?", "const": ""}
+        if (alone := item.metadata.get("alone")) is not None:  # the value of a flag without one
+            options |= {"nargs": "?", "const": alone}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
     # What DeepSpeed's launcher appends; the environment says it too.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)

@@ -125,7 +125,11 @@ def fit_micro_batch(
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
     _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), gpus[0])
-    one = activation_bytes(config, 1, args.dtype, keeps_scores=keeps_scores)
+    one = activation_bytes(
+        *(config, 1, args.dtype),
+        keeps_scores=keeps_scores,
+        recompute=args.gradient_checkpointing,
+    )
     most = (room - states - OVERHEAD) * 3 // (4 * one)  # the estimate is good to a third
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= max(1, most))
     steps = sequences // size

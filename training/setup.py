@@ -141,6 +141,8 @@ def build_model(
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)
+    for block in model.layers:
+        block.recompute = args.gradient_checkpointing
     if compilation.on:
         compile_blocks(model)
     optimizer = build_optimizer(model, args, engine)

@@ -29,7 +29,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     config, rate = built.config, run.learning_rate
     device = run.accelerator.device
     n_sequences = len(run.train_set)
-    attention, _ = attention_kernel(config, getattr(torch, args.dtype), device)
+    attention, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
     states, activations = _states(run, engine.zero_stage), _activations(run)
     validation = "NO VALIDATION"
     if run.val_loader:
@@ -61,6 +61,9 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
         "besides about 1 GiB for Python and PyTorch",
     }
+    if args.gradient_checkpointing != "off":
+        keeps = args.gradient_checkpointing == "selective" and not keeps_scores
+        fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
     if advice := _advice(run):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
@@ -103,7 +106,7 @@ def warnings(run: Run) -> list[str]:
     if room is not None and expected > room:
         found.append(
             f"WARNING: a process is expected to need {expected / GIB:.1f} GiB of memory and can "
-            f"have {room / GIB:.1f}: {less_memory(run.built.config.use_flash_attn)}"
+            f"have {room / GIB:.1f}: {less_memory(run.args, run.built.config.use_flash_attn)}"
         )
     if run.engine.total(int(not run.folder.path.exists())):
         found.append(
@@ -151,7 +154,8 @@ def _activations(run: Run) -> int:
     args, config, device = run.args, run.built.config, run.accelerator.device
     _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
     on_cpu = device.type == "cpu"
-    return activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores)
+    recompute = args.gradient_checkpointing
+    return activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores, recompute)
 
 
 def _room(run: Run) -> int | None:

@@ -142,7 +142,7 @@ def runs(packed, tmp_path_factory):
     def get(name: str, grad_clip: float, more: str = "") -> Trained:
         key = name, grad_clip, more
         if key not in done:
-            engine, processes, *sizes = (SHARED_OUT | SHARED_OUT_BY_MUON)[name]
+            engine, processes, *sizes = (SHARED_OUT | SHARED_OUT_BY_MUON | ZERO_3)[name]
             path = out_dir / f"run-{len(done)}"
             done[key] = train(engine, processes, packed, path, flags(*sizes, grad_clip) + more)
         return done[key]
@@ -261,6 +261,28 @@ def test_muons_checkpoint_goes_on_with_another_engine_and_number_of_processes(
     resumed = train(command, processes, packed, tmp_path / "moved", here)
     assert resumed.column("loss") == pytest.approx(muon_reference.losses[3:], abs=TOLERANCE)
     assert_same_end(resumed, muon_reference)
+
+
+ZERO_3 = {"ZeRO-3 2 x 4": ("configs/zero3.yaml", 2, 4, 1)}
+RECOMPUTED = {
+    "plain 8": "selective",
+    "DDP 2 x 2 x 2 accumulation": "blocks",
+    "ZeRO-2 2 x 2 x 2 accumulation": "selective",
+    "ZeRO-3 2 x 4": "blocks",
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(name, runs, packed, tmp_path):
+    whole = runs(name, CLIPPED)
+    resume = moved(whole.checkpoint(3), tmp_path / "moved")
+    engine, processes, *sizes = (SHARED_OUT | ZERO_3)[name]
+    here = f"{flags(*sizes, CLIPPED)}{resume} --gradient_checkpointing {RECOMPUTED[name]}"
+    resumed = train(engine, processes, packed, tmp_path / "moved", here)
+    assert "recomputed: blocks" in resumed.out
+    assert resumed.column("loss") == whole.column("loss")[3:]
+    for file in ("weights", "optimizer"):
+        assert largest_difference(resumed.tensors(file), whole.tensors(file)) == 0
 
 
 MASKED = {

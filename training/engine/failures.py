@@ -18,12 +18,15 @@ ELSEWHERE = {
 }
 
 
-def less_memory(use_flash_attn: bool) -> str:
+def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
     """What to type for a run that needs less."""
     advice = (
         "a smaller --batch_size with larger --accumulation_steps needs less and keeps the global "
-        "batch; a shorter --max_seq_len needs less too"
+        "batch; "
     )
+    if args.gradient_checkpointing != "blocks":
+        advice += "--gradient_checkpointing blocks needs less and keeps the losses, in more time; "
+    advice += "a shorter --max_seq_len needs less too"
     return advice if use_flash_attn else f"{advice}, and so does --use_flash_attn"
 
 
@@ -45,7 +48,7 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
             if "max_seq_len" in model_settings:
                 flags["max_seq_len"] = model_settings["max_seq_len"]
             in_use = " ".join(f"--{name} {value}" for name, value in flags.items())
-            advice = less_memory(model_settings.get("use_flash_attn", True))
+            advice = less_memory(args, model_settings.get("use_flash_attn", True))
             sizes = ". ".join(sentences[:3]) or "MemoryError"  # the others are about PyTorch
             raise UsageError(f"out of memory with {in_use}: {advice} ({sizes})") from error
         for what, said_so in ELSEWHERE.items():

@@ -145,7 +145,7 @@ def build_engine(args: TrainingArguments) -> Engine:
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
             process_group.backend = "gloo"
-            _skip_compiled_communication()
+            skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     listen_where_others_reach()
     try:
@@ -304,7 +304,7 @@ def spare_overflow_check(zero) -> None:
         zero.check_overflow = lambda partition_gradients=True: None
 
 
-def _skip_compiled_communication() -> None:
+def skip_compiled_communication() -> None:
     """At start DeepSpeed would compile a communication operation that only its inference calls."""
     import deepspeed.ops
 

@@ -51,6 +51,7 @@ def activation_bytes(
     dtype: str,
     on_cpu: bool = False,
     keeps_scores: bool = False,
+    recompute: str = "off",
 ) -> int:
     """What forward keeps for backward in one micro-batch, in bytes: an estimate, good to about a
     third.
@@ -60,15 +61,26 @@ def activation_bytes(
     (`attention_kernel` tells), also two T × T fp32 and one 16-bit matrix per head, with the CPU's
     blocks of rows somewhat more than half of the 16-bit one; and the logits three times, once in
     half and twice in full precision.
+
+    With --gradient_checkpointing only a block's input is counted, and if attention is not
+    recomputed its output and matrices; besides a single block as above, or the logits, which are
+    gone before it is there.
     """
     half = 2 if dtype != "float32" else 4
     tokens = batch_size * config.max_seq_len
     per_layer = config.dim * (6 * half + 4 * 4) + config.hidden_dim * 4 * half
-    if keeps_scores or not config.use_flash_attn:
-        per_layer += config.n_heads * config.max_seq_len * (8 + half)
+    plain, attention = keeps_scores or not config.use_flash_attn, 0
+    if plain:
+        attention = config.n_heads * config.max_seq_len * (8 + half)
     elif on_cpu:
-        per_layer += config.n_heads * (config.max_seq_len // 2 + 32) * half
-    return int(tokens * (config.n_layers * per_layer + config.vocab_size * (half + 8)))
+        attention = config.n_heads * (config.max_seq_len // 2 + 32) * half
+    per_layer, logits = per_layer + attention, config.vocab_size * (half + 8)
+    if recompute == "off":
+        return int(tokens * (config.n_layers * per_layer + logits))
+    kept = config.dim * half
+    if recompute == "selective" and not plain:  # of plain attention nothing can be kept
+        kept += config.dim * half + attention
+    return int(tokens * (config.n_layers * kept + max(per_layer, logits)))
 
 
 def ram_warning(

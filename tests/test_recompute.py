@@ -1,0 +1,132 @@
+import pytest
+import torch
+from test_compilation import needs_compiler
+from test_transformer import some_tokens, transformer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.errors import UsageError
+from model import Transformer
+from training.arguments import parse_arguments
+from training.engine.compilation import compile_blocks
+
+WAYS = pytest.mark.parametrize("what", ["blocks", "selective"])
+
+
+def recomputing(what: str, compiled: bool = False, **changes) -> Transformer:
+    model = transformer(**changes).train()
+    for block in model.layers:
+        block.recompute = what
+    if compiled:
+        compile_blocks(model)
+    return model
+
+
+def loss_and_gradients(model: Transformer) -> list[torch.Tensor]:
+    """And the next random number, at last."""
+    tokens = some_tokens(38)
+    torch.manual_seed(5)
+    loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters()), torch.rand(1)]
+
+
+def assert_same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+class Calls(TorchDispatchMode):
+    """How often each operator is computed in here."""
+
+    def __init__(self):
+        super().__init__()
+        self.of: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of[str(func)] = self.of.get(str(func), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_flash_attn": False}, {"dropout": 0.3}, {"tie_embeddings": False}],
+    ids=["blocks of rows", "plain", "dropout", "untied"],
+)
+def test_losses_gradients_and_random_numbers_are_those_of_no_recomputation(what, settings):
+    off, on = (loss_and_gradients(recomputing(w, **settings)) for w in ("off", what))
+    assert_same_bits(on, off)
+
+
+@WAYS
+def test_under_autocast_too(what):
+    with torch.autocast("cpu", torch.bfloat16):
+        off, on = (loss_and_gradients(recomputing(w)) for w in ("off", what))
+    assert_same_bits(on, off)
+
+
+@needs_compiler
+@WAYS
+def test_compiled_too(what):
+    off, on = (loss_and_gradients(recomputing(w, compiled=True)) for w in ("off", what))
+    assert_same_bits(on, off)
+
+
+@needs_compiler
+def test_compiled_backward_drops_out_what_forward_did():
+    """The compiler draws other random numbers than without; so the loss is followed some way along
+    its gradient."""
+    model = recomputing("blocks", compiled=True, dropout=0.3)
+    _, *gradients, _ = loss_and_gradients(model)
+    length = sum(gradient.square().sum() for gradient in gradients).sqrt()
+    sides = []
+    for step in (3e-3, -6e-3):  # to one side, and from there to the other
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter += step * gradient / length
+        model.zero_grad()
+        sides.append(loss_and_gradients(model)[0])
+    slope = (sides[0] - sides[1]).item() / 6e-3
+    assert slope == pytest.approx(length.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("what", "silus", "attentions"), [("off", 1, 1), ("blocks", 2, 2), ("selective", 2, 1)]
+)
+def test_forward_is_computed_again_but_for_attention_where_it_is_kept(what, silus, attentions):
+    model = recomputing(what)
+    with Calls() as calls:
+        loss_and_gradients(model)
+    assert calls.of["aten.silu.default"] == silus * len(model.layers)
+    assert calls.of["small_lm.row_block_attention.default"] == attentions * len(model.layers)
+
+
+def tensors_kept(what: str, n_layers: int) -> int:
+    """For backward; but what `selective` keeps of attention."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda x: x):
+        recomputing(what, n_layers=n_layers)(some_tokens(38))
+    return len(kept)
+
+
+@WAYS
+def test_forward_keeps_of_a_block_what_goes_into_it(what):
+    of_a_block = {way: tensors_kept(way, 2) - tensors_kept(way, 1) for way in ("off", what)}
+    assert of_a_block["off"] > 20
+    assert of_a_block[what] == 2  # x and pos_cis
+
+
+@WAYS
+def test_where_no_gradient_is_wanted_nothing_is_recomputed(what):
+    model = recomputing(what)
+    with Calls() as calls, torch.no_grad():
+        model(some_tokens(38))
+    assert calls.of["small_lm.row_block_attention.default"] == len(model.layers)
+
+
+def test_the_flag_alone_means_blocks():
+    asked = [[], ["--gradient_checkpointing"], ["--gradient_checkpointing", "selective"]]
+    found = [parse_arguments(words)[0].gradient_checkpointing for words in asked]
+    assert found == ["off", "blocks", "selective"]
+    with pytest.raises(UsageError, match="invalid choice: 'True'"):
+        parse_arguments(["--gradient_checkpointing", "True"])

@@ -1,0 +1,49 @@
+import json
+
+import pytest
+import torch
+
+from common.errors import UsageError
+from training.engine.zero_inference import ZeroInference
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """As a launcher with this "zero_optimization" in a DeepSpeed file."""
+
+    def launch(device=None, **zero) -> ZeroInference | None:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": zero, "optimizer": {"type": "AdamW"}}))
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+        return ZeroInference.of_launch(device)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return launch
+
+
+def test_weights_are_divided_where_the_launcher_asks_for_zero_3_alone(launched, monkeypatch):
+    assert launched(stage=2) is None
+    assert launched(stage=3) is not None
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    assert ZeroInference.of_launch(None) is None
+
+
+def test_of_the_configuration_there_stays_what_is_not_about_training(launched):
+    offload = {"device": "cpu", "pin_memory": True}
+    zero = {"stage": 3, "offload_param": offload, "stage3_prefetch_bucket_size": 1000}
+    training = {"offload_optimizer": offload, "reduce_bucket_size": "auto"}
+    found = launched(**zero, **training).config
+    assert found == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+
+
+@pytest.mark.parametrize(
+    ("device", "zero", "line"),
+    [
+        ("cuda:1", {}, "--device cuda:1: ZeRO-3 takes cpu here, leave it out"),
+        (None, {"offload_param": {"device": "nvme"}}, "--config_file configs/zero3_offload.yaml"),
+    ],
+)
+def test_what_cannot_be_is_one_line(launched, device, zero, line):
+    with pytest.raises(UsageError, match=line):
+        launched(device, stage=3, **zero)

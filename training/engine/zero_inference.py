@@ -1,0 +1,115 @@
+"""A trained model at work that is larger than a GPU, or than a process may hold: ZeRO-3 without
+gradients and optimizer.
+
+Every process has its share of each parameter, on its device or where "offload_param" says. Weights
+come together for the layer that computes, and go again after it (ZeRO-Inference, Aminabadi et al.,
+https://arxiv.org/abs/2207.00032).
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from common.errors import UsageError
+from formats.portable import TensorFile, require_fit
+from inference.decoder import Block, Decoder
+from model import ConfigError, Transformer
+from runs.weights import WeightsFolder
+from training.engine.deepspeed_config import offload_device, read_config
+
+
+@dataclass
+class ZeroInference:
+    config: dict  # DeepSpeed's
+
+    @classmethod
+    def of_launch(cls, device: str | None) -> "ZeroInference | None":
+        """None where the launcher asked for something else than ZeRO-3: every process then has the
+        whole model. Raises UsageError: its DeepSpeed configuration cannot be read, or the device
+        that was named is not the one that DeepSpeed takes."""
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+            return None
+        path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        if path == "none":  # the launcher's own flags, such as --zero_stage
+            from accelerate.utils import DeepSpeedPlugin  # seconds to import, as the others below
+
+            section = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
+        else:
+            section = read_config(path)["zero_optimization"]
+        if section.get("stage") != 3:
+            return None
+        own = "cuda" if torch.cuda.is_available() else "cpu"
+        if device not in (None, "auto", own):
+            raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
+        if offload_device({"zero_optimization": section}, "param") == "nvme":
+            raise UsageError(
+                "only training keeps parameters on NVMe: pass --config_file "
+                "configs/zero3_offload.yaml, which keeps them in RAM"
+            )
+        # An "auto" is for training, which knows what to write there.
+        section = {k: v for k, v in section.items() if k != "offload_optimizer" and v != "auto"}
+        return cls({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+
+    def load(self, folder: WeightsFolder) -> Transformer:
+        """As `WeightsFolder.load`, in shares; all processes must call it. No process holds more
+        than one whole parameter at a time."""
+        import deepspeed
+
+        from training.engine.launch import KEPT, skip_compiled_communication
+
+        skip_compiled_communication()
+        config, source = folder.config(), str(folder.path)
+        try:
+            weights = TensorFile(folder.file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{source}: no readable weights ({error})") from error
+        with torch.device("meta"):
+            shapes = Transformer(config)
+        require_fit(shapes, weights, source)
+        with deepspeed.zero.Init(config_dict_or_path=self.config):
+            model = Transformer(config)
+        for name, parameter in model.named_parameters():
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+                parameter.data.copy_(weights[name])
+        engine, *_ = deepspeed.initialize(model=model, config=self.config)
+        KEPT.append(engine)
+        return engine.module.eval()
+
+    def decoder(self, model: Transformer, dtype: torch.dtype) -> Decoder:
+        """One that has embedding and output layer whole, and a block's weights as long as it is at
+        work. All processes must make the same passes, and so read the same prompts."""
+        with gathered(model.tok_embeddings.weight, model.norm.weight, model.output.weight):
+            return DividedDecoder(model, dtype, blocks=DividedBlocks(model.layers, dtype))
+
+
+@dataclass
+class DividedBlocks:
+    layers: nn.ModuleList
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[Block]:
+        for layer in self.layers:
+            with gathered(*layer.parameters()):
+                block = Block(layer, self.dtype)
+            yield block
+
+
+class DividedDecoder(Decoder):
+    def _logits(self, x: Tensor) -> Tensor:
+        """The first process's, on all: GPUs of another kind may round differently, and who drew
+        another token, and ended sooner, would leave the others waiting."""
+        logits = super()._logits(x)
+        torch.distributed.broadcast(logits, src=0)
+        return logits
+
+
+def gathered(*parameters: nn.Parameter) -> AbstractContextManager:
+    """In here they are whole, on this process's device."""
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
