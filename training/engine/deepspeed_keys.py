@@ -29,7 +29,7 @@ KNOWN = {
 }
 # What DeepSpeed reads and has no use for in this project, and why.
 OF_NO_USE = {
-    "activation_checkpointing": "only a model that calls deepspeed.checkpointing reads it",
+    "activation_checkpointing": "--gradient_checkpointing does it here",
     "autotuning": "it is for deepspeed --autotuning",
     "checkpoint": "this script writes its own checkpoints",
     "compile": "--compile decides",
