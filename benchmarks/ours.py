@@ -13,7 +13,7 @@ from common.errors import stop_in_order
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation
-from training.engine.launch import build_engine
+from training.engine.launch import Engine, build_engine
 from training.resume import StartingPoint
 from training.run import Run
 from training.setup import build_model
@@ -32,10 +32,8 @@ class RandomTokens:
         return 1
 
 
-def build_run(work: Work, compiled: bool, optimizer: str = "adamw", recompute: str = "off") -> Run:
-    """A run on the engine that the environment chooses, made to take steps and for nothing else: it
-    leaves nothing on the disk."""
-    args = TrainingArguments(
+def arguments(work: Work, optimizer: str = "adamw", recompute: str = "off") -> TrainingArguments:
+    return TrainingArguments(
         batch_size=work.batch_size,
         accumulation_steps=work.accumulation_steps,
         dtype=work.dtype,
@@ -44,7 +42,19 @@ def build_run(work: Work, compiled: bool, optimizer: str = "adamw", recompute: s
         gradient_checkpointing=recompute,
         seed=work.seed,
     )
-    engine = build_engine(args)
+
+
+def build_run(
+    work: Work,
+    compiled: bool,
+    optimizer: str = "adamw",
+    recompute: str = "off",
+    engine: Engine | None = None,
+) -> Run:
+    """A run on the engine that the environment chooses, unless there is one, made to take steps and
+    for nothing else: it leaves nothing on the disk."""
+    args = arguments(work, optimizer, recompute)
+    engine = engine or build_engine(args)
     built = build_model(work.config, args, engine, Compilation(compiled, "as asked"))
     with tempfile.TemporaryDirectory() as folder:
         run = Run(

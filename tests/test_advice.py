@@ -1,36 +1,28 @@
 import pytest
 
-from training.engine.advice import bytes_sent, faster_engine
+from model import LMConfig
+from training.engine.advice import faster_engine, lighter_engine
+from training.engine.communication import traffic
+from training.engine.kinds import ENGINES, kind_of
+from training.engine.memory import OVERHEAD, expect
+from training.engine.workload import Parameters, Workload
 
-N = 1000
-
-
-@pytest.mark.parametrize(
-    ("zero_stage", "processes", "accumulation_steps", "dtype", "sent"),
-    [
-        # 2 bytes for each of 4 reductions, there and back, and the weights; half of it is sent
-        (2, 2, 4, "bfloat16", N * 2 * (2 * 4 + 1) // 2),
-        (1, 2, 4, "bfloat16", N * 2 * (2 + 1) // 2),
-        (None, 2, 4, "bfloat16", N * 4 * 2 // 2),  # fp32 gradients, and no weights
-        (1, 4, 4, "bfloat16", N * 2 * (2 + 1) * 3 // 4),
-        (2, 2, 1, "bfloat16", N * 2 * (2 + 1) // 2),  # as ZeRO-1
-        (2, 2, 4, "float32", N * 4 * (2 * 4 + 1) // 2),
-    ],
-)
-def test_bytes_of_a_ring_by_hand(zero_stage, processes, accumulation_steps, dtype, sent):
-    assert bytes_sent(N, zero_stage, processes, accumulation_steps, dtype) == sent
+KINDS = {kind.config: kind for kind in ENGINES}
+N = 10**9
+COUNTED = Parameters(N, N, N // 4, {N // 4: 4}, flops_per_token=6 * N)
 
 
-@pytest.mark.parametrize(("stage", "measured"), [(2, 25.7e6), (1, 8.6e6)])
-def test_bytes_are_those_that_a_network_device_counted(stage, measured):
-    # 2.85 million parameters, two processes, 4 micro-batches, by /proc/net/dev
-    assert bytes_sent(2_850_000, stage, 2, 4, "bfloat16") == pytest.approx(measured, rel=0.01)
+def workload(**changes) -> Workload:
+    values = {"dtype": "bfloat16", "batch_size": 1, "accumulation_steps": 8, "processes": 2}
+    return Workload(LMConfig(), **{"parameters": COUNTED, "on_cpu": True} | values | changes)
 
 
-def advice(fitting=(None, 1), **changes) -> str | None:
-    values = {"zero_stage": 2, "processes": 2, "accumulation_steps": 8, "on_cpu": True}
-    values |= {"n_parameters": 10**9, "dtype": "bfloat16", "fits": lambda stage: stage in fitting}
-    return faster_engine(**values | changes)
+def needs(name: str, work: Workload) -> int:
+    return expect(KINDS[name], work).peak + OVERHEAD
+
+
+def advice(name: str = "zero2", room: int | None = 10**12, **changes) -> str | None:
+    return faster_engine(KINDS[name], workload(**changes), room)
 
 
 def test_the_fastest_engine_that_fits_is_named():
@@ -38,28 +30,63 @@ def test_the_fastest_engine_that_fits_is_named():
     assert line.startswith("DDP would be faster")
     assert "not in each of 8 micro-batches (4,000 MB sent per process and step instead" in line
     assert "of 17,000) and fits" in line
-    assert "--multi_gpu" in line
+    assert "--config_file configs/ddp.yaml" in line
+    assert "ENGINE=ddp " in line
     assert "\n" not in line
-    assert advice(fitting=(1,)).startswith("ZeRO-1 would be faster")
-    assert '"stage": 1' in advice(fitting=(1,))
 
 
-def test_on_gpus_it_is_the_one_that_sends_the_fewest_bytes():
-    line = advice(on_cpu=False)
+def test_where_it_does_not_fit_the_next_one_is():
+    work = workload(on_cpu=False, processes=8)
+    room = needs("zero1", work)
+    assert room < needs("ddp", work)
+    line = faster_engine(KINDS["zero2"], work, room)
     assert line.startswith("ZeRO-1 would be faster")
-    assert "(3,000 MB sent per process and step instead of 17,000)" in line
+    assert "(5,250 MB sent" in line  # 2 bytes of gradients there and back and of weights, 7 / 8
+    assert faster_engine(KINDS["zero2"], work, needs("zero2", work) - 1) is None
+
+
+def test_a_gpu_is_given_the_same_order():
+    assert advice(on_cpu=False).startswith("DDP would be faster")
+
+
+def test_what_gathers_or_moves_weights_for_nothing_is_told_so():
+    assert "gathers no weights" in advice("zero3")
+    assert "keeps everything where it is computed" in advice("zero2_offload")
+    room = needs("zero1", workload(on_cpu=False)) - 1
+    room = max(room, needs("zero2", workload(on_cpu=False)))
+    assert advice("zero3_offload", room, on_cpu=False) is not None
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "changes"),
     [
-        {"zero_stage": 1},
-        {"zero_stage": None},
-        {"processes": 1},
-        {"accumulation_steps": 1},
-        {"fitting": ()},
+        ("zero1", {}),  # sends less than DDP, in 16 bits
+        ("ddp", {}),
+        ("zero2", {"processes": 1}),
+        ("zero2", {"accumulation_steps": 1}),
+        ("zero2", {"room": None}),
+        ("zero2", {"room": 0}),
     ],
-    ids=lambda changes: str(changes),
+    ids=str,
 )
-def test_nothing_is_advised_where_nothing_is_gained_or_fits(changes):
-    assert advice(**changes) is None
+def test_nothing_is_advised_where_nothing_is_gained_or_fits(name, changes):
+    assert advice(name, **changes) is None
+
+
+def test_an_engine_that_fits_is_named_where_the_one_in_use_does_not():
+    work = workload(on_cpu=False, processes=8)
+    sizes = {name: needs(name, work) for name in KINDS}
+    assert sizes["zero3"] < sizes["zero2"] < sizes["ddp"]
+    line = lighter_engine(KINDS["zero2"], work, sizes["zero3"])
+    assert line.startswith(f"; ZeRO-3 needs {expect(KINDS['zero3'], work).peak / 2**30:.1f} GiB: ")
+    assert "configs/zero3.yaml" in line
+    assert "ZeRO-2 needs" in lighter_engine(KINDS["ddp"], work, sizes["zero2"])
+    assert lighter_engine(KINDS["zero2"], work, 0) == ""
+    assert lighter_engine(KINDS["ddp"], work.but(processes=1), 10**12) == ""
+
+
+def test_a_configuration_that_has_no_name_is_compared_too():
+    mixture = kind_of({"stage": 3, "offload_param": {"device": "cpu"}})
+    assert mixture.name == "ZeRO-3"
+    assert faster_engine(mixture, workload(), 10**12).startswith("DDP would be faster")
+    assert traffic(mixture, workload()).sent == traffic(KINDS["zero3"], workload()).sent

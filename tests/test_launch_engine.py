@@ -324,3 +324,12 @@ def test_where_no_norm_would_tell_in_time_deepspeed_looks_itself(change):
     spare_overflow_check(zero)
     zero.check_overflow()
     assert zero.looked == 1
+
+
+@pytest.mark.parametrize(("asked", "given"), [(50_000_000, 1000), (10, 10), (None, 1000)])
+def test_buckets_are_no_larger_than_all_gradients(asked, given):
+    zero = {"stage": 2} | ({} if asked is None else {"reduce_bucket_size": asked})
+    engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
+    engine.fit_to(64, n_parameters=1000)
+    assert zero["reduce_bucket_size"] == given
+    Engine(None, "DDP", None).fit_to(64, n_parameters=1000)  # has none

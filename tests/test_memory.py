@@ -1,102 +1,157 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from model import LMConfig
 from training.engine import memory
-from training.engine.memory import activation_bytes, available_memory, model_state_bytes
+from training.engine.kinds import DDP, ENGINES, kind_of
+from training.engine.memory import OVERHEAD, MemoryPlan, available_memory, expect, fits
+from training.engine.workload import Parameters, Workload
 
+KINDS = {kind.config: kind for kind in ENGINES}
+CONFIG = LMConfig(dim=64, n_layers=2, n_heads=4, vocab_size=100, max_seq_len=32)
 N = 1_000_000
+COUNTED = Parameters(N, N, N // 4, {100: 40, N // 4: 4}, flops_per_token=6 * N)
+
+
+def workload(**changes) -> Workload:
+    values = {"dtype": "bfloat16", "batch_size": 1, "accumulation_steps": 4, "processes": 4}
+    return Workload(CONFIG, **{"parameters": COUNTED} | values | changes)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "zero_stage", "processes", "bytes_per_parameter"),
+    ("dtype", "engine", "processes", "bytes_per_parameter"),
     [
-        # without DeepSpeed: fp32 weights 4, gradients 4, moments 8
-        ("bfloat16", None, 1, 16),
-        ("bfloat16", None, 4, 16),
-        ("float32", None, 4, 16),
-        # 16 bits: weights 2, gradients 2 + 4 accumulated, master 4 and moments 8
-        ("bfloat16", 1, 1, 2 + 6 + 12),
-        ("bfloat16", 1, 4, 2 + 6 + 3),
-        ("bfloat16", 2, 1, 2 + 6 + 12),
-        ("bfloat16", 2, 4, 2 + 1.5 + 3),
-        ("float16", 2, 4, 2 + 1.5 + 3),
-        ("bfloat16", 3, 4, 0.5 + 1.5 + 3),
-        # fp32: twice the weights and gradients
-        ("float32", 2, 1, 4 + 8 + 12),
-        ("float32", 2, 4, 4 + 2 + 3),
+        # without DeepSpeed: fp32 weights 4, gradients 4, moments 8; DDP adds them up beside buckets
+        ("bfloat16", "ddp", 1, (4, 4, 8)),
+        ("bfloat16", "ddp", 4, (4, 8, 8)),
+        ("float32", "ddp", 4, (4, 8, 8)),
+        # 16 bits: weights 2, accumulated gradients 4, stepped weights 4 and moments 8
+        ("bfloat16", "zero1", 1, (2, 4, 12)),
+        ("bfloat16", "zero1", 4, (2, 4, 3)),
+        ("bfloat16", "zero2", 1, (2, 4, 12)),
+        ("bfloat16", "zero2", 4, (2, 1, 3)),
+        ("float16", "zero2", 4, (2, 1, 3)),
+        ("bfloat16", "zero3", 4, (0.5, 1, 3)),
+        ("bfloat16", "zero2_offload", 4, (2, 1, 0)),
+        # fp32: twice the weights; ZeRO-3 steps them as they are
+        ("float32", "zero2", 1, (4, 4, 12)),
+        ("float32", "zero2", 4, (4, 1, 3)),
+        ("float32", "zero3", 4, (1, 1, 2)),
     ],
 )
-def test_weights_gradients_and_moments_by_hand(dtype, zero_stage, processes, bytes_per_parameter):
-    states = model_state_bytes(N, dtype, zero_stage, processes)
-    assert states == pytest.approx(N * bytes_per_parameter)
+def test_weights_gradients_and_moments_by_hand(dtype, engine, processes, bytes_per_parameter):
+    plan = expect(KINDS[engine], workload(dtype=dtype, processes=processes))
+    whole = 0
+    if engine == "zero3":  # and what it has not let go of, which is all of so small a model
+        whole = N * (4 if dtype == "float32" else 2)
+    parts = (plan.parameters - whole, plan.gradients, plan.optimizer)
+    assert parts == pytest.approx(tuple(N * each for each in bytes_per_parameter))
 
 
 def test_muon_keeps_one_moment_less():
-    for dtype, stage, processes in (("bfloat16", None, 4), ("float32", 1, 1)):
-        adamw = model_state_bytes(N, dtype, stage, processes)
-        assert adamw - model_state_bytes(N, dtype, stage, processes, n_by_muon=N // 2) == 2 * N
-    zero2 = model_state_bytes(N, "bfloat16", 2, 4, n_by_muon=N)
-    assert zero2 == N * (2 + 1.5 + 2)
+    half = Parameters(N, N, N // 4, {N // 4: 4}, flops_per_token=6 * N, by_muon=N // 2)
+    for engine, processes in (("ddp", 4), ("zero1", 1)):
+        adamw, muon = (
+            expect(KINDS[engine], workload(processes=processes, parameters=counted)).optimizer
+            for counted in (COUNTED, half)
+        )
+        assert adamw - muon == 2 * N
 
 
-def test_offload_takes_master_and_moments_off_the_device():
-    assert model_state_bytes(N, "bfloat16", 2, 4, offload=True) == N * (2 + 1.5)
+def test_a_gradient_that_nothing_is_added_to_comes_as_activations_go():
+    alone = workload(processes=1, accumulation_steps=1)
+    plan, adding = (expect(DDP, work) for work in (alone, alone.but(accumulation_steps=2)))
+    assert (plan.gradients, plan.buffers) == (0, 4 * N)
+    assert (adding.gradients, adding.buffers) == (4 * N, 0)
+    assert plan.peak <= adding.peak
+    # DDP's buckets stay, and what is added up before the last micro-batch lies beside them.
+    assert expect(DDP, alone.but(processes=2)).gradients == 4 * N
+    assert expect(DDP, alone.but(processes=2, accumulation_steps=2)).gradients == 8 * N
 
 
-def small(**changes) -> LMConfig:
-    settings = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 100}
-    return LMConfig(**settings | {"max_seq_len": 32} | changes)
+PARTS = {"parameters": 1, "gradients": 2, "optimizer": 4, "activations": 100, "logits": 30}
 
 
-def test_activations_with_fused_attention_by_hand():
-    layer = 64 * (6 * 2 + 4 * 4) + 128 * 4 * 2
-    by_hand = 8 * 32 * (2 * layer + 100 * (2 + 8))
-    assert activation_bytes(small(use_flash_attn=True), 8, "bfloat16") == by_hand
+def test_the_peak_is_the_worst_moment_and_not_the_sum():
+    plan = MemoryPlan(**PARTS, block=10, buffers=15, at_once=False)
+    assert plan.held == 7
+    assert plan.peak == 7 + 100 + 30  # when backward begins
+    assert MemoryPlan(**PARTS, block=50, buffers=15, at_once=False).peak == 7 + 100 + 50
+    # Gradients come as activations go; buckets are there as soon as backward begins.
+    assert MemoryPlan(**PARTS, block=10, buffers=200, at_once=False).peak == 7 + 200 + 10
+    assert MemoryPlan(**PARTS, block=10, buffers=200, at_once=True).peak == 7 + 100 + 10 + 200
+    # What is freed and not given back is there as well, and so is all the rest.
+    kept = MemoryPlan(**PARTS, block=10, buffers=15, at_once=False, kept=1000)
+    assert kept.peak == 7 + 100 + 30 + 15 + 1000
 
 
-def test_activations_with_plain_attention_hold_the_scores_too():
-    fused = activation_bytes(small(use_flash_attn=True), 8, "bfloat16")
-    plain = activation_bytes(small(use_flash_attn=False), 8, "bfloat16")
-    assert plain - fused == 8 * 2 * 4 * 32 * 32 * (4 + 4 + 2)  # batch, layers, heads, T × T
+def test_a_cpus_process_keeps_what_came_and_went():
+    kept = {name: expect(kind, workload(on_cpu=True)).kept for name, kind in KINDS.items()}
+    # In 16 bits under ZeRO, fp32 under DDP.
+    assert (kept["ddp"], kept["zero1"], kept["zero2"]) == (5 * N, 5 * 2 * N, 5 * 2 * N)
+    assert kept["zero3"] == kept["zero3_offload"] == 7.5 * 2 * N
+    assert {expect(kind, workload()).kept for kind in ENGINES} == {0}
+    assert expect(DDP, workload(processes=1, on_cpu=True)).kept == 0
 
 
-def test_a_fast_path_that_has_no_kernel_keeps_the_scores_of_plain_attention():
-    left = activation_bytes(small(use_flash_attn=True), 8, "float32", keeps_scores=True)
-    assert left == activation_bytes(small(use_flash_attn=False), 8, "float32")
+def test_offload_moves_master_and_moments_into_ram_or_to_nvme():
+    values = {"dtype": "bfloat16", "processes": 4}
+    on_gpu, offloaded = (expect(KINDS[k], workload(**values)) for k in ("zero2", "zero2_offload"))
+    assert (on_gpu.host, on_gpu.optimizer) == (0, 3 * N)
+    # 4 + 8 of what is stepped, 4 of its gradients, 2 of what goes back, of a quarter
+    assert (offloaded.host, offloaded.optimizer) == ((12 + 4 + 2) * N // 4, 0)
+    all_of_it = expect(KINDS["zero3_offload"], workload(**values))
+    assert all_of_it.host == (12 + 2 * 4 + 2) * N // 4
+    assert all_of_it.parameters < on_gpu.parameters + N
+    on_nvme = expect(KINDS["zero_infinity"], workload(**values))
+    assert on_nvme.nvme == (12 + 2) * N // 4
+    assert on_nvme.host == 2 * N + 5 * 50_000_000 * 2  # gradients, and DeepSpeed's five buffers
+    # On a CPU it would only move from the memory into the memory.
+    here = expect(KINDS["zero2_offload"], workload(**values, on_cpu=True))
+    assert (here.host, here.optimizer) == (0, offloaded.host)
 
 
-def test_activations_in_fp32_by_hand():
-    layer = 64 * (6 * 4 + 4 * 4) + 128 * 4 * 4
-    by_hand = 8 * 32 * (2 * layer + 100 * (4 + 8))
-    assert activation_bytes(small(use_flash_attn=True), 8, "float32") == by_hand
+def test_a_gpu_has_two_whole_buckets_and_a_cpu_what_is_written_into_them():
+    on_gpu, on_cpu = (expect(KINDS["zero2"], workload(on_cpu=each)) for each in (False, True))
+    assert on_gpu.buffers == 2 * 50_000_000 * 2 + 2 * N
+    assert on_cpu.buffers == 2 * N + 2 * N
+    alone = expect(KINDS["zero2"], workload(processes=1))
+    assert alone.buffers == 50_000_000 * 2 + 2 * N
 
 
-@pytest.mark.parametrize(
-    ("what", "settings", "kept"),
-    [
-        ("blocks", {}, 64 * 2),  # a block's input
-        ("selective", {}, 64 * 2 * 2),  # and attention's output
-        ("selective", {"on_cpu": True}, 64 * 2 * 2 + 4 * (16 + 32) * 2),  # and its weights
-        ("selective", {"keeps_scores": True}, 64 * 2),  # plain attention is recomputed
-    ],
-)
-def test_recomputed_blocks_are_there_one_at_a_time(what, settings, kept):
-    one = activation_bytes(small(n_layers=1, vocab_size=1), 8, "bfloat16", **settings)
-    logits = 8 * 32 * (2 + 8)
-    recomputed = activation_bytes(small(n_layers=5), 8, "bfloat16", **settings, recompute=what)
-    assert recomputed == 5 * 8 * 32 * kept + one - logits
+def test_a_checkpoint_is_weights_and_moments_whoever_has_them():
+    assert {expect(kind, workload()).checkpoint for kind in ENGINES} == {12 * N}
 
 
-def test_where_the_logits_are_larger_than_a_block_they_count():
-    wide = small(vocab_size=10_000)
-    recomputed = activation_bytes(wide, 8, "bfloat16", recompute="blocks")
-    assert recomputed == 8 * 32 * (2 * 64 * 2 + 10_000 * (2 + 8))
+def test_what_is_recomputed_needs_less():
+    for kind in ENGINES:
+        less = expect(kind, workload(recompute="blocks"))
+        assert less.activations < expect(kind, workload()).activations
+        assert less.held == expect(kind, workload()).held
 
 
-def test_activations_grow_with_the_batch():
-    one, eight = (activation_bytes(small(), b, "bfloat16") for b in (1, 8))
-    assert eight == 8 * one
+def test_what_fits_leaves_room_for_libraries():
+    plan = expect(DDP, workload())
+    assert fits(DDP, workload(), plan.peak + OVERHEAD)
+    assert not fits(DDP, workload(), plan.peak + OVERHEAD - 1)
+
+
+@pytest.mark.parametrize("kind", ENGINES[1:], ids=lambda kind: kind.config)
+def test_an_engine_is_recognised_in_its_file(kind):
+    section = {"stage": kind.stage, "reduce_bucket_size": 7, "stage3_max_reuse_distance": 8}
+    section |= {"stage3_param_persistence_threshold": "auto"}
+    for part, place in (("optimizer", kind.optimizer_on), ("param", kind.parameters_on)):
+        section[f"offload_{part}"] = {"device": place.replace("gpu", "none")}
+    found = kind_of(section)
+    assert found == replace(kind, reduce_bucket=7, reuse_distance=8)
+    assert kind_of(None) == DDP
+
+
+def test_a_mixture_that_has_no_file_is_named_by_its_stage():
+    assert kind_of({"stage": 3, "offload_param": {"device": "cpu"}}).name == "ZeRO-3"
+    assert kind_of({"stage": 3, "offload_param": {"device": "cpu"}}).parameters_on == "cpu"
 
 
 CPU = torch.device("cpu")
@@ -128,25 +183,25 @@ def test_where_the_system_does_not_say_nothing_is_known(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "parameters", "dtype", "bytes_per_parameter"),
+    ("engine", "dtype", "bytes_per_parameter"),
     [
-        ("cpu", None, "bfloat16", 20 / 2 + 12),  # half of 8 processes are here
-        ("cpu", "cpu", "bfloat16", 22 / 2 + 12),
-        ("cpu", "cpu", "float32", 24 / 2 + 12),
-        ("nvme", "nvme", "bfloat16", 8 / 2 + 12),
+        ("zero2_offload", "bfloat16", 18 / 2 + 12),  # half of 8 processes are here
+        ("zero3_offload", "bfloat16", 22 / 2 + 12),
+        ("zero3_offload", "float32", 24 / 2 + 12),
+        ("zero_infinity", "bfloat16", 8 / 2 + 12),
     ],
 )
 def test_ram_that_will_not_do_is_said_before_anything_is_built(
-    monkeypatch, optimizer, parameters, dtype, bytes_per_parameter
+    monkeypatch, engine, dtype, bytes_per_parameter
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    needed = int(N * bytes_per_parameter)
+    kind, work = KINDS[engine], workload(dtype=dtype, processes=8)
+    buffers = 4 * 5 * 50_000_000 * 2 if engine == "zero_infinity" else 0
+    needed = int(N * bytes_per_parameter) + buffers
     for free, warns in ((needed, False), (needed - 1, True), (None, False)):
         monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
-        line = memory.ram_warning(N, dtype, 8, optimizer, parameters)
-        assert (line is not None) == warns
+        assert (memory.ram_warning(kind, work) is not None) == warns
     monkeypatch.setattr(memory, "free_memory", lambda device: 0)
-    assert f"{needed / 2**30:.1f} GiB of RAM" in memory.ram_warning(
-        N, dtype, 8, optimizer, parameters
-    )
-    assert memory.ram_warning(N, dtype, 8, None, None) is None
+    assert f"{needed / 2**30:.1f} GiB of RAM" in memory.ram_warning(kind, work)
+    assert memory.ram_warning(KINDS["zero3"], work) is None
+    assert memory.ram_warning(kind, work.but(on_cpu=True)) is None

@@ -18,7 +18,10 @@ from model import ConfigError, LMConfig, Transformer
 from runs.folder import RunFolder
 from training import preflight
 from training.arguments import parse_arguments
-from training.engine.memory import GIB, OVERHEAD, activation_bytes, model_state_bytes
+from training.engine import workload
+from training.engine.kinds import kind_of
+from training.engine.memory import GIB, OVERHEAD, expect
+from training.engine.workload import Parameters, Workload
 from training.preflight import check_launch
 from training.resume import run_identity
 
@@ -308,8 +311,15 @@ def test_another_number_of_processes_resumes_where_it_can_make_the_global_batch(
 
 
 RECIPE = LMConfig(dim=1024, n_layers=32, max_seq_len=1024)
-ONE = activation_bytes(RECIPE, 1, "bfloat16")
-STATES = model_state_bytes(361_038_848, "bfloat16", 2, 4)
+ZERO = {"stage": 2}
+
+
+def needed(sequences: int) -> int:
+    """Bytes of a micro-batch under ZeRO-2 with four processes, what comes and goes a third more."""
+    values = {"dtype": "bfloat16", "processes": 4, "accumulation_steps": 768 // sequences}
+    work = Workload(RECIPE, Parameters.of(RECIPE), batch_size=sequences, **values)
+    plan = expect(kind_of(ZERO), work)
+    return plan.held + (plan.peak - plan.held) * 4 // 3 + OVERHEAD
 
 
 @pytest.fixture
@@ -318,7 +328,7 @@ def gpus(monkeypatch):
 
     def have(*free: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-        monkeypatch.setattr(preflight, "attention_kernel", lambda *shape: ("flash", False))
+        monkeypatch.setattr(workload, "attention_kernel", lambda *shape: ("flash", False))
         monkeypatch.setattr(
             preflight, "available_memory", lambda device, processes: free[device.index]
         )
@@ -327,22 +337,18 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sequences_that_fit", "batch_size"), [(32.1, 32), (31.9, 24), (7.9, 6), (1.1, 1), (-9, 1)]
+    ("least", "batch_size"),
+    [(needed(32), 32), (needed(32) - 1, 24), (needed(6) + 1, 6), (needed(1), 1), (0, 1)],
 )
-def test_the_largest_micro_batch_that_fits_keeps_the_batch(
-    flags, gpus, capsys, sequences_that_fit, batch_size
-):
-    # A third more than expected, for that is how good the estimate is.
-    least = int(STATES + OVERHEAD + sequences_that_fit * ONE * 4 / 3)
+def test_the_largest_micro_batch_that_fits_keeps_the_batch(flags, gpus, capsys, least, batch_size):
     gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
     recipe = parse_arguments(["--data", flags[-1]])[0]
-    zero = {"stage": 2}
-    args = preflight.fit_micro_batch(recipe, 768, RECIPE, zero, processes=3)
+    args = preflight.fit_micro_batch(recipe, 768, RECIPE, ZERO, processes=3)
     assert capsys.readouterr().out.count("\n") == 1
     assert args.batch_size * args.accumulation_steps == 768
-    assert args.batch_size <= batch_size  # three processes share what STATES divides by four
+    assert args.batch_size <= batch_size  # three processes share what four would
     gpus(*[least] * 4)
-    args = preflight.fit_micro_batch(recipe, 768, RECIPE, zero, processes=4)
+    args = preflight.fit_micro_batch(recipe, 768, RECIPE, ZERO, processes=4)
     assert (args.batch_size, args.accumulation_steps) == (batch_size, 768 // batch_size)
 
 

@@ -9,11 +9,14 @@ from model import LMConfig
 from runs.folder import RunFolder
 from training import start_block
 from training.arguments import TrainingArguments
+from training.engine import workload
+from training.engine.compilation import Compilation
+from training.engine.kinds import ENGINES
 from training.engine.launch import Engine
-from training.engine.memory import GIB, OVERHEAD
+from training.engine.memory import GIB, OVERHEAD, expect
 
-N = 10**9  # parameters
-ACTIVATIONS = 5 * GIB
+KINDS = {kind.config: kind for kind in ENGINES}
+ZERO_2 = KINDS["zero2"]
 
 
 @pytest.fixture
@@ -24,8 +27,8 @@ def run_of(monkeypatch, tmp_path):
         zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
         accelerator = SimpleNamespace(num_processes=2, device=torch.device(device))
         monkeypatch.setattr(start_block, "available_memory", lambda device, processes: room)
-        monkeypatch.setattr(start_block, "_activations", lambda run: ACTIVATIONS)
         monkeypatch.setattr(start_block, "space_warning", lambda *run: None)
+        monkeypatch.setattr(workload, "attention_kernel", lambda *shape: ("flash", False))
         return SimpleNamespace(
             args=TrainingArguments(accumulation_steps=8),
             engine=Engine(accelerator, "DeepSpeed ZeRO-2", {"zero_optimization": zero}),
@@ -33,55 +36,68 @@ def run_of(monkeypatch, tmp_path):
             folder=RunFolder(tmp_path),
             learning_rate=SimpleNamespace(total_steps=1000),
             built=SimpleNamespace(
-                n_parameters=N, n_muon_parameters=0, config=LMConfig(use_flash_attn=flash)
+                n_parameters=1,
+                config=LMConfig(use_flash_attn=flash),
+                compilation=Compilation(False, "as asked"),
             ),
         )
 
     return make
 
 
-# Bytes per parameter of two processes: DDP 16, ZeRO-1 2 + 6 + 12 / 2, ZeRO-2 2 + 6 / 2 + 12 / 2.
-DDP, ZERO_1, ZERO_2 = (each * N + ACTIVATIONS + OVERHEAD for each in (16, 14, 11))
+@pytest.fixture
+def needs(run_of):
+    """Bytes that a process of such a run needs under the engine of that name."""
+
+    def of(name: str, **changes) -> int:
+        _, work = start_block.in_use(run_of(None, **changes))
+        return expect(KINDS[name], work).peak + OVERHEAD
+
+    return of
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"room": DDP}, "DDP"),
-        ({"room": DDP - 1}, "ZeRO-1"),
-        ({"room": ZERO_1 - 1}, None),
-        ({"room": None}, None),
-        ({"room": ZERO_1, "device": "cuda"}, "ZeRO-1"),
-        ({"room": DDP, "offload": True}, None),
-    ],
-    ids=lambda value: str(value),
-)
-def test_another_engine_is_advised_where_it_fits(run_of, changes, named):
-    line = start_block._advice(run_of(**changes))
-    assert line is None if named is None else line.startswith(f"{named} would")
+def test_a_run_is_planned_as_what_it_is(run_of):
+    kind, work = start_block.in_use(run_of(None, device="cuda", offload=True))
+    assert kind.config == "zero2_offload"
+    assert (work.processes, work.accumulation_steps, work.on_cpu) == (2, 8, False)
+    assert work.parameters.total == 25_829_888
 
 
-def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(run_of):
-    assert start_block.warnings(run_of(ZERO_2)) == []
+def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(run_of, needs):
+    enough = needs("zero2")
+    assert start_block.warnings(run_of(enough)) == []
     assert start_block.warnings(run_of(None)) == []
-    (line,) = start_block.warnings(run_of(ZERO_2 - 1))
-    needed = ZERO_2 / GIB
+    (line,) = start_block.warnings(run_of(enough - 1))
     assert line.startswith(
-        f"WARNING: a process is expected to need {needed:.1f} GiB of memory and can have "
-        f"{needed:.1f}: a smaller --batch_size with larger --accumulation_steps"
+        f"WARNING: a process is expected to need {enough / GIB:.1f} GiB of memory and can have "
+        f"{enough / GIB:.1f}: a smaller --batch_size with larger --accumulation_steps"
     )
     assert "--use_flash_attn" not in line
-    (line,) = start_block.warnings(run_of(ZERO_2 - 1, flash=False))
-    assert line.endswith("--use_flash_attn")
+    (line,) = start_block.warnings(run_of(needs("zero2", flash=False) - 1, flash=False))
+    assert "--use_flash_attn" in line
 
 
-def test_an_optimizer_that_is_offloaded_needs_no_memory_of_the_gpu(run_of):
-    assert start_block.warnings(run_of(ZERO_2 - 6 * N, device="cuda", offload=True)) == []
-    assert len(start_block.warnings(run_of(ZERO_2 - 6 * N - 1, device="cuda", offload=True))) == 1
+def test_an_optimizer_that_is_offloaded_needs_no_memory_of_the_gpu(run_of, needs):
+    enough = needs("zero2_offload", device="cuda")
+    assert enough < needs("zero2", device="cuda")
+    assert start_block.warnings(run_of(enough, device="cuda", offload=True)) == []
+    (line,) = start_block.warnings(run_of(enough - 1, device="cuda", offload=True))
+    assert "ZeRO-3, all on the CPU needs" in line
     # On a CPU it would only move from the memory into the memory.
-    assert len(start_block.warnings(run_of(ZERO_2 - 1, offload=True))) == 1
+    assert needs("zero2_offload") >= needs("zero2")
 
 
-def test_the_process_with_the_least_counts(run_of, monkeypatch):
-    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, -(ZERO_2 - 1)))
-    assert len(start_block.warnings(run_of(2 * ZERO_2))) == 1
+def test_the_process_with_the_least_counts(run_of, needs, monkeypatch):
+    enough = needs("zero2")
+    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, -(enough - 1)))
+    assert len(start_block.warnings(run_of(2 * enough))) == 1
+
+
+def test_the_memory_line_says_what_lies_elsewhere(run_of):
+    kind, work = start_block.in_use(run_of(None, device="cuda", offload=True))
+    plan = expect(kind, work)
+    line = start_block._memory(plan)
+    assert line.startswith(f"about {plan.peak / GIB:.2f} GiB per process expected (")
+    assert f"{plan.held / GIB:.2f} weights and optimizer" in line
+    assert f", {plan.host / GIB:.2f} in RAM, besides about 1 GiB" in line
+    assert "in RAM" not in start_block._memory(expect(ZERO_2, work))

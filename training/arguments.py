@@ -208,7 +208,11 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, d
     Raises UsageError: unknown flags or values that cannot work. ConfigError: a model shape that
     cannot work.
     """
-    values = vars(build_parser().parse_args(argv))
+    return as_arguments(vars(build_parser().parse_args(argv)))
+
+
+def as_arguments(values: dict) -> tuple[TrainingArguments, dict]:
+    """`parse_arguments` of flags that are parsed already; those of the model are taken out."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}

@@ -18,21 +18,15 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from data.dataset import PackedDataset
-from model import ConfigError, LMConfig, Transformer
+from model import ConfigError, LMConfig
 from training.arguments import TrainingArguments, parse_arguments
-from training.engine.attention_kernel import attention_kernel
 from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
+from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin
-from training.engine.memory import (
-    GIB,
-    OVERHEAD,
-    activation_bytes,
-    available_memory,
-    model_state_bytes,
-)
+from training.engine.memory import GIB, OVERHEAD, MemoryPlan, available_memory, expect
+from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
-from training.optimizer import muon_matrices
 from training.resume import StartingPoint, find_starting_point, resumed_arguments
 from training.settings import saved_arguments
 from training.trackers import require_trackers
@@ -114,28 +108,23 @@ def fit_micro_batch(
     Args:
         zero: section of the DeepSpeed configuration; None without DeepSpeed.
     """
-    with torch.device("meta"):
-        model = Transformer(config)
-    muon = muon_matrices(model) if args.optimizer == "muon" else []
-    stage, offload = (zero["stage"], "offload_optimizer" in zero) if zero else (None, False)
-    states = model_state_bytes(
-        *(model.num_parameters(), args.dtype, stage, processes, offload),
-        n_by_muon=sum(matrix.numel() for matrix in muon),
-    )
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
-    _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), gpus[0])
-    one = activation_bytes(
-        *(config, 1, args.dtype),
-        keeps_scores=keeps_scores,
-        recompute=args.gradient_checkpointing,
-    )
-    most = (room - states - OVERHEAD) * 3 // (4 * one)  # the estimate is good to a third
-    size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= max(1, most))
+    kind, work = kind_of(zero), Workload.of(args, config, processes=processes, device=gpus[0])
+
+    def expected(size: int) -> MemoryPlan:
+        return expect(kind, work.but(batch_size=size, accumulation_steps=sequences // size))
+
+    def fits(size: int) -> bool:
+        plan = expected(size)  # what is not held is not measured on GPUs yet: a third more
+        return plan.held + (plan.peak - plan.held) * 4 // 3 + OVERHEAD <= room
+
+    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+    size = max((n for n in divisors if fits(n)), default=1)
     steps = sequences // size
     print(
         f"micro-batch: {size} of {sequences} sequences, {steps} accumulation steps "
-        f"(about {(states + size * one) / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; "
+        f"(about {expected(size).peak / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; "
         "--batch_size and --accumulation_steps override it)"
     )
     return replace(args, batch_size=size, accumulation_steps=steps)

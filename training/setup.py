@@ -15,11 +15,13 @@ from model import LMConfig, Transformer
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
+from training.engine.kinds import kind_of
 from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.engine.memory import ram_warning
 from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
+from training.engine.workload import Workload
 from training.engine.zero_3 import claim_folders, divided_as_built
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
 from training.resume import StartingPoint, choose_run, resumed_arguments, run_identity
@@ -115,14 +117,6 @@ class BuiltModel:
     n_muon_parameters: int  # stepped by Muon
 
 
-def _ram_warning(shapes: Transformer, args: TrainingArguments, engine: Engine) -> str | None:
-    """On a CPU there is nothing to offload, and the start block has the memory."""
-    if engine.accelerator.device.type == "cpu":
-        return None
-    places = engine.optimizer_offload, engine.parameter_offload
-    return ram_warning(shapes.num_parameters(), args.dtype, engine.processes, *places)
-
-
 def build_model(
     config: LMConfig, args: TrainingArguments, engine: Engine, compilation: Compilation
 ) -> BuiltModel:
@@ -133,8 +127,10 @@ def build_model(
         shapes = Transformer(config)
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
-    engine.set_width(config.dim)
-    if accelerator.is_local_main_process and (warning := _ram_warning(shapes, args, engine)):
+    engine.fit_to(config.dim, shapes.num_parameters())
+    kind = kind_of(engine.deepspeed and engine.deepspeed["zero_optimization"])
+    work = Workload.of(args, config, processes=engine.processes, device=accelerator.device)
+    if accelerator.is_local_main_process and (warning := ram_warning(kind, work)):
         print(warning, flush=True)
     claim_folders(engine)
     compile_operations(engine)

@@ -5,18 +5,14 @@ import torch
 from common.numbers import counted
 from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
-from training.engine.advice import faster_engine
+from training.engine.advice import faster_engine, lighter_engine
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
 from training.engine.failures import less_memory
-from training.engine.memory import (
-    GIB,
-    OVERHEAD,
-    activation_bytes,
-    available_memory,
-    model_state_bytes,
-)
+from training.engine.kinds import Kind, kind_of
+from training.engine.memory import GIB, OVERHEAD, MemoryPlan, available_memory, expect
 from training.engine.state import is_deepspeeds
+from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
 from training.run import Run
 
@@ -30,7 +26,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     device = run.accelerator.device
     n_sequences = len(run.train_set)
     attention, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
-    states, activations = _states(run, engine.zero_stage), _activations(run)
+    kind, work = in_use(run)
     validation = "NO VALIDATION"
     if run.val_loader:
         validation = f"validation on {len(run.val_loader.dataset):,}"
@@ -57,14 +53,12 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{args.lr_schedule}",
         "checkpoints": _checkpoints(run),
-        "memory": f"about {(states + activations) / GIB:.2f} GiB per process expected "
-        f"({states / GIB:.2f} weights and optimizer, {activations / GIB:.2f} activations), "
-        "besides about 1 GiB for Python and PyTorch",
+        "memory": _memory(expect(kind, work)),
     }
     if args.gradient_checkpointing != "off":
         keeps = args.gradient_checkpointing == "selective" and not keeps_scores
         fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
-    if advice := _advice(run):
+    if advice := faster_engine(kind, work, _room(run)):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
@@ -101,12 +95,13 @@ def warnings(run: Run) -> list[str]:
             f"WARNING: {run.learning_rate.total_steps} steps are hardly training; a smaller global "
             "batch (--batch_size, --accumulation_steps), more --epochs or more text give more"
         )
-    expected = _states(run, run.engine.zero_stage) + _activations(run) + OVERHEAD
-    room = _room(run)
+    kind, work = in_use(run)
+    expected, room = expect(kind, work).peak + OVERHEAD, _room(run)
     if room is not None and expected > room:
         found.append(
             f"WARNING: a process is expected to need {expected / GIB:.1f} GiB of memory and can "
             f"have {room / GIB:.1f}: {less_memory(run.args, run.built.config.use_flash_attn)}"
+            f"{lighter_engine(kind, work, room)}"
         )
     if run.engine.total(int(not run.folder.path.exists())):
         found.append(
@@ -139,47 +134,32 @@ def _optimizer(run: Run) -> str:
     )
 
 
-def _states(run: Run, zero_stage: int | None) -> int:
-    """Bytes of weights, gradients and optimizer under the engine of a ZeRO stage, DDP of None."""
-    n, n_by_muon = run.built.n_parameters, run.built.n_muon_parameters
-    # To a CPU's own memory nothing can be moved out of it.
-    offload = _offloads(run) and run.accelerator.device.type != "cpu"
-    return model_state_bytes(
-        n, run.args.dtype, zero_stage, run.engine.processes, offload, n_by_muon
+def in_use(run: Run) -> tuple[Kind, Workload]:
+    """The engine of a run, and what a process of it does in a step."""
+    deepspeed = run.engine.deepspeed
+    work = Workload.of(
+        run.args,
+        run.built.config,
+        processes=run.engine.processes,
+        device=run.accelerator.device,
+        compiled=run.built.compilation.on,
     )
+    return kind_of(deepspeed and deepspeed["zero_optimization"]), work
 
 
-def _activations(run: Run) -> int:
-    """Bytes of what a forward pass keeps."""
-    args, config, device = run.args, run.built.config, run.accelerator.device
-    _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
-    on_cpu = device.type == "cpu"
-    recompute = args.gradient_checkpointing
-    return activation_bytes(config, args.batch_size, args.dtype, on_cpu, keeps_scores, recompute)
+def _memory(plan: MemoryPlan) -> str:
+    """What a process is expected to need, in words."""
+    elsewhere = {"in RAM": plan.host, "on NVMe": plan.nvme}
+    return (
+        f"about {plan.peak / GIB:.2f} GiB per process expected "
+        f"({plan.held / GIB:.2f} weights and optimizer, {(plan.peak - plan.held) / GIB:.2f} "
+        "activations and buffers), "
+        + "".join(f"{size / GIB:.2f} {where}, " for where, size in elsewhere.items() if size)
+        + "besides about 1 GiB for Python and PyTorch"
+    )
 
 
 def _room(run: Run) -> int | None:
     """Bytes that the process with the least can have, None if unknown. All must call this."""
     room = available_memory(run.accelerator.device, run.engine.processes)
     return None if room is None else -run.engine.largest(-room)
-
-
-def _offloads(run: Run) -> bool:
-    deepspeed = run.engine.deepspeed
-    return deepspeed is not None and "offload_optimizer" in deepspeed["zero_optimization"]
-
-
-def _advice(run: Run) -> str | None:
-    """A faster engine, if there is one that fits. All must call this."""
-    room, activations = _room(run), _activations(run)
-    if room is None or _offloads(run):
-        return None  # memory is short, or not to be told from here
-    return faster_engine(
-        zero_stage=run.engine.zero_stage,
-        processes=run.engine.processes,
-        accumulation_steps=run.args.accumulation_steps,
-        n_parameters=run.built.n_parameters,
-        dtype=run.args.dtype,
-        on_cpu=run.accelerator.device.type == "cpu",
-        fits=lambda stage: _states(run, stage) + activations + OVERHEAD <= room,
-    )

@@ -92,10 +92,14 @@ class Engine:
             self.deepspeed["gradient_accumulation_steps"] = steps
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
-    def set_width(self, dim: int) -> None:
-        """Fill what the configuration leaves to the model's width; only before `prepare`."""
+    def fit_to(self, dim: int, n_parameters: int) -> None:
+        """Fill what the configuration leaves to the model's width, and make buckets no larger than
+        all gradients, for what is never used is memory too; only before `prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
+            zero = self.deepspeed["zero_optimization"]
+            asked = int(zero.get("reduce_bucket_size", 500_000_000))  # DeepSpeed's own default
+            zero["reduce_bucket_size"] = min(asked, n_parameters)
 
     def largest(self, value: int) -> int:
         """Of all processes' values. All must call this."""

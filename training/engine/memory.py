@@ -1,109 +1,209 @@
-"""How much memory a run will need on each device, before it runs out."""
+"""How much memory a process will need, part by part, before it runs out; and how much there is."""
 
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from model import LMConfig
+from training.engine.activations import activations
+from training.engine.kinds import GPU, NVME, Kind
+from training.engine.workload import Workload
 
 GIB = 2**30
 # What a process needs besides: Python and PyTorch; on a GPU workspaces, and blocks cut up.
 OVERHEAD = GIB
+ZERO_1_BUCKET = 500_000_000  # elements that DeepSpeed exchanges at once in 16 bits
+# On NVMe: parameters pass through so many buffers of so many elements in RAM, DeepSpeed's number
+# and "buffer_size" in configs/zero_infinity.json.
+SWAP_BUFFERS, SWAP_ELEMENTS = 5, 50_000_000
 
 
-def model_state_bytes(
-    n_parameters: int,
-    dtype: str,
-    zero_stage: int | None,
-    world_size: int,
-    offload: bool = False,
-    n_by_muon: int = 0,
-) -> int:
-    """Weights, gradients and AdamW's two moments on one device, in bytes. Muon, which steps
-    n_by_muon of the parameters, keeps one.
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one process is expected to hold, in bytes, where it trains: on a GPU, or on a CPU where
+    there is none. `host` and `nvme` are elsewhere."""
 
-    Without DeepSpeed all of it is fp32: 4 + 4 + 8 bytes per parameter (weights are cast to bf16
-    layer by layer). DeepSpeed in 16 bits keeps 2 bytes of weights and 2 of gradients, and 4 + 8 of
-    fp32 master weights and moments plus 4 of accumulated fp32 gradients; ZeRO-1 divides master and
-    moments among the processes, ZeRO-2 the gradients too, ZeRO-3 the weights as well (Rajbhandari
-    et al., https://arxiv.org/abs/1910.02054).
+    parameters: int  # as forward uses them
+    gradients: int  # from the first micro-batch of a step to the end of the step
+    optimizer: int  # fp32 weights that are stepped, and moments
+    activations: int  # from forward to backward
+    logits: int  # with their gradient, when backward begins
+    block: int  # of the block that is at its backward
+    buffers: int  # gradients on their way: buckets to exchange them in, and copies
+    at_once: bool  # buffers are there as soon as backward begins, or they fill with gradients
+    kept: int = 0  # on a CPU, freed and not given back: training/engine/cpu_settings.py
+    host: int = 0  # RAM, of a process whose optimizer or parameters are there
+    checkpoint: int = 0  # RAM of the main process while it writes one: weights and moments
+    nvme: int = 0
+
+    @property
+    def held(self) -> int:
+        """What never goes."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """The most at one time. On a GPU less than the sum of the parts: the logits are gone when
+        the first block is at its backward, activations go as gradients come. Where freed memory is
+        kept, in pieces that the next large tensor does not fit into, nothing ever goes."""
+        if self.kept:
+            working = max(self.logits, self.block)
+            return self.held + self.activations + working + self.buffers + self.kept
+        if self.at_once:
+            return self.held + self.activations + max(self.logits, self.block + self.buffers)
+        working = max(self.logits, self.block)
+        return self.held + max(self.activations + working, self.buffers + self.block)
+
+
+def expect(kind: Kind, work: Workload) -> MemoryPlan:
+    """The memory of one process under an engine.
+
+    Without DeepSpeed all state is fp32: 4 + 4 + 8 bytes per parameter; under DDP gradients live in
+    its buckets. DeepSpeed in 16 bits has weights of 2 bytes, and fp32 weights to step and moments
+    of 4 + 8, which ZeRO-1 divides among the processes; ZeRO-2 divides the sum of the gradients too
+    (4, in fp32), ZeRO-3 the weights as well (Rajbhandari et al.,
+    https://arxiv.org/abs/1910.02054). What passes through besides is read in DeepSpeed 0.19
+    (runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py), and measured by
+    benchmarks/engines.py.
     """
-    optimizer = 8 * n_parameters - 4 * n_by_muon
-    if zero_stage is None:
-        return 8 * n_parameters + optimizer
-    weights = n_parameters * (2 if dtype != "float32" else 4)
-    gradients = weights + 4 * n_parameters
-    optimizer += 4 * n_parameters  # master weights
-    if zero_stage >= 1:
-        optimizer /= world_size
-    if zero_stage >= 2:
-        gradients /= world_size
-    if zero_stage >= 3:
-        weights /= world_size
-    return int(weights + gradients + (0 if offload else optimizer))
+    n, h = work.parameters.total, work.half
+    moments = 8 * n - 4 * work.parameters.by_muon
+    accumulates = work.accumulation_steps > 1
+    if kind.stage is None:
+        buckets = 0 if work.processes == 1 else 4 * n
+        sums = 4 * n if accumulates else 0  # no buckets until the last micro-batch
+        parts = {
+            "parameters": 4 * n,
+            "gradients": buckets + sums,
+            "optimizer": moments,
+            "buffers": 0 if buckets or sums else 4 * n,
+        }
+    elif kind.stage < 3:
+        parts = _zero_1_2(kind, work, moments)
+    else:
+        parts = _zero_3(kind, work, moments)
+    held = activations(work, autocast=kind.stage is None and h == 2)
+    host, nvme = parts.pop("host", 0), parts.pop("nvme", 0)
+    if work.on_cpu:  # to a CPU's own memory nothing can be moved out of it
+        parts["optimizer"] += host
+        host = 0
+    return MemoryPlan(
+        **{name: int(size) for name, size in parts.items()},
+        activations=held.kept,
+        logits=held.logits,
+        block=held.block,
+        at_once=not work.on_cpu and kind.stage is not None and (kind.stage > 1 or h == 4),
+        host=int(host),
+        checkpoint=4 * n + moments,
+        kept=int(_kept(kind, work)),
+        nvme=int(nvme),
+    )
 
 
-def activation_bytes(
-    config: LMConfig,
-    batch_size: int,
-    dtype: str,
-    on_cpu: bool = False,
-    keeps_scores: bool = False,
-    recompute: str = "off",
-) -> int:
-    """What forward keeps for backward in one micro-batch, in bytes: an estimate, good to about a
-    third.
-
-    Counted per token and layer: inputs of the two norms and their fp32 copies, inputs of the seven
-    matrix products, both halves of SwiGLU; with plain attention, or keeps_scores
-    (`attention_kernel` tells), also two T × T fp32 and one 16-bit matrix per head, with the CPU's
-    blocks of rows somewhat more than half of the 16-bit one; and the logits three times, once in
-    half and twice in full precision.
-
-    With --gradient_checkpointing only a block's input is counted, and if attention is not
-    recomputed its output and matrices; besides a single block as above, or the logits, which are
-    gone before it is there.
-    """
-    half = 2 if dtype != "float32" else 4
-    tokens = batch_size * config.max_seq_len
-    per_layer = config.dim * (6 * half + 4 * 4) + config.hidden_dim * 4 * half
-    plain, attention = keeps_scores or not config.use_flash_attn, 0
-    if plain:
-        attention = config.n_heads * config.max_seq_len * (8 + half)
-    elif on_cpu:
-        attention = config.n_heads * (config.max_seq_len // 2 + 32) * half
-    per_layer, logits = per_layer + attention, config.vocab_size * (half + 8)
-    if recompute == "off":
-        return int(tokens * (config.n_layers * per_layer + logits))
-    kept = config.dim * half
-    if recompute == "selective" and not plain:  # of plain attention nothing can be kept
-        kept += config.dim * half + attention
-    return int(tokens * (config.n_layers * kept + max(per_layer, logits)))
+def _kept(kind: Kind, work: Workload) -> float:
+    """What a CPU's process keeps of tensors as large as the model that came and went: the weights
+    before they were flattened, copies of buckets, what was gathered. Measured and not derived, by
+    benchmarks/engines.py with 7 and 26 million parameters and 2 processes: what was missing then
+    lay within a third of this."""
+    if not work.on_cpu or (work.processes == 1 and kind.stage is None):
+        return 0
+    weights = work.half * work.parameters.total
+    return {None: 5 * work.parameters.total, 1: 5 * weights, 2: 5 * weights, 3: 7.5 * weights}[
+        kind.stage
+    ]
 
 
-def ram_warning(
-    n_parameters: int, dtype: str, processes: int, optimizer: str | None, parameters: str | None
-) -> str | None:
+def fits(kind: Kind, work: Workload, room: int) -> bool:
+    """Whether a process that can have so many bytes has enough."""
+    return expect(kind, work).peak + OVERHEAD <= room
+
+
+def _zero_1_2(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
+    """Parts under ZeRO-1 and 2; "host" is what the optimizer has where it is on the CPU."""
+    n, h, processes = work.parameters.total, work.half, work.processes
+    optimizer = (4 * n + moments) / processes
+    bucket = _bucket(kind, work)
+    copy = h * min(n, kind.reduce_bucket)  # of the bucket that is exchanged
+    if kind.stage == 2:
+        gradients, own = 4 * n / processes, 0
+        if h == 4:
+            own = 4 * n / processes  # its share of the gradients, once more
+    elif h == 2:
+        gradients, own, bucket, copy = 4 * n, 2 * n, 0, 6 * min(n, ZERO_1_BUCKET)
+    else:
+        gradients, own = 4 * n, 4 * n / processes
+    # Kept from one micro-batch to the next; ZeRO-1 in 16 bits has a tensor of its own for them.
+    held = gradients if work.accumulation_steps > 1 or (kind.stage, h) == (1, 2) else 0
+    parts = {
+        "parameters": h * n,
+        "gradients": held,
+        "optimizer": optimizer,
+        "buffers": bucket + copy + own + gradients - held,
+    }
+    if kind.optimizer_on != GPU:  # and there the gradients that it steps with, and what it sends
+        return parts | {"optimizer": 0, "host": optimizer + (4 + h) * n / processes}
+    return parts
+
+
+def _zero_3(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
+    """Parts under ZeRO-3."""
+    n, h, processes = work.parameters.total, work.half, work.processes
+    own = h * n / processes
+    whole = h * live_parameters(kind, work)
+    optimizer = moments / processes
+    if h == 2 or kind.offloads:
+        optimizer += 4 * n / processes
+    gradients = 4 * n / processes
+    parts = {
+        "parameters": own + whole,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "buffers": _bucket(kind, work) + h * min(n, kind.reduce_bucket),
+    }
+    if kind.optimizer_on == GPU:
+        return parts
+    parts |= {"optimizer": 0, "gradients": 0, "host": optimizer + 2 * gradients}
+    if kind.parameters_on != GPU:
+        parts |= {"parameters": whole, "host": parts["host"] + own}
+    if kind.optimizer_on == NVME:
+        swap = SWAP_BUFFERS * SWAP_ELEMENTS * h
+        parts |= {"nvme": optimizer + own, "host": 2 * gradients + swap}
+    return parts
+
+
+def _bucket(kind: Kind, work: Workload) -> int:
+    """Bytes of the buckets in which gradients are exchanged: two, where one can fill while the
+    other is on its way. A GPU has them whole, a CPU what has been written to."""
+    if work.on_cpu:
+        return work.half * min(work.parameters.total, kind.reduce_bucket)
+    both = kind.stage < 3 and work.processes > 1
+    return work.half * kind.reduce_bucket * (2 if both else 1)
+
+
+def persistent_parameters(kind: Kind, work: Workload) -> int:
+    """Elements in tensors so small that ZeRO-3 leaves them on every process."""
+    most = 10 * work.config.dim if kind.persistence is None else kind.persistence
+    return work.parameters.up_to(most)
+
+
+def live_parameters(kind: Kind, work: Workload) -> int:
+    """Elements that ZeRO-3 does not let go of between forward and backward: small tensors and those
+    that come again within the reuse distance, there and back, but a block at least."""
+    n, small = work.parameters.total, persistent_parameters(kind, work)
+    return small + min(n - small, max(kind.reuse_distance // 2, work.parameters.block))
+
+
+def ram_warning(kind: Kind, work: Workload) -> str | None:
     """What to say before an engine is built that offloads more than there is: a process that the
-    system kills for memory says nothing. None if there is room, or nobody knows.
-
-    Counted per parameter: fp32 weights, two moments and two copies of the gradient (4 bytes each),
-    of which the last two stay in RAM where the others are on NVMe, and the model's own weights; and
-    in one process 12 bytes of a checkpoint that is put together.
-
-    Args:
-        optimizer: where it is, "cpu", "nvme" or None, which is not offloaded.
-        parameters: the same.
-    """
-    each = {None: 0, "nvme": 8, "cpu": 20}[optimizer]
-    if parameters == "cpu":
-        each += 4 if dtype == "float32" else 2
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    needed = int(n_parameters * (each * here / processes + 12))
+    system kills for memory says nothing. None if there is room, nobody knows, or nothing is
+    offloaded, as on a CPU."""
+    plan = expect(kind, work)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", work.processes))
+    needed = here * plan.host + plan.checkpoint
     free = free_memory(torch.device("cpu"))
-    if not each or free is None or needed <= free:
+    if not plan.host or free is None or needed <= free:
         return None
     return (
         f"WARNING: what is offloaded is expected to need {needed / GIB:.1f} GiB of RAM, and "

@@ -1,0 +1,15 @@
+"""A table for a terminal: columns as wide as they need."""
+
+
+def columns(rows: list[dict[str, str]]) -> str:
+    """Rows of a cell by its column's title, the same titles in all; the first column left-aligned,
+    the others right."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

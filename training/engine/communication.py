@@ -1,0 +1,96 @@
+"""What a process sends in an optimizer step, how long that takes, and what of it training waits
+for."""
+
+from dataclasses import dataclass
+
+from training.engine.kinds import GPU, Kind
+from training.engine.memory import persistent_parameters
+from training.engine.workload import Workload
+
+# Of the time of a micro-batch: forward takes one part, backward two (their matrix products).
+BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one process sends to the others in one optimizer step, by when."""
+
+    in_backward: int = 0  # gradients, while further ones are computed
+    backwards: int = 1  # in so many of the step's backward passes
+    in_step: int = 0  # weights, while others are computed with: in forward and backward
+    after: int = 0  # when nothing is left to compute
+    moved: int = 0  # between GPU and RAM or NVMe, besides
+
+    @property
+    def sent(self) -> int:
+        return self.in_backward + self.in_step + self.after
+
+    def waiting(
+        self, *, seconds: float, micro_batches: int, bandwidth: float, host_bandwidth: float
+    ) -> float:
+        """Seconds of a step in which nothing is computed because of them.
+
+        What is sent behind a computation is waited for as far as it takes longer.
+
+        Args:
+            seconds: of the step's computing.
+            bandwidth: bytes per second that a process can send.
+            host_bandwidth: bytes per second between GPU and RAM or NVMe.
+        """
+        behind = seconds * BACKWARD * self.backwards / micro_batches
+        in_backward, in_step = self.in_backward / bandwidth, self.in_step / bandwidth
+        late = max(0.0, in_backward - behind, in_backward + in_step - seconds)
+        return late + self.after / bandwidth + self.moved / host_bandwidth
+
+
+def traffic(kind: Kind, work: Workload) -> Traffic:
+    """What an engine sends.
+
+    Exchanges are rings (gloo's always, NCCL's where there is much to send): in an all-gather or a
+    reduce-scatter a process sends (P - 1) / P of the whole, in an all-reduce, one after the other,
+    twice that.
+
+    DDP all-reduces fp32 gradients once a step, behind the last backward pass. ZeRO-1 does so in the
+    training precision and hands round the new weights, in 16 bits all of it after backward. ZeRO-2
+    all-reduces gradients in each micro-batch (DeepSpeed's "use_multi_rank_bucket_allreduce") and
+    keeps its share. ZeRO-3 reduce-scatters them, which gloo does by an all-reduce, and gathers the
+    weights for forward and again for backward, but those that it has not let go of.
+
+    Sources: Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 7; DeepSpeed 0.19's code.
+    benchmarks/engines.py measures it at a network device.
+    """
+    n, h, micro_batches = work.parameters.total, work.half, work.accumulation_steps
+    ring = (work.processes - 1) / work.processes
+    moved = _moved(kind, work)
+    if kind.stage is None:
+        return Traffic(in_backward=int(2 * ring * 4 * n))
+    if kind.stage < 3:
+        reductions = micro_batches if kind.stage == 2 else 1
+        gradients, weights = int(2 * ring * h * n) * reductions, int(ring * h * n)
+        if kind.stage == 1 and h == 2:
+            return Traffic(after=gradients + weights, moved=moved)
+        return Traffic(in_backward=gradients, backwards=reductions, after=weights, moved=moved)
+    small = persistent_parameters(kind, work)  # handed round once a step
+    gathered = 2 * (n - small) - min(n - small, kind.reuse_distance // 2)
+    return Traffic(
+        in_backward=int((2 if work.on_cpu else 1) * ring * h * n) * micro_batches,
+        backwards=micro_batches,
+        in_step=int(ring * h * gathered) * micro_batches,
+        after=int(ring * h * small),
+        moved=moved,
+    )
+
+
+def _moved(kind: Kind, work: Workload) -> int:
+    """Bytes between GPU and RAM or NVMe in a step: the gradients of its share there, and its share
+    of the new weights back; with parameters there, those for each forward and backward. On NVMe the
+    optimizer's state comes and goes as well."""
+    share = work.parameters.total / work.processes
+    if kind.optimizer_on == GPU or work.on_cpu:
+        return 0
+    moved = (4 + work.half) * share
+    if kind.parameters_on != GPU:
+        moved += 2 * work.half * share * work.accumulation_steps
+    if kind.optimizer_on == "nvme":
+        moved += 2 * (12 * share)
+    return int(moved)

@@ -1,0 +1,99 @@
+"""What one process does in a step, as far as its memory and its traffic depend on it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from model import LMConfig, Transformer
+from training.arguments import TrainingArguments
+from training.engine.attention_kernel import attention_kernel
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What is counted in a model; sizes in elements."""
+
+    total: int
+    matrices: int  # factors of matrix products: all but norms, and an embedding of its own
+    block: int  # of one block
+    sizes: dict[int, int]  # of a tensor → how many have it
+    flops_per_token: int  # of the model, forward and backward
+    by_muon: int = 0  # stepped by Muon
+
+    @classmethod
+    def of(cls, config: LMConfig, muon: bool = False) -> "Parameters":
+        """Counted in a model that has shapes and no memory."""
+        with torch.device("meta"):
+            model = Transformer(config)
+        sizes = [p.numel() for p in model.parameters()]
+        matrices = {id(m.weight): m.weight for m in model.modules() if type(m) is torch.nn.Linear}
+        by_muon = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+        return cls(
+            total=sum(sizes),
+            matrices=sum(p.numel() for p in matrices.values()),
+            block=sum(p.numel() for p in model.layers[0].parameters()),
+            sizes={size: sizes.count(size) for size in set(sizes)},
+            flops_per_token=model.flops_per_token(config.max_seq_len),
+            by_muon=by_muon if muon else 0,
+        )
+
+    def up_to(self, size: int) -> int:
+        """Elements of the tensors that are no larger."""
+        return sum(each * count for each, count in self.sizes.items() if each <= size)
+
+
+@dataclass(frozen=True)
+class Workload:
+    config: LMConfig
+    parameters: Parameters
+    dtype: str  # --dtype
+    batch_size: int  # sequences of one micro-batch
+    accumulation_steps: int
+    processes: int
+    on_cpu: bool = False  # trained there, and not merely offloaded to it
+    keeps_scores: bool = False  # see attention_kernel
+    compiled: bool = False
+    recompute: str = "off"  # --gradient_checkpointing
+
+    @classmethod
+    def of(
+        cls,
+        args: TrainingArguments,
+        config: LMConfig,
+        *,
+        processes: int,
+        device: torch.device,
+        compiled: bool = False,
+    ) -> "Workload":
+        """That of a run; asks PyTorch which attention the device has."""
+        _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
+        return cls(
+            config=config,
+            parameters=Parameters.of(config, args.optimizer == "muon"),
+            dtype=args.dtype,
+            batch_size=args.batch_size,
+            accumulation_steps=args.accumulation_steps,
+            processes=processes,
+            on_cpu=device.type == "cpu",
+            keeps_scores=keeps_scores,
+            compiled=compiled,
+            recompute=args.gradient_checkpointing,
+        )
+
+    def but(self, **changes) -> "Workload":
+        return replace(self, **changes)
+
+    @property
+    def half(self) -> int:
+        """Bytes of an element in the precision of forward and backward."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def plain(self) -> bool:
+        """Whether all T × T scores of attention are in memory."""
+        return self.keeps_scores or not self.config.use_flash_attn
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.batch_size * self.config.max_seq_len
