@@ -282,7 +282,7 @@ def test_a_bad_line_is_named_by_file_and_number(prepare, tmp_path, bad, says):
 
 
 def test_bad_lines_are_counted_when_asked_to_go_on(prepare, tmp_path):
-    ended = prepare([b"{", GOOD, b'{"text": "\xff"}'], "--skip_bad_lines")
+    ended = prepare([b"{", GOOD, b'{"text": "\xff"}'], "--skip_bad_lines", "--segmentations", "1")
     assert ended.code == 0, ended.out
     assert "skipped 2 bad documents" in ended.out
     assert "line 301" in ended.out

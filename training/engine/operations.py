@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from torch.utils import cpp_extension
-
 from common.errors import UsageError
 from training.engine.deepspeed_config import nvme_folders, offload_device
 from training.engine.launch import Engine
@@ -44,6 +42,7 @@ def _compile(name: str) -> None:
     """Says first for which file it waits, if there is one: PyTorch waits without a word, and for
     ever where a compilation was killed."""
     from deepspeed.ops import op_builder  # seconds to import
+    from torch.utils import cpp_extension  # it changes sys.path
 
     builder = getattr(op_builder, name)()
     lock = Path(cpp_extension._get_build_directory(builder.name, verbose=False), "lock")

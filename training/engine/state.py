@@ -40,6 +40,17 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
     return state
 
 
+def catch_up(optimizer, step: int) -> None:
+    """Have DeepSpeed's AdamW for the CPU correct its bias as after so many steps of its own: it
+    multiplies the powers of betas up, which rounds otherwise than taking them at once."""
+    group, nothing = optimizer.param_groups[0], torch.zeros(4, 1)
+    for past in range(1, step + 1):
+        optimizer.ds_opt_adam.adam_update(
+            *(optimizer.opt_id, past, 0.0, *group["betas"], group["eps"], 0.0),
+            *(group["bias_correction"], *nothing),
+        )
+
+
 @dataclass
 class Shard:
     """The part of one parameter that this process holds in fp32, and the moments of that part.
@@ -124,6 +135,8 @@ class TrainingState:
             if "step" in state:
                 is_tensor = isinstance(state["step"], Tensor)
                 state["step"] = state["step"].fill_(step) if is_tensor else step
+        if hasattr(self.optimizer, "ds_opt_adam"):
+            catch_up(self.optimizer, step)
         if scalars["loss_scale"] is not None and self.accelerator.mixed_precision == "fp16":
             if self.zero:
                 vars(self.zero.loss_scaler).update(scalars["loss_scale"])
