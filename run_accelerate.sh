@@ -4,6 +4,8 @@
 #   bash run_accelerate.sh                          the Python standard library as text
 #   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .csv, .parquet or a folder of them)
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
+#   STAGE=sft bash run_accelerate.sh                fine-tune the newest run on questions and answers, so that it answers
+#   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  on your own conversations
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
@@ -39,9 +41,22 @@ if ((machines > 1)); then
     --deepspeed_multinode_launcher standard
   )
 fi
+stage=${STAGE:-pretrain}
+case $stage in
+  pretrain)
+    program=train_pretrain_accelerate.py
+    [ -z "${CHAT:-}" ] || wrong "CHAT names conversations to fine-tune on: give STAGE=sft with it"
+    ;;
+  sft)
+    program=train_sft_accelerate.py
+    [ -z "${DATA:-}" ] || wrong "DATA names text to pretrain on: with STAGE=sft, CHAT=$DATA names conversations"
+    ;;
+  *) wrong "STAGE must be pretrain or sft, not $stage" ;;
+esac
 folder=$(dirname "${BASH_SOURCE[0]}")
-# DATA is found from where it is typed.
+# DATA and CHAT are found from where they are typed.
 [ "$folder" -ef . ] || [ ! -e "${DATA:-}" ] || DATA=$(realpath "$DATA")
+[ "$folder" -ef . ] || [ ! -e "${CHAT:-}" ] || CHAT=$(realpath "$CHAT")
 cd "$folder"
 config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
 if [ -n "$engine" ]; then
@@ -57,20 +72,23 @@ source scripts/environment.sh requirements.txt
 ((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
   wrong "MASTER_ADDR must be the address of machine 0, which '${MASTER_ADDR:-}' is not here"
 
-data=${DATA:-builtin}
-packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
-prepare=(--data "$data" --out "$packed")
-# Data prepared by hand is used as it is; data with settings given here has a folder of its own.
-if [ -n "${PREPARE_FLAGS:-}" ]; then
-  read -ra settings <<<"$PREPARE_FLAGS"
-  prepare+=(--overwrite "${settings[@]}")
-else
-  prepare+=(--reuse)
-fi
-if [[ " $* " != *" --data"[=\ ]* ]]; then
-  "$python" -m scripts.prepare_data "${prepare[@]}"
-elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
-  wrong "--data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either"
+# Text is prepared here; conversations by the training program, with the tokenizer of its model.
+if [ "$stage" = pretrain ]; then
+  data=${DATA:-builtin}
+  packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
+  prepare=(--data "$data" --out "$packed")
+  # Data prepared by hand is used as it is; data with settings given here has a folder of its own.
+  if [ -n "${PREPARE_FLAGS:-}" ]; then
+    read -ra settings <<<"$PREPARE_FLAGS"
+    prepare+=(--overwrite "${settings[@]}")
+  else
+    prepare+=(--reuse)
+  fi
+  if [[ " $* " != *" --data"[=\ ]* ]]; then
+    "$python" -m scripts.prepare_data "${prepare[@]}"
+  elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
+    wrong "--data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either"
+  fi
 fi
 
 gpus=0
@@ -79,7 +97,11 @@ if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
 fi
 
 sequences=0 # of a process and step, to be divided into micro-batches that fit into memory; 0: as the flags say
-if ((gpus > 0)); then
+((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
+if [ "$stage" = sft ]; then
+  flags=(--conversations "${CHAT:-builtin}" --prepare_flags "${PREPARE_FLAGS:-}" --dtype bfloat16)
+  flags+=(--batch_size 16)
+elif ((gpus > 0)); then
   flags=(
     --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024
     --use_flash_attn --dtype bfloat16
@@ -88,7 +110,6 @@ if ((gpus > 0)); then
   shape=(--dim 1024 --n_layers 32)
   [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$((24 * 32))
 else
-  export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
   # A small model that two cores train in a few minutes. Muon's validation loss ends
   # at 0.6 below that of AdamW (--optimizer adamw --learning_rate 3e-3, cosine).
   flags=(
@@ -107,10 +128,13 @@ else
   flags+=($steps)
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
-[[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own
-[ "$data" != builtin ] || flags+=(--sample_prompt "def")
+if [ "$stage" = pretrain ]; then
+  [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own
+  [ "$data" != builtin ] || flags+=(--sample_prompt "def")
+  flags+=(--data "$packed")
+fi
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
-flags+=(--data "$packed" "$@")
+flags+=("$@")
 
 processes=${NUM_PROCESSES:-$((machines * (gpus > 0 ? gpus : 1)))}
 [[ $processes =~ [^0-9] ]] || ((10#$processes % machines == 0)) ||
@@ -119,7 +143,7 @@ where=
 ((machines == 1)) || where=" on $machines machines, of which this is number $machine, meeting at $MASTER_ADDR:$port"
 echo "starting $processes process(es)$where; loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
-micro_batch=$("$python" -m training.preflight "$config" "$processes" "$sequences" "${flags[@]}")
+micro_batch=$("$python" -m training.preflight "$program" "$config" "$processes" "$sequences" "${flags[@]}")
 flags+=($micro_batch)
 # The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
@@ -127,6 +151,8 @@ STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 [ -z "$engine" ] || printf -v RESUME_WITH 'ENGINE=%q %s' "$engine" "$RESUME_WITH"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
+[ -z "${CHAT:-}" ] || printf -v RESUME_WITH 'CHAT=%q %s' "$CHAT" "$RESUME_WITH"
+[ -z "${STAGE:-}" ] || printf -v RESUME_WITH 'STAGE=%q %s' "$STAGE" "$RESUME_WITH"
 [ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
 ((machines == 1)) || printf -v RESUME_WITH 'NUM_MACHINES=%q MACHINE_RANK=%q MASTER_ADDR=%q %s' \
   "$machines" "$machine" "$MASTER_ADDR" "$RESUME_WITH"
@@ -135,7 +161,7 @@ session=()
 ! command -v setsid >/dev/null || session=(setsid)
 "${session[@]}" "$python" -m training.launcher --config_file "$config" \
   --num_processes "$processes" --main_process_port "$port" ${meeting[@]+"${meeting[@]}"} \
-  train_pretrain_accelerate.py "${flags[@]}" &
+  "$program" "${flags[@]}" &
 launcher=$!
 trap 'kill -TERM "$launcher"' INT TERM HUP USR1
 code=0

@@ -78,6 +78,14 @@ class PackedDataset(Dataset):
         positions = np.asarray(samples, np.int64) * self.seq_len
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
 
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.seq_len
+
+    def describe(self, batch_size: int) -> str:
+        """For the start block; however many samples make a micro-batch."""
+        return f"{self.n_tokens:,} tokens, {len(self):,} sequences of {self.seq_len}"
+
     def scan(self) -> None:
         """Look for ids outside the vocabulary in the whole split, unless it is larger than
         SCAN_BYTES. Raises DataError: there is one."""

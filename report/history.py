@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
-from runs.folder import RunFolder
+from runs.folder import RunFolder, read_settings
 
 
 @dataclass
@@ -73,15 +73,6 @@ def read_rows(path: Path) -> list[dict]:
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return rows
-
-
-def read_settings(path: Path) -> dict:
-    """settings.json, or nothing if it is missing or damaged: the curves can be drawn without."""
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def number(value) -> float | None:

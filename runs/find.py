@@ -5,11 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UsageError
-from runs.folder import RunFolder
+from runs.folder import RunFolder, read_settings
 
 RUNS = Path("out/runs")
 WHAT = "a run folder, a checkpoint or a folder of weights; 'auto' is the newest run in out/runs"
+PRETRAINING = "train_pretrain_accelerate.py"
 BEST = "@best"  # behind a run: as it was at its lowest validation
+
+
+def program_of(run: RunFolder) -> str:
+    """The training program that made it."""
+    return read_settings(run.settings).get("program", PRETRAINING)  # it was the only one once
 
 
 def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) -> RunFolder | None:
@@ -19,12 +25,16 @@ def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) 
     return max(ages, key=ages.get, default=None)
 
 
-def find_run(name: str, runs: Path = RUNS) -> Path:
-    """The path that was named; for 'auto' the run that was written to last. Raises UsageError:
-    there is no such folder; with a guess at which one was meant."""
+def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
+    """The path that was named; for 'auto' the run that was written to last, of this training
+    program if one is given. Raises UsageError: there is no such folder; with a guess at which one
+    was meant."""
     folders = [path for path in runs.glob("*") if path.is_dir()]
     if name == "auto":
-        newest = newest_run([RunFolder(path) for path in folders], lambda run: run.metrics)
+        candidates = [RunFolder(path) for path in folders]
+        if program:
+            candidates = [run for run in candidates if program_of(run) == program]
+        newest = newest_run(candidates, lambda run: run.metrics)
         if newest is None:
             where = runs.absolute()
             raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")

@@ -1,5 +1,6 @@
 """The folder that holds all of a run: the names of everything in it."""
 
+import json
 from pathlib import Path
 
 from data.tokenizer import TOKENIZER_FILE
@@ -30,3 +31,12 @@ class RunFolder:
     def all_checkpoints(self) -> list[Path]:
         """Oldest first. What is being written, damaged or superseded has another kind of name."""
         return sorted(p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
+
+
+def read_settings(path: Path) -> dict:
+    """settings.json, or nothing if it is missing or damaged: a run can do without."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

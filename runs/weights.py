@@ -45,14 +45,14 @@ class WeightsFolder:
     tokenizer: Path  # where theirs belongs; it may be missing
 
     @classmethod
-    def find(cls, name: str) -> "WeightsFolder":
+    def find(cls, name: str, program: str | None = None) -> "WeightsFolder":
         """Of a finished run its weights, of a run under way its newest sound checkpoint; of
-        RUN@best the checkpoint of its lowest validation. Raises UsageError: nothing there, or
-        nothing sound."""
+        RUN@best the checkpoint of its lowest validation; `program` as in `find_run`. Raises
+        UsageError: nothing there, or nothing sound."""
         if name.endswith(BEST) and not Path(name).exists():
-            path = find_best(find_run(name.removesuffix(BEST)))
+            path = find_best(find_run(name.removesuffix(BEST), program=program))
         else:
-            path = find_run(name)
+            path = find_run(name, program=program)
         if (path / "weights").is_dir():
             path = path / "weights"
         if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():

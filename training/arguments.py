@@ -1,20 +1,24 @@
-"""Every flag of the training script: default, meaning and check in one place.
+"""Every flag of the training programs: default, meaning and check in one place.
 
-The model's flags come from `LMConfig`, the others from `TrainingArguments`; `--help` and the table
-in README.md (`python tests/flag_table.py` prints it) are made of the same fields.
+The model's flags come from `LMConfig`, the others from `TrainingArguments` or a program's own kind
+of it; `--help` and the tables in README.md (`python tests/flag_table.py` prints them) are made of
+the same fields.
 """
 
 import argparse
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from common.errors import UsageError
 from common.parser import OneLineParser
+from data.conversation_set import ConversationSet
+from data.dataset import PackedDataset
 from model.config import LMConfig, setting
 from model.recompute import RECOMPUTE
+from runs.find import PRETRAINING
 
 DTYPES = ("bfloat16", "float16", "float32")
 OPTIMIZERS = ("adamw", "muon")
@@ -56,6 +60,10 @@ class TrainingArguments:
     """How to train. Intervals and durations count optimizer steps. Raises UsageError: a value that
     cannot work; the message names the flag."""
 
+    program: ClassVar[str] = PRETRAINING
+    about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
+    dataset: ClassVar[type] = PackedDataset  # which reads --data
+
     data: str = setting(
         "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"
     )
@@ -65,7 +73,7 @@ class TrainingArguments:
     init_from: str | None = setting(
         None,
         "start from the weights of a run, a checkpoint or a folder, or 'auto' for the newest run "
-        "(RUN@best: at its lowest validation): "
+        "of pretraining (RUN@best: at its lowest validation): "
         "the shape of the model is theirs, the optimizer new; a checkpoint that --resume finds is "
         "preferred",
     )
@@ -155,6 +163,42 @@ class TrainingArguments:
         return split(self.log_with)
 
 
+def changed(name: str, default):
+    """A field of TrainingArguments with another default."""
+    (item,) = (item for item in fields(TrainingArguments) if item.name == name)
+    return field(default=default, metadata=item.metadata)
+
+
+@dataclass
+class SFTArguments(TrainingArguments):
+    """How to fine-tune: the flags of pretraining, and these. Raises UsageError: as there."""
+
+    program: ClassVar[str] = "train_sft_accelerate.py"
+    about: ClassVar[str] = "Fine-tune a model on conversations, so that it answers."
+    dataset: ClassVar[type] = ConversationSet
+
+    data: str | None = setting(
+        None,
+        "folder made by scripts.prepare_data --conversations (default: made of --conversations)",
+        group="data and output",
+    )
+    init_from: str = changed("init_from", "auto")
+    epochs: int = changed("epochs", 3)
+    learning_rate: float = changed("learning_rate", 1e-4)
+    conversations: str = setting(
+        "builtin",
+        "file or folder of conversations, prepared at start with the tokenizer of the weights; "
+        "'builtin': questions about Python's standard library",
+        FILE_NAME,
+        group="fine-tuning",
+    )
+    prepare_flags: str = setting("", "flags of scripts.prepare_data for these conversations")
+
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+PROGRAMS = {kind.program: kind for kind in (TrainingArguments, SFTArguments)}
+
+
 def flags_of(dataclass_type):
     """(field, group title) of every field that is a flag."""
     group = "model"
@@ -164,14 +208,12 @@ def flags_of(dataclass_type):
             yield item, group
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(kind: type[TrainingArguments] = TrainingArguments) -> argparse.ArgumentParser:
     parser = OneLineParser(
-        prog="python train_pretrain_accelerate.py",
-        description="Pretrain a small Llama-like model on packed tokens.",
-        allow_abbrev=False,
+        prog=f"python {kind.program}", description=kind.about, allow_abbrev=False
     )
     groups = {}
-    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig)]:
+    for item, title in [*flags_of(kind), *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         # Defaults stay in the dataclasses, so that what comes back is what was typed.
         options = {"default": argparse.SUPPRESS, "help": _help(item)}
@@ -201,22 +243,24 @@ def show_default(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def parse_arguments(argv: list[str] | None = None) -> tuple[TrainingArguments, dict]:
-    """The training arguments, and those settings of the model that were given; the others are
+def parse_arguments(
+    argv: list[str] | None = None, kind: type[Arguments] = TrainingArguments
+) -> tuple[Arguments, dict]:
+    """The arguments of a program, and those settings of the model that were given; the others are
     LMConfig's, or with --init_from those of the weights, and the vocabulary comes with the data.
 
     Raises UsageError: unknown flags or values that cannot work. ConfigError: a model shape that
     cannot work.
     """
-    return as_arguments(vars(build_parser().parse_args(argv)))
+    return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 
 
-def as_arguments(values: dict) -> tuple[TrainingArguments, dict]:
+def as_arguments(values: dict, kind: type[Arguments] = TrainingArguments) -> tuple[Arguments, dict]:
     """`parse_arguments` of flags that are parsed already; those of the model are taken out."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}
-    args = TrainingArguments(**values)
+    args = kind(**values)
     if args.init_from is None:
         LMConfig(**model_settings)  # a shape that cannot work is refused before anything starts
     return args, model_settings

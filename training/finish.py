@@ -45,10 +45,9 @@ def finish(
     validations = [row for row in read_rows(run.metrics) if row.get("val_loss") is not None]
     if validations:
         last = validations[-1]
-        print(
-            f"\nvalidation loss {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.4g}, "
-            f"bits per byte {last['val_bits_per_byte']:.4f}"
-        )
+        print(f"\n{_describe(last)}")
+        if validations[0]["step"] == 0 < last["step"]:
+            print(f"before the first step: {_describe(validations[0])}")
     source = str(run.path)
     lowest = best(run.all_checkpoints())
     if validations and lowest and lowest != run.checkpoint(last["step"]):
@@ -58,15 +57,28 @@ def finish(
             "the model of then, which other text will suit better"
         )
     print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
+    before = [row for row in read_rows(run.samples) if row["step"] == 0 and "text" in row]
+    if before:
+        print(f"before the first step it went on:\n{before[0]['text']}\n")
     again = shlex.quote(prompt.replace("\n", " "))
+    continues = prompt_from.every_target_counts
+    write = f"scripts.generate {source} --prompt {again}" if continues else f"scripts.chat {source}"
     print(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
         f"weights:    {run.weights}\n\n"
-        f"next: {python()} -m scripts.generate {source} --prompt {again}\n"
+        f"next: {python()} -m {write}\n"
         f"      {python()} -m scripts.evaluate {source}\n"
         f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",
         flush=True,
+    )
+
+
+def _describe(row: dict) -> str:
+    """A validation, in words."""
+    return (
+        f"validation loss {row['val_loss']:.4f}, perplexity {row['val_perplexity']:.4g}, "
+        f"bits per byte {row['val_bits_per_byte']:.4f}"
     )
 
 

@@ -10,6 +10,7 @@ from data.dataset import PackedDataset
 from data.errors import DataError
 from model import LMConfig
 from model.config import HOW_IT_COMPUTES
+from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
 
 # Rotary positions have no weights, so that the context may be another one.
@@ -32,7 +33,7 @@ class InitialWeights:
         """
         if init_from is None:
             return cls(given)
-        source = WeightsFolder.find(init_from)
+        source = WeightsFolder.find(init_from, PRETRAINING)
         config = source.config()
         theirs = config.shape()
         different = [

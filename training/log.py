@@ -62,7 +62,7 @@ class TrainingLog:
     accelerator: Accelerator  # after `prepare`; only its main process writes
     path: Path  # metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped
     log_interval: int  # steps between reports; the first and the last step report too
-    tokens_per_step: int  # of all processes together
+    tokens_per_step: float  # of all processes together; where they differ, on average
     flops_per_token: int  # see `Transformer.flops_per_token`
     total_steps: int  # of the run
     first_step: int  # of this start
@@ -90,11 +90,14 @@ class TrainingLog:
         self._is_crowded = accelerator.device.type != "cpu"  # or nothing is to be said of it
         self._start_clock()
 
-    def micro_batch(self, loss: Tensor, weight: float = 1.0) -> None:
-        """One micro-batch's mean loss over the targets that count, detached, still on the device,
-        and how many count, as a share of a full micro-batch's."""
+    def micro_batch(self, loss: Tensor, weight: float = 1.0, tokens: int | None = None) -> None:
+        """One micro-batch's mean loss over the targets that count, detached, still on the device;
+        how many count, as a share of a full micro-batch's; and its tokens without padding, None
+        where each step has as many."""
         self._step_loss.add_(loss, alpha=weight)
         self._step_weight += weight
+        if tokens is not None:
+            self._tokens = (self._tokens or 0) + tokens
 
     def state(self) -> Tensor:
         """What has been collected since the last report, to go on with after a resume."""
@@ -146,7 +149,8 @@ class TrainingLog:
             self.last_bad = step
             self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
         if not self.bar.disable and weight:
-            speed = self._steps * self.tokens_per_step / max(self._seconds(), 1e-9)
+            speed = self._own_tokens() * self.accelerator.num_processes
+            speed /= max(self._seconds(), 1e-9)
             shown = f"loss {shown_loss / weight:.3f}, {speed:,.0f} tokens/s"
             self.bar.set_postfix_str(shown, refresh=False)
 
@@ -155,6 +159,13 @@ class TrainingLog:
         self._paused = 0.0
         self._waited = seconds_without_core()
         self._steps = 0
+        self._tokens: int | None = None  # this process's, where steps differ
+
+    def _own_tokens(self) -> float:
+        """Since the clock was started."""
+        if self._tokens is not None:
+            return self._tokens
+        return self._steps * self.tokens_per_step / self.accelerator.num_processes
 
     def _seconds(self) -> float:
         """That the steps since the last report, or the first step, have taken."""
@@ -167,8 +178,11 @@ class TrainingLog:
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
             left = int(seconds * (self.total_steps - step))
-            tokens_per_second = round(self.tokens_per_step / seconds, 1)
             processes = self.accelerator.num_processes
+            tokens = self._own_tokens()
+            if self._tokens is not None:
+                tokens = self._mean_of_processes(tokens)
+            tokens_per_second = round(tokens * processes / (seconds * self._steps), 1)
             utilisation = mfu(tokens_per_second, self.flops_per_token, self.peak, processes)
             timing = f"{tokens_per_second:,.0f} tokens/s  "
             timing += f"MFU {utilisation:.1%}  " if utilisation is not None else ""
@@ -176,7 +190,7 @@ class TrainingLog:
         values = {
             "step": step,
             "epoch": round(epoch, 4),
-            "tokens": step * self.tokens_per_step,
+            "tokens": round(step * self.tokens_per_step),
             "loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
@@ -228,11 +242,15 @@ class TrainingLog:
 
     def _mean_loss(self) -> float | None:
         """Of all processes; None if every step since the last report was skipped."""
-        weight = torch.full_like(self._loss_sum, self._weight)
-        weight = self.accelerator.reduce(weight, "mean").item()  # of one process
+        weight = self._mean_of_processes(self._weight)
         if weight == 0:
             return None
         return self.accelerator.reduce(self._loss_sum / weight, "mean").item()
+
+    def _mean_of_processes(self, number: float) -> float:
+        """All must call this."""
+        here = torch.full_like(self._loss_sum, number)
+        return self.accelerator.reduce(here, "mean").item()
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -289,13 +307,14 @@ def _show(loss: float | None) -> str:
 
 
 def drop_rows_from(path: Path, step: int) -> None:
-    """Take rows of this step and later out of metrics.jsonl: a resumed run writes them again."""
+    """Take rows of this step and later out of metrics.jsonl: a resumed run writes them again, and
+    one that begins again what it has written before its first step, too."""
     if not path.exists():
         return
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] < step:
+            if json.loads(line)["step"] < step and step > 1:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short when the run was killed

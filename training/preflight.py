@@ -1,10 +1,10 @@
 """Say in one line what is wrong with a launch, before any process is started.
 
-    python -m training.preflight accelerate_config.yaml PROCESSES SEQUENCES [training flags]
+    python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SEQUENCES [its flags]
 
-The script makes the same checks; but once processes run, a launcher adds a page of its own to every
-error. If SEQUENCES is not 0, the flags that divide so many sequences of a process and step into
-micro-batches which fit into the GPUs' memory are printed: stdout has nothing else.
+The training program makes the same checks; but once processes run, a launcher adds a page of its
+own to every error. If SEQUENCES is not 0, the flags that divide so many sequences of a process and
+step into micro-batches which fit into the GPUs' memory are printed: stdout has nothing else.
 """
 
 import os
@@ -17,9 +17,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
-from data.dataset import PackedDataset
 from model import ConfigError, LMConfig
-from training.arguments import TrainingArguments, parse_arguments
+from training.arguments import PROGRAMS, TrainingArguments, parse_arguments
 from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
 from training.engine.kinds import kind_of
@@ -29,11 +28,16 @@ from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
 from training.resume import StartingPoint, find_starting_point, resumed_arguments
 from training.settings import saved_arguments
+from training.setup import with_data
 from training.trackers import require_trackers
 
 
 def check_launch(
-    config_file: str, processes: str, flags: list[str], sequences: int = 0
+    config_file: str,
+    processes: str,
+    flags: list[str],
+    sequences: int = 0,
+    kind: type[TrainingArguments] = TrainingArguments,
 ) -> TrainingArguments:
     """The arguments of this launch, with micro-batches that fit if `sequences` is not 0.
 
@@ -41,7 +45,7 @@ def check_launch(
     """
     if not processes.isdigit() or int(processes) < 1:
         raise UsageError(f"the number of processes must be at least 1, not {processes}")
-    args, model_settings = parse_arguments(flags)
+    args, model_settings = parse_arguments(flags, kind)
     require_trackers(args.trackers)
     require_usable_gpus()
     check_precision(args, torch.cuda.is_available())
@@ -69,7 +73,8 @@ def check_launch(
         os.environ["WORLD_SIZE"] = processes
         zero = deepspeed_plugin(args).deepspeed_config["zero_optimization"]
     initial = InitialWeights.find(args.init_from, model_settings)
-    train_set = PackedDataset(args.data, "train", initial.max_seq_len)
+    args = with_data(args, initial)
+    train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
     start = find_starting_point(args, quiet=True)
@@ -132,8 +137,9 @@ def fit_micro_batch(
 
 if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
-        config_file, processes, sequences, *flags = sys.argv[1:]
+        program, config_file, processes, sequences, *flags = sys.argv[1:]
         with redirect_stdout(sys.stderr):
-            args = check_launch(config_file, processes, flags, int(sequences))
+            kind = PROGRAMS[program]
+            args = check_launch(config_file, processes, flags, int(sequences), kind)
         if int(sequences):
             print(f"--batch_size {args.batch_size} --accumulation_steps {args.accumulation_steps}")

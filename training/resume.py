@@ -1,7 +1,6 @@
 """Which run to write into, and which checkpoint of it to go on from."""
 
 import dataclasses
-import hashlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from common.errors import UsageError
 from data.dataset import PackedDataset
 from model import LMConfig
 from runs.checkpoint import STATE, damage, newest_sound, read_state
-from runs.find import newest_run
+from runs.find import newest_run, program_of
 from runs.folder import RunFolder
 from runs.lock import lock
 from training.arguments import TrainingArguments
@@ -64,7 +63,7 @@ def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)
     paths = [out / args.run_name] if args.run_name else list(out.glob("*"))
-    runs = [RunFolder(path) for path in paths]
+    runs = [run for run in map(RunFolder, paths) if program_of(run) == args.program]
     run = newest_run(runs, lambda run: max(run.all_checkpoints(), default=None))
     if run is None:
         where = paths[0] if args.run_name else out
@@ -107,11 +106,9 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
 
 def run_identity(train_set: PackedDataset, args: TrainingArguments, processes: int) -> dict:
     """What a run must have in common with the one it resumes, besides the model's shape."""
-    description = train_set.description
-    shards = [shard["sha256"] for shard in description["splits"]["train"]["shards"]]
     return {
-        "tokenizer": description["tokenizer_sha256"][:16],
-        "data": hashlib.sha256("".join(shards).encode()).hexdigest()[:16],
+        "tokenizer": train_set.description["tokenizer_sha256"][:16],
+        "data": train_set.identity,
         "global_batch": args.batch_size * args.accumulation_steps * processes,
         "seed": args.seed,
         "optimizer": args.optimizer,

@@ -37,6 +37,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # (batch_size, max_seq_len), on the device as the targets are
     targets: Tensor
     n_targets: int  # those that count in the loss
+    n_tokens: int  # without padding
 
 
 class Run:
@@ -90,7 +91,7 @@ class Run:
             accelerator,
             self.folder.metrics,
             log_interval=args.log_interval,
-            tokens_per_step=self.samples_per_step * built.config.max_seq_len,
+            tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
             flops_per_token=flops_per_token(built.config),
             total_steps=total_steps,
             first_step=self.first_step,
@@ -143,16 +144,18 @@ class Run:
             count = self.engine.total(sum(batch.n_targets for batch in self._ahead))
             self._mean_count = max(1, count) / (steps * self.engine.processes)
         for _ in range(steps):
-            tokens, targets, self._count = self._ahead.popleft()
+            tokens, targets, self._count, self._tokens = self._ahead.popleft()
             yield tokens, targets
 
     def _read(self, number: int) -> None:
         """So many micro-batches more, which begin their way to the device."""
         device = self.accelerator.device
         for tokens, targets in islice(self.batches, number):
-            count = int((targets != IGNORE_INDEX).sum())
+            counts = targets != IGNORE_INDEX
+            # Rows end with a target that counts: what comes after the last one is padding.
+            n_tokens = int(counts.flip(1).cummax(1).values.sum())
             tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
-            self._ahead.append(MicroBatch(tokens, targets, count))
+            self._ahead.append(MicroBatch(tokens, targets, int(counts.sum()), n_tokens))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -177,7 +180,7 @@ class Run:
         loss = loss if self._count else loss.nan_to_num()  # the mean of nothing is not a number
         self.accelerator.backward(loss * (self._count / self._mean_count))
         full = self.args.batch_size * self.train_set.seq_len
-        self.log.micro_batch(loss.detach(), weight=self._count / full)
+        self.log.micro_batch(loss.detach(), weight=self._count / full, tokens=self._tokens)
 
     def update(self) -> None:
         """Clip the gradient, step, and begin a new gradient.
@@ -207,15 +210,10 @@ class Run:
             log.profile(step, *profile)
         if log.bad_in_row >= self.args.max_bad_steps:
             self._give_up(log.last_bad)
-        val_loss = None
-        if self.val_loader and self._is_time(step, self.args.eval_interval):
-            with log.pause():
-                bytes_per_token = self.val_set.bytes_per_token
-                result = validate(self.model, self.val_loader, self.accelerator, bytes_per_token)
-            log.validation(step, result)
-            val_loss = result["loss"] if math.isfinite(result["loss"]) else None
-        with log.pause():
-            self.samples.write(step)
+        validates = self._is_time(step, self.args.eval_interval)
+        val_loss = self.validate(step) if validates else None
+        if self.args.sample_interval and step % self.args.sample_interval == 0:
+            self.write_sample(step)
         reason = self.stop.reason()
         due = self.checkpointer.is_best(val_loss) or self._is_time(step, self.args.save_interval)
         if reason or self.stop.time_to_save or due:
@@ -235,6 +233,22 @@ class Run:
         if not saved:
             sys.exit(1)
         return True
+
+    def validate(self, step: int) -> float | None:
+        """Log the loss of the validation split after so many steps, and return it; None where there
+        is no split, or the loss is not finite."""
+        if not self.val_loader:
+            return None
+        with self.log.pause():
+            bytes_per_token = self.val_set.bytes_per_token
+            result = validate(self.model, self.val_loader, self.accelerator, bytes_per_token)
+        self.log.validation(step, result)
+        return result["loss"] if math.isfinite(result["loss"]) else None
+
+    def write_sample(self, step: int) -> None:
+        """What the model writes after so many steps."""
+        with self.log.pause():
+            self.samples.write(step)
 
     def _is_time(self, step: int, interval: int) -> bool:
         """Every `interval` steps, never if it is 0, and at the last step in any case."""

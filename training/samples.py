@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from data.chat_template import encode_chat_prompt
+from data.conversations import Turn
 from data.dataset import PackedDataset
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
-from model import Transformer
+from model import IGNORE_INDEX, Transformer
 from training.arguments import TrainingArguments
 from training.log import TrainingLog, drop_rows_from
 
@@ -23,14 +25,15 @@ SHOWN = 80  # characters of a sample in the log
 def prompt_and_continuation(
     model: Decoder | Transformer, args: TrainingArguments, tokenizer: Tokenizer, data: PackedDataset
 ) -> tuple[str, str]:
-    """The prompt of --sample_prompt, or how `data` begins, and how the model goes on."""
+    """The prompt of --sample_prompt, or how `data` begins, and how the model goes on. Of a
+    conversation it is what stands before the first answer."""
     next_ids = []
     if args.sample_prompt is None:
-        prompt = data[0][0][:PROMPT_TOKENS].tolist()
-        while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
-            prompt.pop()  # the first bytes of a character
-    else:
+        prompt = first_prompt(data, tokenizer)
+    elif data.every_target_counts:
         prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
+    else:
+        prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
     (ids,) = generate(
         model,
         [prompt],
@@ -42,16 +45,27 @@ def prompt_and_continuation(
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 
+def first_prompt(data: PackedDataset, tokenizer: Tokenizer) -> list[int]:
+    """How text begins; of a conversation, all before the first answer."""
+    tokens, targets = data[0]
+    if not data.every_target_counts:
+        return tokens[: int((targets != IGNORE_INDEX).nonzero()[0]) + 1].tolist()
+    prompt = tokens[:PROMPT_TOKENS].tolist()
+    while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):
+        prompt.pop()  # the first bytes of a character
+    return prompt
+
+
 @dataclass
 class SampleWriter:
-    """Writes a sample to samples.jsonl every --sample_interval steps, on the main process.
+    """Writes samples to samples.jsonl, on the main process.
 
     It reads a copy of the weights, in the precision of training's forward pass, and draws from a
     generator of its own: training goes on as if nothing had happened. On a GPU the copy has to fit
     beside everything else; under ZeRO-3 it is on the CPU, where a checkpoint is put together too.
     """
 
-    args: TrainingArguments  # sample_interval, sample_prompt, sample_tokens and seed count here
+    args: TrainingArguments  # sample_prompt, sample_tokens and seed count here
     path: Path  # samples.jsonl; rows of steps that this start takes again are dropped
     whole_model: Callable[[], Transformer | None]  # see `TrainingState`
     prompt_from: PackedDataset  # whose beginning is the prompt, if there is no other
@@ -61,15 +75,12 @@ class SampleWriter:
         self.accelerator = self.log.accelerator
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
-        if self.args.sample_interval:  # now, for --data may be prepared anew meanwhile
-            self.tokenizer = Tokenizer(self.prompt_from.tokenizer_path)
+        # Now, for --data may be prepared anew meanwhile.
+        self.tokenizer = Tokenizer(self.prompt_from.tokenizer_path)
 
     def write(self, step: int) -> None:
-        """If it is time; all must call this. A disk that is full or refuses does not stop
-        training."""
-        args, interval = self.args, self.args.sample_interval
-        if not interval or step % interval:
-            return
+        """All must call this. A disk that is full or refuses does not stop training."""
+        args = self.args
         model = self.whole_model()
         if not self.accelerator.is_main_process:  # the others go on and wait at their next exchange
             return

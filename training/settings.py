@@ -8,8 +8,7 @@ from pathlib import Path
 
 from common.atomic import write_whole
 from model import LMConfig
-from report.history import read_settings
-from runs.folder import RunFolder
+from runs.folder import RunFolder, read_settings
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 
@@ -21,6 +20,7 @@ def write_settings(
 ) -> None:
     """And the tokenizer, without which the run's checkpoints say nothing."""
     settings = {
+        "program": args.program,
         "command": sys.argv,
         "arguments": vars(args),
         "model": config.to_dict(),

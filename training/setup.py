@@ -1,8 +1,10 @@
 """What a training program builds before its first step; each function returns what it made."""
 
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from data.dataset import PackedDataset
 from data.errors import DataError
 from model import LMConfig, Transformer
 from model.transformer import flops_per_token
-from training.arguments import TrainingArguments
+from training.arguments import Arguments, SFTArguments, TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.kinds import kind_of
 from training.engine.launch import KEPT, Engine, spare_overflow_check
@@ -23,6 +25,7 @@ from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
 from training.engine.workload import Workload
 from training.engine.zero_3 import claim_folders, divided_as_built
+from training.initial_weights import InitialWeights
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
 from training.resume import StartingPoint, choose_run, resumed_arguments, run_identity
 
@@ -42,16 +45,15 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 def open_splits(
     args: TrainingArguments, seq_len: int, engine: Engine
 ) -> tuple[PackedDataset, PackedDataset | None]:
-    """Training and validation split of --data; the built-in corpus is prepared first where that has
-    not happened yet. Raises DataError: anything wrong with the prepared data."""
-    on_main_process(engine.accelerator, lambda: _prepare_builtin(args.data))
+    """Training and validation split of --data, as the program's kind of data set. Raises DataError:
+    anything wrong with the prepared data."""
 
     def attempt() -> tuple[PackedDataset, PackedDataset | None]:
-        train_set = PackedDataset(args.data, "train", seq_len)
+        train_set = args.dataset(args.data, "train", seq_len)
         if engine.accelerator.is_local_main_process:
             train_set.scan()
-        has_val = PackedDataset.fits(args.data, "val", seq_len)
-        return train_set, PackedDataset(args.data, "val", seq_len) if has_val else None
+        has_val = args.dataset.fits(args.data, "val", seq_len)
+        return train_set, args.dataset(args.data, "val", seq_len) if has_val else None
 
     train_set, val_set = on_every_process(engine, attempt)
     if val_set is None:
@@ -62,14 +64,23 @@ def open_splits(
     return train_set, val_set
 
 
-def _prepare_builtin(folder: str) -> None:
-    """Where it is what --data names and is not there. Raises DataError: that failed."""
-    if Path(folder).exists() or folder != TrainingArguments.data:
-        return
-    print(f"no packed data in {folder} yet: preparing the built-in corpus", flush=True)
-    command = [sys.executable, str(PREPARE_DATA), "--data", "builtin", "--out", folder]
-    if subprocess.run(command).returncode:
-        raise DataError(f"{folder}: the built-in corpus could not be prepared")
+def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
+    """The arguments with --data, prepared first where that is this program's to do and has not
+    happened yet: the built-in corpus, and conversations, which go by the tokenizer of the weights.
+    Raises DataError: that failed."""
+    if isinstance(args, SFTArguments) and args.data is None:
+        tokenizer = str(initial.source.tokenizer)
+        settings = shlex.split(args.prepare_flags)
+        folder = str(folder_of_conversations(args.conversations, tokenizer, settings))
+        flags = ["--conversations", args.conversations, "--tokenizer", tokenizer, *settings]
+    elif args.data == TrainingArguments.data and not Path(args.data).exists():
+        print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
+        folder, flags = args.data, ["--data", "builtin"]
+    else:
+        return args
+    if subprocess.run([sys.executable, str(PREPARE_DATA), *flags, "--out", folder]).returncode:
+        raise DataError(f"{folder}: the data could not be prepared")
+    return replace(args, data=folder)
 
 
 def find_start(
@@ -118,13 +129,19 @@ class BuiltModel:
 
 
 def build_model(
-    config: LMConfig, args: TrainingArguments, engine: Engine, compilation: Compilation
+    config: LMConfig,
+    args: TrainingArguments,
+    engine: Engine,
+    compilation: Compilation,
+    adapt: Callable[[Transformer], None] | None = None,
 ) -> BuiltModel:
-    """A model with weights drawn at random and its optimizer, both prepared for the engine; the
-    random generators are seeded for what comes after."""
+    """A model with weights drawn at random, changed in place by `adapt`, and its optimizer, both
+    prepared for the engine; the random generators are seeded for what comes after."""
     accelerator = engine.accelerator
     with torch.device("meta"):  # to be counted: an engine may leave nothing of the model's own
         shapes = Transformer(config)
+        if adapt:
+            adapt(shapes)
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
     engine.fit_to(config.dim, shapes.num_parameters())
@@ -137,6 +154,8 @@ def build_model(
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)
+        if adapt:
+            adapt(model)
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     if compilation.on:

@@ -43,10 +43,10 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
         f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})",
         "optimizer": _optimizer(run),
-        "data": f"{args.data}: {run.train_set.n_tokens:,} tokens, "
-        f"{n_sequences:,} sequences of {config.max_seq_len}; {validation}",
+        "data": f"{args.data}: {run.train_set.describe(args.batch_size)}; {validation}",
         "global batch": f"{run.samples_per_step:,} sequences = "
-        f"{run.samples_per_step * config.max_seq_len:,} tokens per step ({args.batch_size} × "
+        f"{run.samples_per_step * run.train_set.tokens_per_sample:,.0f} tokens per step "
+        f"({args.batch_size} × "
         f"{args.accumulation_steps} accumulation × {engine.processes} processes)",
         "steps": f"{rate.total_steps:,} "
         f"({rate.total_steps * run.samples_per_step / n_sequences:.2f} epochs), "

@@ -44,18 +44,18 @@ def validate(
         sequences were read.
     """
     model.eval()
-    total, weight, samples = 0.0, 0.0, 0
+    total, weight, samples = 0.0, 0, 0
     for tokens, targets in loader:
         # Compiled for training alone: a second compilation would cost more than it gains here.
         with torch.compiler.set_stance("force_eager"):
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         counted = (targets != IGNORE_INDEX).sum(dim=1)
-        per_sample = per_token.mean(dim=1), counted  # (B,) each
+        per_sample = per_token.sum(dim=1), counted  # (B,) each
         # gather_for_metrics drops the samples that were repeated to give every process a whole
         # batch
         losses, counts = accelerator.gather_for_metrics(per_sample)
         total += losses.double().sum().item()
-        weight += counts.sum().item() / targets.shape[1]
+        weight += counts.sum().item()
         samples += len(losses)
     model.train()
     loss = total / weight if weight else math.nan
