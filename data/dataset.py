@@ -82,10 +82,6 @@ class PackedDataset(Dataset):
     def tokens_per_sample(self) -> int:
         return self.seq_len
 
-    def describe(self, batch_size: int) -> str:
-        """For the start block; however many samples make a micro-batch."""
-        return f"{self.n_tokens:,} tokens, {len(self):,} sequences of {self.seq_len}"
-
     def scan(self) -> None:
         """Look for ids outside the vocabulary in the whole split, unless it is larger than
         SCAN_BYTES. Raises DataError: there is one."""

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.loader import micro_batches
-from data.order import MicroBatchSampler
+from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
@@ -76,7 +77,11 @@ class Run:
         self.learning_rate = LearningRate.from_arguments(args, total_steps)
         self.train_set = train_set
         self.samples_per_step = args.batch_size * args.accumulation_steps * engine.processes
-        self.sampler = MicroBatchSampler(
+        order = MicroBatchSampler
+        if not train_set.every_target_counts:  # rows have different lengths
+            batch = {"global_batch": self.samples_per_step}
+            order = partial(LengthSampler, lengths=train_set.lengths, **batch)
+        self.sampler = order(
             len(train_set),
             args.batch_size,
             rank=accelerator.process_index,

@@ -43,7 +43,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
         f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})",
         "optimizer": _optimizer(run),
-        "data": f"{args.data}: {run.train_set.describe(args.batch_size)}; {validation}",
+        "data": f"{args.data}: {_data(run)}; {validation}",
         "global batch": f"{run.samples_per_step:,} sequences = "
         f"{run.samples_per_step * run.train_set.tokens_per_sample:,.0f} tokens per step "
         f"({args.batch_size} × "
@@ -61,6 +61,14 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     if advice := faster_engine(kind, work, _room(run)):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _data(run: Run) -> str:
+    """What is read."""
+    data = run.train_set
+    if data.every_target_counts:
+        return f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    return f"{data.summary}; {data.share_of_padding(run.sampler):.1%} of positions are padding"
 
 
 def _precision(mixed_precision: str) -> str:
