@@ -1,7 +1,6 @@
 """Which run to write into, and which checkpoint of it to go on from."""
 
 import dataclasses
-import hashlib
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,10 +107,9 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
 def run_identity(train_set: PackedDataset, args: TrainingArguments, processes: int) -> dict:
     """What a run must have in common with the one it resumes, besides the model's shape."""
     description = train_set.description
-    shards = [shard["sha256"] for shard in description["splits"]["train"]["shards"]]
     return {
         "tokenizer": description["tokenizer_sha256"][:16],
-        "data": hashlib.sha256("".join(shards).encode()).hexdigest()[:16],
+        "data": train_set.identity,
         "global_batch": args.batch_size * args.accumulation_steps * processes,
         "seed": args.seed,
         "optimizer": args.optimizer,
