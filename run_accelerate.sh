@@ -75,7 +75,7 @@ source scripts/environment.sh requirements.txt
 # Text is prepared here; conversations by the training program, with the tokenizer of its model.
 if [ "$stage" = pretrain ]; then
   data=${DATA:-builtin}
-  packed=$("$python" -c 'import sys; from scripts.prepare_data import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
+  packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
   prepare=(--data "$data" --out "$packed")
   # Data prepared by hand is used as it is; data with settings given here has a folder of its own.
   if [ -n "${PREPARE_FLAGS:-}" ]; then

@@ -78,7 +78,7 @@ def bytes_to_read(files: Iterable[str]) -> int | None:
     return sum(map(os.path.getsize, files))
 
 
-def find_files(source: str) -> list[str]:
+def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """The files of a corpus: of a file, a folder, or "builtin".
 
     Raises DataError: nothing there, or nothing of a kind that can be read.
@@ -91,15 +91,15 @@ def find_files(source: str) -> list[str]:
     except OSError as error:
         raise DataError(f"{source}: no such file or folder ({error.strerror})") from error
     if path.is_file():
-        if not path.name.endswith(SUFFIXES):
+        if not path.name.endswith(suffixes):
             raise DataError(
-                f"{source}: cannot read this kind of file; use one of {', '.join(SUFFIXES)}"
+                f"{source}: cannot read this kind of file; use one of {', '.join(suffixes)}"
             )
         return [str(path)]
     if path.is_dir():
-        files = sorted(str(p) for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+        files = sorted(str(p) for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
         if not files:
-            raise DataError(f"{source}: no {', '.join(SUFFIXES)} file in this folder")
+            raise DataError(f"{source}: no {', '.join(suffixes)} file in this folder")
         return files
     raise DataError(f"{source}: no such file or folder")
 
@@ -177,7 +177,7 @@ def parse(record: Record) -> str:
     document, name = load_json(record), record.text_column
     if not isinstance(document, dict) or not isinstance(document.get(name), str):
         raise DataError(f'{record.place}: no "{name}" with a string in it')
-    refuse_half_characters(record, document[name])
+    refuse_half_characters(record.place, document[name])
     return document[name]
 
 
@@ -208,9 +208,9 @@ def load_json(record: Record) -> Any:
         raise DataError(f"{record.place}: not JSON ({error})") from error
 
 
-def refuse_half_characters(record: Record, text: str) -> None:
+def refuse_half_characters(place: str, text: str) -> None:
     """Raises DataError: JSON can spell half a surrogate pair, and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{record.place}: half a surrogate pair, which is no character") from error
+        raise DataError(f"{place}: half a surrogate pair, which is no character") from error

@@ -12,7 +12,8 @@ from data.order import MicroBatchSampler
 def micro_batches(
     dataset: Dataset, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(tokens, targets) on the CPU, each (batch_size, max_seq_len).
+    """(tokens, targets) on the CPU, each (batch_size, max_seq_len), or as the data set's own
+    `collate` makes them.
 
     Args:
         num_workers: processes that read ahead; 0 reads in this one.
@@ -25,5 +26,6 @@ def micro_batches(
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),
+        collate_fn=getattr(dataset, "collate", None),
     )
     yield from loader

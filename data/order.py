@@ -89,3 +89,43 @@ class MicroBatchSampler:
             chosen = epochs == epoch
             out[chosen] = shuffled(within[chosen], self.n_samples, self.seed, int(epoch))
         return out
+
+
+WINDOW = 32  # global batches that are sorted by length together
+
+
+@dataclass(kw_only=True)
+class LengthSampler(MicroBatchSampler):
+    """The same for rows of different lengths: those of like length travel together, so that little
+    is padding.
+
+    The stream of shuffled epochs is cut into windows, whose samples are sorted by length and cut
+    into global batches, which are shuffled. A global batch holds the same samples, in the same
+    order, however it is divided into micro-batches and processes.
+    """
+
+    lengths: np.ndarray  # of all samples
+    global_batch: int  # samples of one step, of all processes together
+
+    def __post_init__(self):
+        # Of a small data set less at once: a window over two epochs would bring copies together.
+        batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
+        self._shape = batches, self.global_batch
+
+    def indices(self, positions: np.ndarray) -> np.ndarray:
+        """The samples at these positions of the stream of all epochs."""
+        windows, within = np.divmod(positions, self._shape[0] * self._shape[1])
+        out = np.empty_like(positions)
+        for window in np.unique(windows):
+            chosen = windows == window
+            out[chosen] = self._window(int(window))[within[chosen]]
+        return out
+
+    def _window(self, window: int) -> np.ndarray:
+        """The samples of a window, in the order in which they are read."""
+        batches, size = self._shape
+        first = window * batches * size
+        samples = super().indices(np.arange(first, first + batches * size))
+        by_length = samples[np.argsort(self.lengths[samples], kind="stable")]
+        order = shuffled(np.arange(batches), batches, self.seed, window)
+        return by_length.reshape(self._shape)[order].ravel()

@@ -8,33 +8,27 @@ text says so: the same text always falls on the same side, wherever it stands an
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
+from data.encoders import Document, Encoded, encode_all, encoders
 from data.errors import DataError
 from data.segmentation import Splitter
-from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
+from data.shards import DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
 from data.sizes import suited_to
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
 
-BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
 # Three times as much would train in three times the time and save 1% of the tokens.
@@ -43,6 +37,9 @@ TOKENIZER_SAMPLE_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class PackingOptions:
+    """How text is prepared; see ConversationOptions for conversations."""
+
+    kind: ClassVar[str] = TEXT  # see `shards.KINDS`
     vocab_size: int | None  # None: what suits the text's size, or fewer if it holds no more
     val_fraction: float | None  # None: what suits the text's size
     workers: int
@@ -64,17 +61,27 @@ class PackingOptions:
         """How these files become documents."""
         return Reading(self.text_column, suited_to(text_size(files)).section_bytes)
 
+    def records(self, files: list[str]) -> Iterator[Record]:
+        """What there is to encode."""
+        return read_records(files, self.reading(files))
 
-class Document(NamedTuple):
-    tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
-    n_bytes: int
-    where: float  # hash of the text in [0, 1)
+    def encoder(self, files: list[str], tokenizer: str) -> Callable[[list[Record]], Encoded]:
+        """What encodes a batch of these records, in any process."""
+        return partial(_encode_batch, tokenizer, self.ways(files))
 
-
-class Encoded(NamedTuple):
-    documents: list[Document]
-    bad: list[str]  # one message per document that could not be read
-    raw_bytes: int
+    def settings(self, files: list[str]) -> dict:
+        """What the result depends on, besides the files."""
+        if self.tokenizer is not None:
+            Tokenizer(self.tokenizer)  # a wrong file is refused before the work
+        tokenizer = self.tokenizer and hashlib.sha256(Path(self.tokenizer).read_bytes())
+        return {
+            "vocab_size": self.vocab_size if self.tokenizer is None else None,
+            "tokenizer": tokenizer and tokenizer.hexdigest(),
+            "val_fraction": self.share(files),
+            "skip_bad_lines": self.skip_bad_lines,
+            "text_column": self.text_column,
+            "segmentations": self.ways(files),
+        }
 
 
 def prepare(
@@ -100,11 +107,12 @@ def prepare(
         files, options
     )  # before reading: a file that changes meanwhile counts as changed
     with whole_folder(out) as partial:
-        with _encoders(options.workers) as pool:  # they start while the tokenizer is trained
+        with encoders(options.workers) as pool:  # they start while the tokenizer is trained
             tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
             "format": FORMAT,
+            "kind": options.kind,
             "dtype": token_dtype(tokenizer.vocab_size).str,
             "vocab_size": tokenizer.vocab_size,
             "bos_id": tokenizer.bos_id,
@@ -136,21 +144,13 @@ def _make_tokenizer(files: list[str], options: PackingOptions, path: Path) -> To
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """What a prepared folder was made from; equal descriptions make equal shards."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
-    if options.tokenizer is not None:
-        Tokenizer(options.tokenizer)  # a wrong file is refused before the work
-    tokenizer = options.tokenizer and hashlib.sha256(Path(options.tokenizer).read_bytes())
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {
         "source": os.path.commonpath([path for path, _ in stats]),
         "files": len(files),
         "bytes_on_disk": sum(stat.st_size for _, stat in stats),
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
-        "vocab_size": options.vocab_size if options.tokenizer is None else None,
-        "tokenizer": tokenizer and tokenizer.hexdigest(),
-        "val_fraction": options.share(files),
-        "skip_bad_lines": options.skip_bad_lines,
-        "text_column": options.text_column,
-        "segmentations": options.ways(files),
+        **options.settings(files),
     }
 
 
@@ -198,8 +198,8 @@ def _write_shards(
     )
     if threshold > 0 and not written["splits"]["val"]["documents"] and least < greatest:
         # The corpus is so small that the hash sends none to validation: again, with the nearest.
-        for shard in written["splits"]["train"]["shards"]:
-            (folder / shard["file"]).unlink()
+        for path in folder.glob("train-*.bin"):
+            path.unlink()
         threshold = math.nextafter(least, 1)
         written, *_ = _write_splits(
             files, folder, tokenizer, pool, options, threshold, lambda n_bytes: None
@@ -220,92 +220,33 @@ def _write_splits(
     dtype = token_dtype(tokenizer.vocab_size)
     train = ShardWriter(folder, "train", dtype, SHARD_TOKENS)
     val = ShardWriter(folder, "val", dtype, SHARD_TOKENS)
-    bad_documents = 0
+    bad_documents = elsewhere = 0
     first_bad = None
     least, greatest = 2.0, -1.0
-    records = read_records(files, options.reading(files))
-    encode = partial(_encode_batch, tokenizer.path, options.ways(files))
-    for encoded in _encode(records, encode, pool, options.workers):
+    encode = options.encoder(files, tokenizer.path)
+    for encoded in encode_all(options.records(files), encode, pool, options.workers):
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
+        elsewhere += encoded.elsewhere
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
             least, greatest = min(least, document.where), max(greatest, document.where)
             if document.where < threshold:
-                val.write(document.tokens[0], document.n_bytes)
+                val.write(document.tokens[0], document.n_bytes, document.answers)
                 continue
             for tokens in document.tokens:
-                train.write(tokens, document.n_bytes)
+                train.write(tokens, document.n_bytes, document.answers)
         progress(encoded.raw_bytes)
     if not train.documents:
-        raise DataError("no text for training in these files")
+        raise DataError(f"no {options.kind} for training in these files")
     written = {
         "splits": {"train": train.close(), "val": val.close()},
         "bad_documents": bad_documents,
         "first_bad_document": first_bad,
+        "for_other_stages": elsewhere,
     }
     return written, least, greatest
-
-
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started in it inherit that Ctrl-C is nothing to them."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-@contextmanager
-def _encoders(workers: int) -> Iterator[Executor]:
-    """Processes that encode."""
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
-    )
-    try:
-        with _deaf_to_interrupts():  # as the processes are while they start, before initializer
-            for _ in range(workers):  # each starts a process
-                pool.submit(os.getpid)
-        yield pool
-    except BrokenProcessPool as error:
-        raise DataError(
-            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _encode(
-    records: Iterable[Record], encode: Callable, pool: Executor, workers: int
-) -> Iterator[Encoded]:
-    """Batches of documents, encoded by several processes, in the order of the corpus."""
-    batches = _batches(records)
-
-    def submit(count: int) -> list[Future]:
-        return [pool.submit(encode, batch) for batch in islice(batches, count)]
-
-    # A window of submitted batches bounds the memory: pool.map would read the whole corpus ahead.
-    window = deque(submit(3 * workers))
-    while window:
-        yield window.popleft().result()
-        window.extend(submit(1))
-
-
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch, size = [], 0
-    for record in records:
-        batch.append(record)
-        size += len(record.raw)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @lru_cache(maxsize=1)

@@ -4,10 +4,36 @@ import hashlib
 from pathlib import Path
 
 from common.errors import UsageError
+from data.corpus import BUILTIN, SUFFIXES
 from data.errors import DataError
 from data.packing import PackingOptions, describe_sources
 from data.shards import DESCRIPTION_FILE, read_description
 from data.tokenizer import TOKENIZER_FILE
+
+
+def default_out(data: str, flags: str = "") -> Path:
+    """out/data/NAME, NAME being the file's or folder's own without its suffix.
+
+    Args:
+        flags: how it is prepared. Runs that were trained on the same text prepared in another way
+            keep their data: NAME has a hash of the flags at its end.
+    """
+    name = Path(data).resolve().name if data != BUILTIN else BUILTIN
+    for suffix in sorted(SUFFIXES, key=len, reverse=True):
+        name = name.removesuffix(suffix)
+    if words := flags.split():
+        name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
+    return Path("out/data") / name
+
+
+def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
+    """The same for conversations: each tokenizer has a folder of its own. Raises DataError: there
+    is no such tokenizer."""
+    if not tokenizer.is_file():
+        raise DataError(f"{tokenizer} is not there: conversations take the tokenizer of the model")
+    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    out = default_out(conversations, f"{digest} {flags}")
+    return out.with_name(f"{out.name}-chat")
 
 
 def find_prepared(

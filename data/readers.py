@@ -8,7 +8,8 @@ import csv
 import gzip
 import importlib
 import io
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
@@ -109,25 +110,53 @@ def csv_rows(path: str, column: str) -> Iterator[Row]:
 def parquet_rows(path: str, column: str) -> Iterator[Row]:
     """One column of a .parquet file. Raises DataError: there is no such column, it holds no text,
     or the file is damaged."""
+    arrow = _import("pyarrow", path)
+
+    def choose(schema) -> list[str]:
+        if column not in schema.names:
+            raise DataError(_no_column(path, column, schema.names))
+        kind = schema.field(column).type
+        try:
+            arrow.array([], kind).cast(arrow.large_binary())
+        except arrow.ArrowNotImplementedError as error:
+            what = f"column {column!r} holds {kind}, which is no text"
+            raise DataError(f"{path}: {what}; {_listed(schema.names)}") from error
+        return [column]
+
+    def texts() -> Iterator[bytes | None]:
+        for batch in _parquet_batches(path, choose):
+            yield from batch.column(0).cast(arrow.large_binary()).to_pylist()
+
+    for number, raw in enumerate(texts(), 1):
+        yield Row(number, raw or b"", "" if raw is not None else "null and no text")
+
+
+def parquet_objects(path: str, keys: tuple[str, ...]) -> Iterator[Row]:
+    """The rows of a .parquet file as JSON objects, of those columns among `keys` that it has.
+    Raises DataError: it has none, or is damaged."""
+
+    def choose(schema) -> list[str]:
+        found = [key for key in keys if key in schema.names]
+        if not found:
+            raise DataError(f"{path}: no column is one of {', '.join(keys)}")
+        return found
+
+    number = 0
+    for batch in _parquet_batches(path, choose):
+        for row in batch.to_pylist():
+            number += 1
+            yield Row(number, json.dumps(row, default=str).encode())
+
+
+def _parquet_batches(path: str, choose: Callable) -> Iterator:
+    """Of the columns that `choose` names when it has seen the schema."""
     parquet, arrow = _import("pyarrow.parquet", path), _import("pyarrow", path)
     try:
         # So a row group, which may be all of the file, is read piece by piece and not ahead.
         piecewise = {"buffer_size": CHUNK_BYTES, "pre_buffer": False}
         with parquet.ParquetFile(path, **piecewise) as file:
-            schema = file.schema_arrow
-            if column not in schema.names:
-                raise DataError(_no_column(path, column, schema.names))
-            kind = schema.field(column).type
-            try:
-                arrow.array([], kind).cast(arrow.large_binary())
-            except arrow.ArrowNotImplementedError as error:
-                what = f"column {column!r} holds {kind}, which is no text"
-                raise DataError(f"{path}: {what}; {_listed(schema.names)}") from error
-            number = 0
-            for batch in file.iter_batches(BATCH_ROWS, columns=[column], use_threads=False):
-                for raw in batch.column(0).cast(arrow.large_binary()).to_pylist():
-                    number += 1
-                    yield Row(number, raw or b"", "" if raw is not None else "null and no text")
+            columns = choose(file.schema_arrow)
+            yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
     except DataError:
         raise
     except (OSError, ValueError, LookupError, arrow.ArrowException) as error:

@@ -30,8 +30,8 @@ def parse_question(record: Record) -> Question:
     for i, choice in enumerate(choices):
         if not isinstance(choice, str) or not choice:
             raise DataError(f"{record.place}: choice {i} is {choice!r}, not a text to score")
-        refuse_half_characters(record, choice)
-    refuse_half_characters(record, fields["question"])
+        refuse_half_characters(record.place, choice)
+    refuse_half_characters(record.place, fields["question"])
     answer = fields.get("answer")
     if isinstance(answer, str) and len(answer) == 1 and answer.isascii():
         answer = ord(answer) - ord("A")

@@ -15,6 +15,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from common.atomic import whole_file
 from common.errors import UsageError
+from data.chat_template import PLAIN_JINJA
 from data.errors import DataError
 from data.tokenizer import Tokenizer
 from model.config import LMConfig
@@ -161,9 +162,11 @@ def largest_difference(path: Path, tensors: dict[str, Tensor]) -> float:
 
 
 @np.errstate(all="ignore")  # what does not fit is found when it is read back
-def export_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, file_type: str) -> str:
+def export_gguf(
+    model: Transformer, tokenizer: Tokenizer, out: Path, file_type: str, chat: bool = False
+) -> str:
     """Write the file aside, its matrices as `file_type`, check it, and give it its name; returns
-    what to tell.
+    what to tell. With `chat`, for a model that has learned to answer, it holds the template.
 
     Raises UsageError, DataError: nothing that the file can hold. OSError: the disk is full or
     refuses.
@@ -176,6 +179,8 @@ def export_gguf(model: Transformer, tokenizer: Tokenizer, out: Path, file_type: 
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config)
     add_vocabulary(writer, vocabulary, tokenizer, model.config.vocab_size)
+    if chat:
+        writer.add_chat_template(PLAIN_JINJA)
     for name, (values, kind) in tensors.items():
         number = gguf.GGMLQuantizationType[kind.upper()]
         writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=number)

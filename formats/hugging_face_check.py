@@ -8,12 +8,15 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import UsageError
+from data.chat_template import encode_chat_prompt
+from data.conversations import ROLES, Turn
 from data.tokenizer import Tokenizer
 from model.transformer import Transformer
 
 TOLERANCE = 1e-5  # of logits in fp32, or this share of the largest one where that is above 1
 CHECKED_TOKENS = 256  # sequence length of the logits compared
 RANDOM_TEXTS = 2000
+RANDOM_CONVERSATIONS = 200
 
 # What readers of tokenizers stumble over; the check adds random strings of pieces.
 NASTY_TEXTS = (
@@ -39,14 +42,18 @@ NASTY_TEXTS = (
 )
 
 
-def check(folder: Path, model: Transformer, tokenizer: Tokenizer | None, dtype: str) -> list[str]:
-    """Load the folder as anybody would, and compare with what was exported (None: no tokenizer),
-    the weights in `dtype`; says how equal it is. Raises UsageError: something differs."""
+def check(
+    folder: Path, model: Transformer, tokenizer: Tokenizer | None, *, dtype: str, chat: bool
+) -> list[str]:
+    """Load the folder as anybody would, and compare with what was exported (None: no tokenizer;
+    chat: with a template), the weights in `dtype`; says how equal it is. Raises UsageError:
+    something differs."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     said = [check_model(folder, model, dtype)]
     if tokenizer is not None:
-        said.append(check_tokenizer(folder, tokenizer))
+        said.append(check_tokenizer(folder, tokenizer, chat))
+        said += [check_template(folder, tokenizer)] if chat else []
     return [f"  transformers {transformers.__version__}: {line}" for line in said]
 
 
@@ -75,19 +82,34 @@ def check_model(folder: Path, model: Transformer, dtype: str) -> str:
     return said
 
 
-def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> str:
+def check_tokenizer(folder: Path, tokenizer: Tokenizer, chat: bool) -> str:
     """What AutoTokenizer makes of the folder against ours, on many texts; says how many. Raises
     UsageError: ids or decoded text differ."""
     loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    how = {"split_special_tokens": True} if chat else {}  # without a template it is the default
     chooser = random.Random(0)
     ids = range(tokenizer.vocab_size)
     texts = list(NASTY_TEXTS)
     texts += [tokenizer.decode(chooser.choices(ids, k=20)) for _ in range(RANDOM_TEXTS)]
     for text, ours in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        theirs = loaded(text, add_special_tokens=False)["input_ids"]
+        theirs = loaded(text, add_special_tokens=False, **how)["input_ids"]
         back = loaded.decode(ours, skip_special_tokens=True)
         if theirs != ours or back != tokenizer.decode(ours):
             raise UsageError(f"check failed: transformers' tokenizer differs on {text[:40]!r}")
-        if loaded(text)["input_ids"] != [tokenizer.bos_id, *ours]:
+        if loaded(text, **how)["input_ids"] != [tokenizer.bos_id, *ours]:
             raise UsageError(f"check failed: no begin marker before {text[:40]!r}")
     return f"token ids and decoded text equal on {len(texts):,} texts"
+
+
+def check_template(folder: Path, tokenizer: Tokenizer) -> str:
+    """What AutoTokenizer's apply_chat_template makes of conversations against ours; says of how
+    many. Raises UsageError: ids differ."""
+    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    chooser = random.Random(0)
+    for _ in range(RANDOM_CONVERSATIONS):
+        turns = [Turn(role, "".join(chooser.choices(NASTY_TEXTS[:-2], k=3))) for role in ROLES]
+        messages = [turn._asdict() for turn in turns]
+        how = {"return_dict": False, "add_generation_prompt": True}
+        if loaded.apply_chat_template(messages, **how) != encode_chat_prompt(tokenizer, turns):
+            raise UsageError(f"check failed: the chat template differs on {messages!s:.200}")
+    return f"token ids of the chat template equal on {RANDOM_CONVERSATIONS:,} conversations"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from data.chat_template import JINJA
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from formats.hugging_face_names import llama_config, to_llama
@@ -23,22 +24,40 @@ pipeline_tag: text-generation
 
 A Llama of {millions:.2f} million parameters: {n_layers} layers of width {dim}, {n_heads} heads,
 {n_kv_heads} key/value heads, vocabulary {vocab_size:,}, context {max_seq_len:,} tokens, weights
-in {dtype}. It was pretrained only: it continues text, and follows no instructions.
+in {dtype}. {learned}
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained("{name}")
     tokenizer = AutoTokenizer.from_pretrained("{name}")
-    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    {inputs}
     ids = model.generate(**inputs, max_new_tokens=50)
     print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 The tokenizer begins every text with its begin marker, as the documents did in training, unless
-`add_special_tokens=False`. A marker's name in a text, such as `<s>`, is text and no marker; who
-reads `tokenizer.json` with the `tokenizers` package sets `encode_special_tokens = True` for that.
+`add_special_tokens=False`. {markers}
 `tokenizer.model` is the SentencePiece model that the other files were made from; what
 `LlamaTokenizer` would make of it is not exact.
 """
+ABOUT_TEXT = {
+    "learned": "It was pretrained only: it continues text, and follows no instructions.",
+    "inputs": 'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+    "markers": (
+        "A marker's name in a text, such as `<s>`, is text and no marker; who\n"
+        "reads `tokenizer.json` with the `tokenizers` package sets `encode_special_tokens = True` "
+        "for that."
+    ),
+}
+ABOUT_CHAT = {
+    "learned": "It was fine-tuned to answer, in the chat template of its tokenizer.",
+    "inputs": """messages = [{"role": "user", "content": "What is a list?"}]
+    kind = {"return_tensors": "pt", "return_dict": True}
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kind)""",
+    "markers": (
+        "A marker's name in a message, such as `<s>`, is text and no marker;\n"
+        "where the tokenizer itself is called, that takes `split_special_tokens=True`."
+    ),
+}
 
 
 def is_export(folder: Path) -> bool:
@@ -50,10 +69,14 @@ def is_export(folder: Path) -> bool:
 
 
 def write_model(
-    folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str
+    folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
     """Weights in `dtype`, config, generation settings with the tokenizer's begin and end markers,
-    and a model card. Raises OSError: the disk is full or refuses."""
+    and a model card. Raises OSError: the disk is full or refuses.
+
+    Args:
+        chat: whether it has learned to answer.
+    """
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
@@ -63,15 +86,20 @@ def write_model(
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_json(folder / "generation_config.json", generation)
     millions = model.num_parameters() / 1e6
-    card = CARD.format(name=name, millions=millions, dtype=dtype, **config.to_dict())
+    about = ABOUT_CHAT if chat else ABOUT_TEXT
+    card = CARD.format(name=name, millions=millions, dtype=dtype, **about, **config.to_dict())
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> None:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
     """tokenizer.json, what transformers wants beside it, and the SentencePiece model itself. Raises
-    DataError: a tokenizer that has no exact equal."""
+    DataError: a tokenizer that has no exact equal.
+
+    Args:
+        chat: whether the model has learned to answer: with the template of its conversations.
+    """
     try:
-        converted = convert(tokenizer)
+        converted = convert(tokenizer, chat)
     except DataError as error:
         raise DataError(f"{error}; --no-tokenizer exports the weights alone") from error
     converted.save(str(folder / TOKENIZER_JSON))
@@ -87,6 +115,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int) -> Non
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # "<s>" in a text is text
+        # "<s>" in a text is text; of what a template writes, the template itself sees to that.
+        "split_special_tokens": not chat,
     }
+    if chat:
+        settings["chat_template"] = JINJA
     write_json(folder / "tokenizer_config.json", markers | settings)

@@ -17,6 +17,7 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from tokenizers import decoders, models, normalizers, processors
 
+from data.chat_template import ESCAPE
 from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
@@ -27,8 +28,10 @@ Kind = ModelProto.SentencePiece.Type
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 
-def convert(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     """The same tokenizer as an object of the `tokenizers` package; its own encode begins with <s>.
+
+    With `chat` it takes the escapes of `chat_template.JINJA` out of a text.
 
     With add_special_tokens=False and encode_special_tokens=True, so that a "<s>" in the text is no
     marker (transformers calls it split_special_tokens), the ids are those of `tokenizer.encode`.
@@ -46,7 +49,8 @@ def convert(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     converted = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges(scores), byte_fallback=True, unk_token=unknown)
     )
-    before, after = [], [decoders.ByteFallback(), decoders.Fuse()]
+    before = [normalizers.Replace(ESCAPE, "")] if chat else []
+    after = [decoders.ByteFallback(), decoders.Fuse()]
     if model.normalizer_spec.add_dummy_prefix:  # as Llama 1 and 2 have it
         before.append(normalizers.Replace(tokenizers.Regex(PREFIXED), " "))
         after.append(decoders.Strip(" ", left=1, right=0))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from data.chat_template import TEMPLATE_FILE
 from data.tokenizer import TOKENIZER_FILE
 
 
@@ -13,6 +14,7 @@ class RunFolder:
         self.path = path
         self.settings = path / "settings.json"
         self.tokenizer = path / TOKENIZER_FILE
+        self.template = path / TEMPLATE_FILE  # where the model learns to answer
         self.metrics = path / "metrics.jsonl"
         self.lock = path / "lock"
         self.checkpoints = path / "checkpoints"

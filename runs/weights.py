@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from common.errors import UsageError
+from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from formats.portable import (
@@ -29,6 +30,7 @@ class Trained:
     model: Transformer  # in evaluation mode, on the CPU, in fp32, unless loaded in another way
     tokenizer: Tokenizer
     folder: Path  # that the weights come from
+    chats: bool = False  # whether it has learned to answer, in the template of data/chat_template
 
     @property
     def n_parameters(self) -> int:
@@ -98,7 +100,8 @@ def load_trained(
     belong together.
     """
     folder = WeightsFolder.find(name)
-    trained = Trained(load(folder), Tokenizer(folder.tokenizer), folder.path)
+    chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
+    trained = Trained(load(folder), Tokenizer(folder.tokenizer), folder.path, chats)
     pieces = trained.tokenizer.vocab_size
     room = trained.model.config.vocab_size
     if pieces > room:

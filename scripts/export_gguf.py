@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
     with one_line_errors("export_gguf", UsageError, ConfigError, OSError):
         trained = load_trained(args.run)
-        said = export_gguf(trained.model, trained.tokenizer, args.out, args.type)
+        said = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)
         print(f"{args.out}: {trained.folder} as {said}")
 
 

@@ -31,14 +31,15 @@ def export(args: argparse.Namespace) -> None:
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)
         model, tokenizer = trained.model, trained.tokenizer
-        write_model(folder, model, tokenizer, dtype=args.dtype, name=args.out.resolve().name)
+        kind = {"dtype": args.dtype, "chat": trained.chats}
+        write_model(folder, model, tokenizer, name=args.out.resolve().name, **kind)
         if args.tokenizer:
-            write_tokenizer(folder, tokenizer, model.config.max_seq_len)
+            write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=trained.chats)
         said = ["  not checked"]
         if args.check:
             from formats.hugging_face_check import check  # imports transformers
 
-            said = check(folder, model, tokenizer if args.tokenizer else None, dtype=args.dtype)
+            said = check(folder, model, tokenizer if args.tokenizer else None, **kind)
     what = "model and tokenizer" if args.tokenizer else "model without tokenizer"
     print(f"{args.out}: {what} of {trained.folder} in {args.dtype}", *said, sep="\n")
 

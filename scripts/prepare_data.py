@@ -1,10 +1,13 @@
-"""Turn text into a tokenizer and packed token shards.
+"""Turn text into a tokenizer and packed token shards, or conversations into shards of their own.
 
 python -m scripts.prepare_data --data my.jsonl
+python -m scripts.prepare_data --conversations chat.jsonl --tokenizer out/runs/NAME/tokenizer.model
+
+Conversations are one JSON object per line, in the form of MiniMind, OpenAI, DeepSpeed-Chat or
+Alpaca, see data/conversations.py.
 """
 
 import argparse
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -15,6 +18,8 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
+from data.conversation_packing import ConversationOptions, parse_split
+from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from data.corpus import (
     BUILTIN,
     SUFFIXES,
@@ -25,36 +30,29 @@ from data.corpus import (
     text_size,
 )
 from data.packing import PackingOptions, prepare
-from data.prepared import find_prepared
+from data.prepared import default_out, find_prepared
+from data.shards import CONVERSATIONS, TEXT
 from data.sizes import BY_SIZE, suited_to
-
-
-def default_out(data: str, flags: str = "") -> Path:
-    """out/data/NAME, NAME being the file's or folder's own without its suffix.
-
-    Args:
-        flags: how it is prepared. Runs that were trained on the same text prepared in another way
-            keep their data: NAME has a hash of the flags at its end.
-    """
-    name = Path(data).resolve().name if data != BUILTIN else BUILTIN
-    for suffix in sorted(SUFFIXES, key=len, reverse=True):
-        name = name.removesuffix(suffix)
-    if words := flags.split():
-        name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
-    return Path("out/data") / name
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.prepare_data", description=__doc__)
     add = parser.add_argument
     text = f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
-    add("--data", default=BUILTIN, help=text)
+    add("--data", help=f"{text} (default: {BUILTIN})")
+    text = f"{', '.join(CONVERSATION_SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
+    add(
+        "--conversations", metavar="DATA", help=f"to learn to answer from, in place of text: {text}"
+    )
+    stages = "shares of stages of training, as in 2,4,4: of the conversations the first is taken"
+    add("--data_split", metavar="SHARES", help=f"{stages}, by hash (default: all)")
     where = "folder to write (default: out/data/ and the name of the data)"
     add("--out", type=Path, help=where)
     least, most = BY_SIZE[0], BY_SIZE[-1]
     ends = f"default: by the size of the text, {least.vocab_size} to {most.vocab_size}"
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({ends})")
-    add("--tokenizer", help="a SentencePiece model to use instead of training one")
+    what = "a SentencePiece model to use instead of training one; conversations take their model's"
+    add("--tokenizer", help=what)
     ends = f"default: by the size of the text, {least.val_fraction:g} to {most.val_fraction:g}"
     add("--val_fraction", type=float, help=f"share of documents for validation ({ends})")
     column = f"name of the text in .jsonl, .csv and .parquet (default: {TEXT_COLUMN})"
@@ -77,37 +75,66 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--segmentations must be at least 1, not {args.segmentations}")
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, not {args.workers}")
+    if args.conversations is not None:
+        check_conversations(parser, args)
+    elif args.data_split is not None:
+        parser.error("--data_split is for --conversations")
+    args.data = args.data or BUILTIN
     args.out = args.out or default_out(args.data)
     return args
+
+
+def check_conversations(parser: OneLineParser, args: argparse.Namespace) -> None:
+    """Flags that go with --conversations; they become `data`. Raises UsageError: others do not."""
+    for name in ("data", "vocab_size", "text_column", "segmentations"):
+        if getattr(args, name) is not None:
+            parser.error(f"--{name} is for text, and does not go with --conversations")
+    if args.tokenizer is None:
+        parser.error("--conversations takes the tokenizer of the model to train: pass --tokenizer")
+    try:
+        args.data_split = parse_split(args.data_split or "1")
+    except ValueError:
+        parser.error(f"--data_split must be shares, as in 2,4,4, not {args.data_split}")
+    args.data = args.conversations
+    if args.out is None:
+        args.out = default_out(args.data)
+        args.out = args.out.with_name(f"{args.out.name}-chat")
 
 
 def report(description: dict, out: Path, seconds: float, workers: int) -> str:
     splits = description["splits"]
     ways = description["prepared_from"]["segmentations"]
-    tokens = sum(split["tokens"] for split in splits.values())
+    of_text = description["kind"] == TEXT
+    kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
+    tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
     bytes_per_token = sum(split["bytes"] for split in splits.values()) / tokens
     n_bytes = splits["val"]["bytes"] + splits["train"]["bytes"] // ways
     lines = [
-        f"{out}: {size(n_bytes)} of text in {seconds:.1f} s "
+        f"{out}: {size(n_bytes)} of {kind} in {seconds:.1f} s "
         f"({size(n_bytes / seconds)}/s with {workers} processes)"
     ]
     for name, split in splits.items():
         times = ways if name == "train" else 1
-        documents, word = counted(split["documents"] // times, "documents").split()
-        line = f"  {name:5} {documents:>9} {word:9} {split['tokens']:>13,} tokens"
+        n, word = counted(split["documents"] // times, documents).split()
+        line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
+        line += f", {split['answers']['tokens']:,} of them in answers" if "answers" in split else ""
         lines.append(line + (f", each document cut in {times} ways" if times > 1 else ""))
     lines.append(
         f"  vocabulary {description['vocab_size']:,}, {bytes_per_token:.2f} bytes per token"
     )
+    if description["for_other_stages"]:
+        others = counted(description["for_other_stages"], documents)
+        lines.append(f"  {others} left to other stages of training (--data_split)")
     if description["bad_documents"]:
         lines.append(
-            f"  skipped {counted(description['bad_documents'], 'bad documents')}, the first: "
+            f"  skipped {counted(description['bad_documents'], f'bad {documents}')}, the first: "
             f"{description['first_bad_document']}"
         )
     if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
+        small = f"; a .txt under {BY_SIZE[0].section_bytes // 1024} KiB is one document"
         lines.append(
-            "  WARNING: no validation document: that takes two different documents at least; "
-            f"a .txt under {BY_SIZE[0].section_bytes // 1024} KiB is one document"
+            f"  WARNING: no validation {documents[:-1]}: that takes two different {documents} at "
+            f"least{small if of_text else ''}"
         )
     return "\n".join(lines)
 
@@ -118,47 +145,57 @@ def chosen_by_size(files: list[str], options: PackingOptions) -> str:
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {suited.vocab_size:,} at most (--vocab_size)")
     if options.val_fraction is None:
-        taken.append(f"{suited.val_fraction:.0%} for validation (--val_fraction)")
+        taken.append(f"{options.share(files):.0%} for validation (--val_fraction)")
     if options.segmentations is None and suited.segmentations > 1:
         taken.append(f"{suited.segmentations} ways to cut a document into pieces (--segmentations)")
-    if any(path.endswith((".txt", ".py")) for path in files):
+    if options.kind == TEXT and any(path.endswith((".txt", ".py")) for path in files):
         taken.append(f"long files cut into documents of {suited.section_bytes // 1024} KiB")
     return f"  by the size of the text: {', '.join(taken) or 'nothing'}"
 
 
-def describe_folder(folder: Path, files: list[str]) -> str:
+def describe_folder(folder: Path, files: list[str], suffixes: tuple[str, ...]) -> str:
     """How many files below it were read, and how many were not."""
     left_out = sum(path.is_file() for path in folder.rglob("*")) - len(files)
-    read = f"{counted(len(files), 'files')} read ({', '.join(SUFFIXES)})"
+    read = f"{counted(len(files), 'files')} read ({', '.join(suffixes)})"
     return f"{folder}: {read}, {left_out:,} left out"
 
 
 def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOptions) -> None:
     """And say what came of it."""
     start = time.perf_counter()
-    total = bytes_to_read(files)
+    of_text = options.kind == TEXT
+    total = bytes_to_read(files) if of_text or args.data != BUILTIN else None
     with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
         description = prepare(files, args.out, options, bar.update)
     if args.data != BUILTIN and os.path.isdir(args.data):
-        print(describe_folder(Path(args.data), files))
+        suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
+        print(describe_folder(Path(args.data), files, suffixes))
     print(report(description, args.out, time.perf_counter() - start, args.workers))
     print(chosen_by_size(files, options))
+
+
+def sources(args: argparse.Namespace) -> tuple[list[str], PackingOptions]:
+    """The files, and how they are prepared."""
+    options = {
+        "vocab_size": args.vocab_size,
+        "val_fraction": args.val_fraction,
+        "workers": args.workers,
+        "skip_bad_lines": args.skip_bad_lines,
+        "tokenizer": args.tokenizer,
+    }
+    if args.conversations is not None:
+        files = find_files(args.data, CONVERSATION_SUFFIXES)
+        return files, ConversationOptions(**options, data_split=args.data_split)
+    files = find_files(args.data)
+    require_columns(files, args.text_column)
+    column = args.text_column or TEXT_COLUMN
+    return files, PackingOptions(**options, text_column=column, segmentations=args.segmentations)
 
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
-        files = find_files(args.data)
-        require_columns(files, args.text_column)
-        options = PackingOptions(
-            vocab_size=args.vocab_size,
-            val_fraction=args.val_fraction,
-            workers=args.workers,
-            skip_bad_lines=args.skip_bad_lines,
-            tokenizer=args.tokenizer,
-            text_column=args.text_column or TEXT_COLUMN,
-            segmentations=args.segmentations,
-        )
+        files, options = sources(args)
         asked = {"reuse": args.reuse, "overwrite": args.overwrite}
         said = find_prepared(args.out, files, options, **asked)
         if said is None:

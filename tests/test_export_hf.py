@@ -197,8 +197,8 @@ def test_a_tokenizer_that_is_not_equal_is_found(
 ):
     written = hugging_face_export.write_tokenizer
 
-    def spoil(folder, tokenizer, max_seq_len):
-        written(folder, tokenizer, max_seq_len)
+    def spoil(folder, tokenizer, max_seq_len, chat):
+        written(folder, tokenizer, max_seq_len, chat=chat)
         path = folder / file
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
 
@@ -227,7 +227,7 @@ def test_an_export_that_fails_leaves_the_older_one(weights, tmp_path, monkeypatc
 
 
 def test_an_interrupted_export_never_has_its_name(weights, tmp_path, monkeypatch):
-    def interrupt(folder, tokenizer, max_seq_len):
+    def interrupt(folder, tokenizer, max_seq_len, chat):
         assert (folder / "model.safetensors").exists()
         assert not (tmp_path / "hf").exists()
         raise KeyboardInterrupt

@@ -13,9 +13,10 @@ import pytest
 import zstandard
 from conftest import write_corpus
 
+from data.prepared import default_out
 from data.shards import read_description
 from scripts import prepare_data
-from scripts.prepare_data import default_out, main
+from scripts.prepare_data import main
 
 SMALL = ["--vocab_size", "300", "--workers", "1", "--segmentations", "1"]
 

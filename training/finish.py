@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.atomic import whole_folder
 from data.dataset import PackedDataset
+from data.shards import TEXT
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from formats.portable import load_portable, save_portable
 from model import LMConfig
@@ -35,7 +36,9 @@ def finish(
     """
     with whole_folder(run.weights) as folder:
         save_portable(folder, config, weights)
-        shutil.copyfile(run.tokenizer, folder / TOKENIZER_FILE)
+        for file in (run.tokenizer, run.template):
+            if file.exists():
+                shutil.copyfile(file, folder / file.name)
         # By the files just written: the proof that they can be used.
         model = load_portable(folder)
         tokenizer = Tokenizer(folder / TOKENIZER_FILE)
@@ -61,7 +64,7 @@ def finish(
     if before:
         print(f"before the first step it went on:\n{before[0]['text']}\n")
     again = shlex.quote(prompt.replace("\n", " "))
-    continues = prompt_from.every_target_counts
+    continues = prompt_from.kind == TEXT
     write = f"scripts.generate {source} --prompt {again}" if continues else f"scripts.chat {source}"
     print(
         f"loss curve: {run.loss_picture}\n"

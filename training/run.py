@@ -38,7 +38,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # (batch_size, max_seq_len), on the device as the targets are
     targets: Tensor
     n_targets: int  # those that count in the loss
-    n_tokens: int  # without padding
+    n_tokens: int | None  # without padding, where there may be some
 
 
 class Run:
@@ -78,7 +78,7 @@ class Run:
         self.train_set = train_set
         self.samples_per_step = args.batch_size * args.accumulation_steps * engine.processes
         order = MicroBatchSampler
-        if not train_set.every_target_counts:  # rows have different lengths
+        if train_set.lengths is not None:
             batch = {"global_batch": self.samples_per_step}
             order = partial(LengthSampler, lengths=train_set.lengths, **batch)
         self.sampler = order(
@@ -156,9 +156,9 @@ class Run:
         """So many micro-batches more, which begin their way to the device."""
         device = self.accelerator.device
         for tokens, targets in islice(self.batches, number):
-            counts = targets != IGNORE_INDEX
-            # Rows end with a target that counts: what comes after the last one is padding.
-            n_tokens = int(counts.flip(1).cummax(1).values.sum())
+            counts, n_tokens = targets != IGNORE_INDEX, None
+            if self.train_set.lengths is not None:  # a sample ends with a target that counts
+                n_tokens = int(counts.flip(1).cummax(1).values.sum())
             tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
             self._ahead.append(MicroBatch(tokens, targets, int(counts.sum()), n_tokens))
 

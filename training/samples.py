@@ -10,6 +10,7 @@ import torch
 from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from data.dataset import PackedDataset
+from data.shards import CONVERSATIONS, TEXT
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
 from inference.generation import generate
@@ -30,7 +31,7 @@ def prompt_and_continuation(
     next_ids = []
     if args.sample_prompt is None:
         prompt = first_prompt(data, tokenizer)
-    elif data.every_target_counts:
+    elif data.kind == TEXT:
         prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
     else:
         prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
@@ -48,7 +49,7 @@ def prompt_and_continuation(
 def first_prompt(data: PackedDataset, tokenizer: Tokenizer) -> list[int]:
     """How text begins; of a conversation, all before the first answer."""
     tokens, targets = data[0]
-    if not data.every_target_counts:
+    if data.kind == CONVERSATIONS:
         return tokens[: int((targets != IGNORE_INDEX).nonzero()[0]) + 1].tolist()
     prompt = tokens[:PROMPT_TOKENS].tolist()
     while len(prompt) > 1 and tokenizer.decode(prompt).endswith("\ufffd"):

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from common.atomic import write_whole
+from data.chat_template import PLAIN_JINJA
+from data.shards import CONVERSATIONS
 from model import LMConfig
 from runs.folder import RunFolder, read_settings
 from training.arguments import TrainingArguments
@@ -18,7 +20,8 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 def write_settings(
     run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
 ) -> None:
-    """And the tokenizer, without which the run's checkpoints say nothing."""
+    """And the tokenizer, without which the run's checkpoints say nothing, and the template by which
+    they answer."""
     settings = {
         "program": args.program,
         "command": sys.argv,
@@ -32,6 +35,8 @@ def write_settings(
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
     write_whole(run.tokenizer, tokenizer.read_bytes())
+    if args.dataset.kind == CONVERSATIONS:
+        write_whole(run.template, PLAIN_JINJA + "\n")
 
 
 def saved_arguments(run: RunFolder) -> dict:

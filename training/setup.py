@@ -13,6 +13,7 @@ from torch import nn
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
+from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from model.transformer import flops_per_token
 from training.arguments import Arguments, SFTArguments, TrainingArguments
@@ -69,10 +70,10 @@ def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
     happened yet: the built-in corpus, and conversations, which go by the tokenizer of the weights.
     Raises DataError: that failed."""
     if isinstance(args, SFTArguments) and args.data is None:
-        tokenizer = str(initial.source.tokenizer)
-        settings = shlex.split(args.prepare_flags)
-        folder = str(folder_of_conversations(args.conversations, tokenizer, settings))
-        flags = ["--conversations", args.conversations, "--tokenizer", tokenizer, *settings]
+        tokenizer = initial.source.tokenizer
+        folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
+        flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
+        flags += ["--overwrite", *shlex.split(args.prepare_flags)]
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
         print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
         folder, flags = args.data, ["--data", "builtin"]

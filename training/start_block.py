@@ -66,7 +66,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
 def _data(run: Run) -> str:
     """What is read."""
     data = run.train_set
-    if data.every_target_counts:
+    if data.lengths is None:
         return f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     return f"{data.summary}; {data.share_of_padding(run.sampler):.1%} of positions are padding"
 

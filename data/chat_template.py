@@ -1,0 +1,79 @@
+"""How a conversation is written: every turn between the begin and the end piece that mark documents
+in pretraining, so that it takes no ids of its own.
+
+    <s>system
+    Be brief.</s>
+    <s>user
+    What is 1 + 1?</s>
+    <s>assistant
+    2</s>
+
+The role, the line end and the content are one text, the line end after a turn is another, and no
+text is ever read as a marker, whatever is written in it.
+"""
+
+from collections.abc import Iterable
+
+from data.conversations import ASSISTANT, Turn
+from data.tokenizer import Tokenizer
+
+# In a folder of weights: they have learned to answer in this template, which stands in it.
+TEMPLATE_FILE = "chat_template.jinja"
+# transformers looks for markers in all that a template wrote, in a user's words as well. So JINJA
+# puts these two noncharacters behind every "<", with which the names of markers begin, and the
+# exported tokenizer takes them out again, between its search for markers and its cutting into
+# pieces. Where the text itself has the two, two more between them make it come out as it was.
+ESCAPE = "\ufdd0\ufdd1"
+_JINJA = (
+    "{{% for turn in messages %}}"
+    "{{{{ bos_token + {text} + eos_token + '\\n' }}}}"
+    "{{% endfor %}}"
+    "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
+)
+_TEXT = "turn['role'] + '\\n' + turn['content']"
+# For programs that remove no escapes, as llama.cpp.
+PLAIN_JINJA = _JINJA.format(text=_TEXT)
+# For transformers, with a tokenizer from `formats.tokenizer_json.convert(..., chat=True)`.
+JINJA = _JINJA.format(
+    text=f"({_TEXT}) | replace('{ESCAPE}', '{ESCAPE[0]}{ESCAPE}{ESCAPE[1]}')"
+    f" | replace('<', '<{ESCAPE}')"
+)
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, turns: Iterable[Turn]
+) -> tuple[list[int], list[bool]]:
+    """Ids of the turns, the first of them the begin piece; and of each whether it counts in the
+    loss, as the assistant's content and its end piece do."""
+    return encode_conversations(tokenizer, [list(turns)])[0]
+
+
+def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:
+    """Ids of the turns and of the beginning of the assistant's next one."""
+    ids, _ = encode_conversation(tokenizer, turns)
+    return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]
+
+
+def encode_conversations(
+    tokenizer: Tokenizer, conversations: list[list[Turn]]
+) -> list[tuple[list[int], list[bool]]]:
+    """`encode_conversation` of each, in one call of the tokenizer."""
+    texts = [f"{role}\n{content}" for turns in conversations for role, content in turns]
+    encoded = iter(tokenizer.encode_batch(texts))
+    prompt, line_end = tokenizer.encode(f"{ASSISTANT}\n"), tokenizer.encode("\n")
+    found = []
+    for turns in conversations:
+        ids, counts = [], []
+        for turn in turns:
+            text = next(encoded)
+            said = len(text) - _shared(text, prompt) + 1 if turn.role == ASSISTANT else 0
+            ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
+            counts += [False] * (len(text) + 2 - said) + [True] * said + [False] * len(line_end)
+        found.append((ids, counts))
+    return found
+
+
+def _shared(ids: list[int], others: list[int]) -> int:
+    """How many ids both begin with. (A piece may hold a line end and what comes after it.)"""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((at for at, (id, other) in pairs if id != other), len(others))

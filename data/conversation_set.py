@@ -1,0 +1,146 @@
+"""Prepared conversations as a PyTorch dataset of (tokens, targets) pairs, one for each."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.numbers import counted
+from data.dataset import TokenStream
+from data.errors import DataError
+from data.order import MicroBatchSampler
+from data.shards import ANSWER_DTYPE, CONVERSATIONS, read_description
+from model.transformer import IGNORE_INDEX
+
+MULTIPLE = 32  # of this are the lengths of padded rows, so that few of them are different
+MEASURED_ROWS = 1 << 18  # by so many the share of padding is told
+
+
+class ConversationSet(TokenStream):
+    """Row i is a conversation from its beginning to the end of its last answer.
+
+    Of one that is longer than seq_len targets, the turns after the last answer that fits are left
+    out; where not even the first answer does, all of it is: `summary` says how often.
+
+    Raises DataError: see `TokenStream`, or there is not one row.
+    """
+
+    kind = CONVERSATIONS
+    every_target_counts = False
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int):
+        super().__init__(folder, split, seq_len)
+        part = self.description["splits"][split]
+        self._map: np.ndarray | None = None
+        answers = self._answers()
+        self._refuse_nonsense(answers)
+        # The answers of row i are those from first[i] to before end[i].
+        self._first, self._end = rows_within(answers, seq_len)
+        if not len(self):
+            raise DataError(
+                f"{folder}: none of {counted(part['documents'], CONVERSATIONS)} of the {split} "
+                f"split has an answer within {seq_len} tokens: use a longer --max_seq_len"
+            )
+        self.bytes_per_token = part["bytes"] / part["answers"]["tokens"]
+        begins = answers[self._first, 0]
+        self.lengths = answers[self._end - 1, 2] - begins - 1  # of each row, in targets
+        goes_on = np.append(answers[:, 0], -1)[self._end] == begins
+        self.n_cut = int(goes_on.sum())
+        self.n_left_out = 1 + np.count_nonzero(np.diff(answers[:, 0])) - len(self)
+
+    @staticmethod
+    def fits(folder: str | Path, split: str, seq_len: int) -> bool:
+        """Whether the split holds at least one row."""
+        answers = read_answers(Path(folder), read_description(folder), split)
+        return len(rows_within(answers, seq_len)[0]) > 0
+
+    @property
+    def summary(self) -> str:
+        """How many rows there are, and what became of longer conversations, for people."""
+        rows = counted(len(self), CONVERSATIONS)
+        if not self.n_cut + self.n_left_out:
+            return f"{rows}, all within {self.seq_len:,} tokens"
+        return (
+            f"{rows}, {self.n_cut:,} of them cut after the last answer within {self.seq_len:,} "
+            f"tokens; {self.n_left_out:,} left out, whose first answer ends beyond"
+        )
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), both int64 of shape (lengths[i],), IGNORE_INDEX where a target does
+        not belong to an answer. Raises DataError: a token is outside the vocabulary."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        answers = self._answers()[self._first[i] : self._end[i]]
+        begin = answers[0, 0]
+        row = self._read(begin, int(self.lengths[i]) + 1)
+        targets = torch.full_like(row, IGNORE_INDEX)
+        for said in (slice(*answer) for answer in (answers[:, 1:] - begin).tolist()):
+            targets[said] = row[said]
+        return row[:-1], targets[1:]
+
+    def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """(tokens, targets), both (rows, longest rounded up, see `padded`): padded at their ends,
+        where no target counts."""
+        shape = len(rows), int(padded(max(len(tokens) for tokens, _ in rows), self.seq_len))
+        all_tokens = torch.zeros(shape, dtype=torch.int64)
+        all_targets = torch.full(shape, IGNORE_INDEX)
+        for i, (tokens, targets) in enumerate(rows):
+            all_tokens[i, : len(tokens)] = tokens
+            all_targets[i, : len(targets)] = targets
+        return all_tokens, all_targets
+
+    def share_of_padding(self, sampler: MicroBatchSampler) -> float:
+        """How much of the micro-batches in this order is padding, over all processes, in [0, 1)."""
+        size = sampler.batch_size
+        batches = max(1, min(len(self), MEASURED_ROWS) // size)
+        rows = sampler.indices(np.arange(batches * size)).reshape(batches, size)
+        lengths = self.lengths[rows]
+        positions = padded(lengths.max(axis=1), self.seq_len).sum() * size
+        return 1 - float(lengths.sum() / positions)
+
+    def _answers(self) -> np.ndarray:
+        if self._map is None:
+            self._map = read_answers(self.folder, self.description, self.split)
+        return self._map
+
+    def _refuse_nonsense(self, answers: np.ndarray) -> None:
+        begin, said, end = answers.T
+        in_order = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
+        after_the_last = (end[:-1] <= said[1:]) & (begin[:-1] <= begin[1:])
+        if not (in_order.all() and after_the_last.all()):
+            raise DataError(
+                f"{self.folder}: answers in the {self.split} split lie outside their "
+                "conversations: the files are damaged; prepare the data again"
+            )
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"_map": None}
+
+
+def read_answers(folder: Path, description: dict, split: str) -> np.ndarray:
+    """Where the answers of a split are, (answers, 3), see `shards.ANSWER_DTYPE`; memory-mapped."""
+    listed = description["splits"][split].get("answers")
+    if listed is None:  # an empty split
+        return np.empty((0, 3), ANSWER_DTYPE)
+    return np.memmap(folder / listed["file"], ANSWER_DTYPE, mode="r").reshape(-1, 3)
+
+
+def rows_within(answers: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """For every conversation of which at least one answer ends within seq_len targets: its first
+    answer, and the one after the last that does; int64, (rows,) each."""
+    begins, ends = answers[:, 0], answers[:, 2]
+    fitting = np.flatnonzero(ends - begins <= seq_len + 1)  # of each conversation the first ones
+    if not len(fitting):
+        return fitting, fitting
+    others = np.flatnonzero(np.diff(begins[fitting]))  # after these comes another conversation
+    first, last = np.insert(others + 1, 0, 0), np.append(others, len(fitting) - 1)
+    return fitting[first], fitting[last] + 1
+
+
+def padded(longest: int | np.ndarray, seq_len: int) -> np.ndarray:
+    """The length to which rows are padded of which the longest has so many tokens."""
+    return np.minimum(-(-longest // MULTIPLE) * MULTIPLE, seq_len)

@@ -1,0 +1,120 @@
+"""Conversations, from the forms in which others keep them: one JSON object each, told apart by
+their keys.
+
+    {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
+    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI
+    {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat, as Dahoas/rm-static
+    {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
+
+A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf, from which
+rm-static was made.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from data.corpus import JSONL, Record, read_records, refuse_half_characters
+from data.docstrings import docstring_records
+from data.errors import DataError
+from data.readers import parquet_objects
+
+SUFFIXES = (*JSONL, ".parquet")
+ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
+LISTS = ("conversations", "messages")
+ANSWERS = ("chosen", "response")
+KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output")
+FORMS = (
+    '"conversations", "messages", "prompt" with "chosen" or "response", or "instruction" with '
+    '"output"'
+)
+HUMAN, HUMANS_OR_ASSISTANTS = "\n\nHuman:", re.compile(r"\n\n(Human|Assistant):")
+
+
+class Turn(NamedTuple):
+    role: str  # one of ROLES
+    content: str
+
+
+def conversation_records(files: Iterable[str]) -> Iterator[Record]:
+    """Every conversation of every file, as JSON, in order. Raises DataError: see `read_records`."""
+    sources = [path for path in files if path.endswith(".py")]
+    yield from docstring_records(sources)
+    for path in files:
+        if path.endswith(".parquet"):
+            yield from (Record(path, *row) for row in parquet_objects(path, KEYS))
+        elif path not in sources:
+            yield from read_records([path])
+
+
+def parse_conversation(value: dict, where: str) -> list[Turn]:
+    """The turns of a conversation with an answer in it. Raises DataError: in none of the forms,
+    roles that are unknown or out of order, an empty answer or none; begins with `where`."""
+    turns = _turns(value, where)
+    check_turns(turns, where)
+    if all(turn.role != ASSISTANT for turn in turns):
+        raise DataError(f"{where}: no answer of an assistant in it")
+    return turns
+
+
+def check_turns(turns: Iterable[Turn], where: str) -> None:
+    """Raises DataError: unless user and assistant take turns and the user begins, perhaps after a
+    system's turn, every turn is text, and no answer is empty."""
+    expected = (SYSTEM, USER)
+    for number, (role, content) in enumerate(turns, 1):
+        place = f"{where}: turn {number}"
+        if role not in ROLES:
+            raise DataError(f"{place} has the role {_shown(role)}, known are {', '.join(ROLES)}")
+        if role not in expected:
+            raise DataError(f"{place} has the role {role}, expected is {' or '.join(expected)}")
+        if not isinstance(content, str):
+            raise DataError(f"{place} has no text in it, but {_shown(content)}")
+        refuse_half_characters(place, content)
+        if role == ASSISTANT and not content.strip():
+            raise DataError(f"{place} is an empty answer")
+        expected = (ASSISTANT,) if role == USER else (USER,)
+
+
+def _shown(value: object) -> str:
+    return textwrap.shorten(repr(value), 40)
+
+
+def _turns(value: object, where: str) -> list[Turn]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: no JSON object with a conversation in it")
+    given = {key: value[key] for key in KEYS if value.get(key) is not None}  # null: in a table
+    for key in LISTS:
+        if key in given:
+            return _listed_turns(given[key], f'{where}: "{key}"', where)
+    for key, text in given.items():
+        if not isinstance(text, str):
+            raise DataError(f'{where}: "{key}" has no text in it, but {_shown(text)}')
+    answers = [given[key] for key in ANSWERS if key in given]
+    if "prompt" in given and answers:
+        return [*_turns_of_prompt(given["prompt"]), Turn(ASSISTANT, answers[0])]
+    if "instruction" in given and "output" in given:
+        parts = (given["instruction"], given.get("input"))
+        return [Turn(USER, "\n\n".join(filter(None, parts))), Turn(ASSISTANT, given["output"])]
+    raise DataError(f"{where}: no conversation, which has {FORMS}")
+
+
+def _listed_turns(turns: object, what: str, where: str) -> list[Turn]:
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{what} is no list of turns")
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+            raise DataError(f'{where}: turn {number} has no "role" and "content"')
+    return [Turn(turn["role"], turn["content"]) for turn in turns]
+
+
+def _turns_of_prompt(prompt: str) -> list[Turn]:
+    """Without the last answer, of which rm-static has the beginning "Assistant:" only."""
+    if not prompt.startswith(HUMAN):
+        return [Turn(USER, prompt)]
+    _, *parts = HUMANS_OR_ASSISTANTS.split(prompt)  # "Human", what it says, "Assistant", ...
+    if parts[-2] == "Assistant" and not parts[-1].strip():
+        parts = parts[:-2]
+    roles = {"Human": USER, "Assistant": ASSISTANT}
+    said = zip(parts[::2], parts[1::2], strict=True)
+    return [Turn(roles[who], text.strip()) for who, text in said]
