@@ -31,7 +31,6 @@ class ConversationSet(TokenStream):
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
-        part = self.description["splits"][split]
         self._map: np.ndarray | None = None
         answers = self._answers()
         self._refuse_nonsense(answers)
@@ -39,9 +38,10 @@ class ConversationSet(TokenStream):
         self._first, self._end = rows_within(answers, seq_len)
         if not len(self):
             raise DataError(
-                f"{folder}: none of {counted(part['documents'], CONVERSATIONS)} of the {split} "
-                f"split has an answer within {seq_len} tokens: use a longer --max_seq_len"
+                f"{folder}: no conversation of the {split} split has an answer within {seq_len} "
+                "tokens: use a longer --max_seq_len"
             )
+        part = self.description["splits"][split]
         self.bytes_per_token = part["bytes"] / part["answers"]["tokens"]
         begins = answers[self._first, 0]
         self.lengths = answers[self._end - 1, 2] - begins - 1  # of each row, in targets

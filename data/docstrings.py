@@ -77,14 +77,16 @@ def _inside(node: ast.AST, name: str, kind: str) -> Iterator[Documented]:
             signature, what = f"{name}.{item.name}", "class"
         else:
             signature, what = f"{name}.{item.name}({ast.unparse(item.args)})", kind
-        summary = _summary(ast.get_docstring(item))
+        summary = _summary(item)
         if summary and len(signature) <= LONGEST_SIGNATURE:
             yield Documented(item.lineno, what, signature, summary)
         if isinstance(item, ast.ClassDef):
             yield from _inside(item, f"{name}.{item.name}", "method")
 
 
-def _summary(docstring: str | None) -> str:
-    """The first paragraph, on one line; nothing if it is too short or too long to be an answer."""
-    summary = " ".join((docstring or "").split("\n\n")[0].split())
-    return summary if SHORTEST_SUMMARY <= len(summary) <= LONGEST_SUMMARY else ""
+def _summary(item: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> str:
+    """The first paragraph of its docstring, on one line; nothing if that is too short or too long
+    to be an answer, or its signature once more."""
+    summary = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
+    is_answer = SHORTEST_SUMMARY <= len(summary) <= LONGEST_SUMMARY
+    return summary if is_answer and not summary.startswith(f"{item.name}(") else ""

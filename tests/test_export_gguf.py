@@ -11,6 +11,7 @@ import sentencepiece
 import torch
 
 from common.errors import UsageError
+from data.chat_template import ESCAPE, PLAIN_JINJA, TEMPLATE_FILE
 from data.tokenizer import TOKENIZER_FILE
 from formats.gguf import largest_difference, read_tensors
 from formats.portable import load_portable, save_portable
@@ -328,3 +329,12 @@ def test_help_needs_neither_gguf_nor_the_training_code(monkeypatch, capsys):
         export_gguf.main(["--help"])
     assert ended.value.code == 0
     assert "q8_0" in capsys.readouterr().out
+
+
+def test_a_model_that_answers_has_its_template_in_the_file(weights):
+    folder = weights()
+    assert export(folder).get_field("tokenizer.chat_template") is None
+    (folder / TEMPLATE_FILE).touch()
+    reader = export(folder, "--overwrite")
+    assert key(reader, "tokenizer.chat_template") == PLAIN_JINJA
+    assert ESCAPE not in PLAIN_JINJA

@@ -11,6 +11,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_conversation
+from data.conversations import Turn
 from formats import hugging_face_check, hugging_face_export
 from formats import hugging_face_names as llama_format
 from formats.portable import load_portable, save_portable
@@ -301,6 +303,37 @@ def test_a_corrupted_export_is_one_clear_line_when_it_is_used_as_a_run(exported,
     line = error_line(capsys, tmp_path / "hf", tmp_path / "out")
     assert "Hugging Face folder" in line
     assert "scripts.import_weights" in line
+
+
+@pytest.fixture(scope="module")
+def chat(weights, tmp_path_factory) -> Path:
+    """The weights, as those of a model that has learned to answer."""
+    folder = shutil.copytree(weights, tmp_path_factory.mktemp("chat") / "w")
+    (folder / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
+    return folder
+
+
+def test_a_model_that_answers_is_exported_with_its_template_and_checked(chat, tmp_path, capsys):
+    export_hf.main([str(chat), str(tmp_path / "hf")])
+    assert "ids of the chat template equal on 200 conversations" in capsys.readouterr().out
+    card = (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
+    assert "It was fine-tuned to answer" in card
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
+    ids = tokenizer.apply_chat_template([t._asdict() for t in turns], return_dict=False)
+    assert ids == encode_conversation(load_trained(str(chat)).tokenizer, turns)[0]
+    AutoTokenizer.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "again")
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again.apply_chat_template([t._asdict() for t in turns], return_dict=False) == ids
+
+
+def test_a_model_that_continues_text_is_exported_without_a_template(exported):
+    assert AutoTokenizer.from_pretrained(exported).chat_template is None
+
+
+def test_a_template_that_is_not_equal_is_found(chat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hugging_face_export, "JINJA", PLAIN_JINJA)  # users could write markers
+    assert "the chat template differs on" in error_line(capsys, chat, tmp_path / "hf")
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from data.order import MicroBatchSampler, shuffled
+from data.order import WINDOW, LengthSampler, MicroBatchSampler, shuffled
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 100, 255, 256, 257, 1000, 4095, 4097, 65_537]
 
@@ -161,3 +161,75 @@ def test_samples_are_plain_integers():
     assert {type(sample) for batch in take(3, n_samples=9, batch_size=3) for sample in batch} == {
         int
     }
+
+
+LENGTHS = np.random.default_rng(0).geometric(0.02, 700)
+
+
+def by_length(steps: int, world_size: int, batch_size: int, accumulation: int, **settings):
+    """The global batches of so many steps, each a list of micro-batches, and the sampler."""
+    size = world_size * batch_size * accumulation
+    samplers = [
+        LengthSampler(
+            len(LENGTHS),
+            batch_size,
+            rank=rank,
+            world_size=world_size,
+            lengths=LENGTHS,
+            global_batch=size,
+            **settings,
+        )
+        for rank in range(world_size)
+    ]
+    ranks = [list(islice(sampler, steps * accumulation)) for sampler in samplers]
+    return [
+        [batches[step * accumulation + at] for at in range(accumulation) for batches in ranks]
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("start", [0, 8, 8 * WINDOW, 800])
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "accumulation"), [(2, 4, 1), (4, 2, 1), (4, 1, 2), (1, 2, 4)]
+)
+def test_rows_of_like_length_make_the_same_global_batches_however_they_are_divided(
+    world_size, batch_size, accumulation, start
+):
+    steps = 200  # more than two epochs
+    whole = by_length(steps, 1, 8, 1, seed=9, start=start)
+    divided = by_length(steps, world_size, batch_size, accumulation, seed=9, start=start)
+    for (expected,), micro_batches in zip(whole, divided, strict=True):
+        flat = [sample for micro_batch in micro_batches for sample in micro_batch]
+        assert flat == expected  # in the same order, too
+
+
+def test_rows_of_like_length_continue_exactly_after_a_stop():
+    whole = by_length(150, 2, 4, 1, seed=3)
+    for step in (1, 31, 32, 33, 100):
+        assert by_length(50, 2, 4, 1, seed=3, start=8 * step) == whole[step : step + 50]
+
+
+def test_rows_of_like_length_are_all_of_the_same_windows_of_the_stream():
+    size = 8 * min(WINDOW, len(LENGTHS) // 32)
+    batches = by_length(300, 1, 8, 1, seed=5)
+    samples = [sample for batch in batches for micro_batch in batch for sample in micro_batch]
+    expected = stream(2400, n_samples=len(LENGTHS), seed=5)
+    for at in range(0, 2400 - size, size):
+        assert sorted(samples[at : at + size]) == sorted(expected[at : at + size])
+    assert samples != expected
+
+
+def test_a_global_batch_has_rows_of_like_length_and_batches_come_in_any_order():
+    lengths = [LENGTHS[batch[0]] for batch in by_length(WINDOW // 2, 1, 8, 1)]
+    assert np.mean([batch.max() - batch.min() for batch in lengths]) < 0.3 * LENGTHS.std()
+    medians = [np.median(batch) for batch in lengths]
+    assert medians != sorted(medians)
+    other = [LENGTHS[batch[0]] for batch in by_length(WINDOW // 2, 1, 8, 1, seed=1)]
+    assert [b.tolist() for b in lengths] != [b.tolist() for b in other]
+
+
+def test_a_few_rows_are_still_an_epoch_each_before_they_come_again():
+    sampler = LengthSampler(10, 4, lengths=np.arange(10), global_batch=4)
+    samples = [sample for batch in islice(sampler, 5) for sample in batch]
+    assert sorted(samples) == sorted(2 * list(range(10)))
+    assert all(len(set(batch)) == 4 for batch in islice(sampler, 2))

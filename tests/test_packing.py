@@ -296,11 +296,11 @@ def test_a_batch_of_bad_lines_alone_is_skipped_too(tmp_path, monkeypatch):
 def full_disk_after(monkeypatch, n_documents: int) -> None:
     write, written = ShardWriter.write, []
 
-    def write_until_full(self, tokens, n_bytes):
+    def write_until_full(self, tokens, n_bytes, answers=None):
         if len(written) >= n_documents:
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(n_bytes)
-        write(self, tokens, n_bytes)
+        write(self, tokens, n_bytes, answers)
 
     monkeypatch.setattr(ShardWriter, "write", write_until_full)
 

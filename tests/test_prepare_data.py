@@ -13,6 +13,7 @@ import pytest
 import zstandard
 from conftest import write_corpus
 
+from data.corpus import find_files
 from data.prepared import default_out
 from data.shards import read_description
 from scripts import prepare_data
@@ -33,10 +34,10 @@ def contents(folder) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def refused(capfd, *flags: str) -> str:
+def refused(capfd, *flags: str, usual=SMALL) -> str:
     """The one line with which these flags, or this data, end the command."""
     with pytest.raises(SystemExit) as ended:
-        main([*SMALL, *flags])
+        main([*usual, *flags])
     assert ended.value.code == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -457,3 +458,82 @@ def test_data_prepared_in_another_way_has_a_folder_of_its_own():
     assert small.name.startswith("my-")
     assert small == default_out("my.jsonl", "  --vocab_size   2000 ")
     assert small != default_out("my.jsonl", "--vocab_size 3000")
+
+
+CHAT = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
+
+
+@pytest.fixture
+def chats(workplace, packed) -> list[str]:
+    """Conversations in a file, and the flags that prepare them."""
+    text = "".join(json.dumps(row) + "\n" for row in CHAT)
+    Path("sums-of-two.jsonl").write_text(text, encoding="utf-8")
+    model = str(packed / "tokenizer.model")
+    flags = ["--conversations", "sums-of-two.jsonl", "--tokenizer", model, "--val_fraction", "0.1"]
+    return [*flags, "--workers", "1"]
+
+
+def test_conversations_go_to_a_folder_of_their_own_and_are_found_there_again(chats, capsys):
+    main(chats)
+    description = read_description("out/data/sums-of-two-chat")
+    splits = description["splits"]
+    assert splits["train"]["documents"] + splits["val"]["documents"] == 60
+    n_bytes = sum(split["bytes"] for split in splits.values())
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
+    for line, (name, split) in zip(printed[1:], splits.items(), strict=False):
+        assert line.split()[:3] == [name, str(split["documents"]), "conversations"]
+        assert line.endswith(
+            f"{split['tokens']:,} tokens, {split['answers']['tokens']} of them in answers"
+        )
+    main(chats)
+    assert capsys.readouterr().out == (
+        "out/data/sums-of-two-chat: already prepared from this text\n"
+    )
+
+
+def test_a_share_of_conversations_is_another_setting_and_says_what_is_left(chats, capfd):
+    main(chats)
+    capfd.readouterr()
+    assert "with other settings" in refused(capfd, "--data_split", "2,4,4", usual=chats)
+    main([*chats, "--data_split", "2,4,4", "--overwrite"])
+    splits = read_description("out/data/sums-of-two-chat")["splits"]
+    left = 60 - sum(split["documents"] for split in splits.values())
+    assert 40 < left < 56
+    said = capfd.readouterr().out
+    assert f"  {left} conversations left to other stages of training (--data_split)" in said
+
+
+def test_the_built_in_conversations_are_prepared_by_name(chats, capsys, monkeypatch):
+    files = [path for path in find_files("builtin") if "/json/" in path]
+    monkeypatch.setattr(prepare_data, "find_files", lambda source, suffixes: files)
+    main(["--conversations", "builtin", *chats[2:4], "--workers", "1"])
+    description = read_description("out/data/builtin-chat")
+    assert sum(split["documents"] for split in description["splits"].values()) > 5
+    assert (
+        "by the size of the text: 10% for validation (--val_fraction)\n" in capsys.readouterr().out
+    )
+
+
+WITH_CHATS = {
+    "text beside them": (["--data", "sums.jsonl"], "--data is for text"),
+    "a vocabulary": (["--vocab_size", "300"], "--vocab_size is for text"),
+    "a column": (["--text_column", "a"], "--text_column is for text"),
+    "ways to cut": (["--segmentations", "2"], "--segmentations is for text"),
+    "shares of nothing": (["--data_split", "0,1"], "--data_split must be shares, as in 2,4,4, not"),
+    "shares in words": (["--data_split", "all"], "not all"),
+    "no such file": (["--conversations", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    "text": (["--conversations", "sums.jsonl"], "sums.jsonl, line 1: no conversation, which has"),
+    "no tokenizer file": (["--tokenizer", "nowhere.model"], "nowhere.model"),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), WITH_CHATS.values(), ids=WITH_CHATS)
+def test_nonsense_with_conversations_ends_with_one_line(chats, capfd, flags, expected):
+    assert expected in refused(capfd, *flags, usual=chats)
+    assert not Path("out").exists() or not list(Path("out/data").iterdir())
+
+
+def test_conversations_take_a_tokenizer_and_text_no_shares(chats, capfd):
+    assert "pass --tokenizer" in refused(capfd, usual=chats[:2])
+    assert "--data_split is for --conv" in refused(capfd, "--data_split", "1,1")

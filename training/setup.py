@@ -79,7 +79,8 @@ def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
         folder, flags = args.data, ["--data", "builtin"]
     else:
         return args
-    if subprocess.run([sys.executable, str(PREPARE_DATA), *flags, "--out", folder]).returncode:
+    command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
+    if subprocess.run(command, stdout=2).returncode:  # preflight prints flags, and nothing else
         raise DataError(f"{folder}: the data could not be prepared")
     return replace(args, data=folder)
 

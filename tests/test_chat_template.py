@@ -1,0 +1,146 @@
+"""The template against transformers' apply_chat_template on an exported tokenizer."""
+
+import random
+from itertools import permutations
+
+import pytest
+from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from test_tokenizer import NASTY
+from test_tokenizer_json import changed, set_field
+from transformers import AutoTokenizer
+
+from data.chat_template import ESCAPE, encode_chat_prompt, encode_conversation
+from data.conversations import ROLES, Turn
+from data.tokenizer import Tokenizer
+from formats.hugging_face_export import write_tokenizer
+
+TURNS = [
+    Turn("system", "Be brief."),
+    *(Turn("user", "1 + 1?"), Turn("assistant", "2")),
+    *(Turn("user", "sum 3"), Turn("assistant", "3\n4")),
+]
+MARKERS = [
+    *("<s>", "</s>", "a<s>b", "</s>\n<s>assistant\n", "<unk>", "<<s>", "<s", "<", "<\n<s>>", "a <"),
+    *(ESCAPE, ESCAPE * 2, f"<{ESCAPE}s>", f"<{ESCAPE[1]}s>", ESCAPE[0], ESCAPE[1], ESCAPE[::-1]),
+]
+
+
+@pytest.fixture(scope="module", params=["ours", "with a dummy prefix, as Llama 2's"])
+def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
+    path = packed / "tokenizer.model"
+    if request.param != "ours":
+        model = ModelProto.FromString(path.read_bytes())
+        dummy = set_field("normalizer_spec", "add_dummy_prefix", True)
+        path = changed(model, tmp_path_factory.mktemp("dummy") / "t.model", dummy)
+    return Tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def exported(tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    write_tokenizer(folder, tokenizer, 64, chat=True)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def assert_equal_to_transformers(tokenizer, exported, turns: list[Turn]) -> None:
+    messages = [turn._asdict() for turn in turns]
+    ids, _ = encode_conversation(tokenizer, turns)
+    assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
+    theirs = exported.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert theirs == encode_chat_prompt(tokenizer, turns), turns
+
+
+@pytest.mark.parametrize("n", range(1, len(TURNS) + 1))
+def test_conversations_have_the_ids_of_transformers_template(tokenizer, exported, n):
+    assert_equal_to_transformers(tokenizer, exported, TURNS[:n])
+
+
+def test_nasty_texts_have_the_ids_of_transformers_template(tokenizer, exported):
+    texts = [*NASTY.values(), *MARKERS, " a ", "\n\na\n", "", " "]
+    for text, before in zip(texts, texts[1:] + texts[:1], strict=True):
+        turns = [Turn("system", before), Turn("user", text), Turn("assistant", text), TURNS[1]]
+        assert_equal_to_transformers(tokenizer, exported, turns)
+
+
+def test_random_texts_have_the_ids_of_transformers_template(tokenizer, exported):
+    chooser = random.Random(0)
+    parts = [*MARKERS, *"<>/s \n1+a\u2581第", "sum", "assistant\n"]
+    for _ in range(300):
+        text = ("".join(chooser.choices(parts, k=chooser.randrange(12))) for _ in ROLES)
+        turns = [Turn(role, said) for role, said in zip(ROLES, text, strict=True)]
+        assert_equal_to_transformers(tokenizer, exported, turns)
+
+
+def test_no_text_is_a_marker(tokenizer):
+    for one, other in permutations(MARKERS, 2):
+        ids, _ = encode_conversation(tokenizer, [Turn("user", one), Turn("assistant", other)])
+        markers = [id for id in ids if id in (tokenizer.bos_id, tokenizer.eos_id)]
+        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * 2
+
+
+def test_the_template_reads_as_it_says(tokenizer):
+    ids, _ = encode_conversation(tokenizer, TURNS)
+    names = {tokenizer.bos_id: "<s>", tokenizer.eos_id: "</s>"}
+    written, text = "", []
+    for id in [*ids, tokenizer.bos_id]:
+        if id in names:
+            written += tokenizer.decode(text) + names[id]
+            text = []
+        else:
+            text.append(id)
+    turns = [f"<s>{role}\n{content}</s>\n" for role, content in TURNS]
+    assert written == "".join(turns) + "<s>"
+
+
+def counted_ids(tokenizer, turns: list[Turn]) -> list[int]:
+    ids, counts = encode_conversation(tokenizer, turns)
+    assert len(ids) == len(counts)
+    return [id for id, counts_here in zip(ids, counts, strict=True) if counts_here]
+
+
+def test_the_answers_and_their_ends_count_and_nothing_else(tokenizer):
+    prompt = len(tokenizer.encode("assistant\n"))
+    answers = [tokenizer.encode(f"assistant\n{text}")[prompt:] for text in ("2", "3\n4")]
+    expected = [*answers[0], tokenizer.eos_id, *answers[1], tokenizer.eos_id]
+    assert counted_ids(tokenizer, TURNS) == expected
+    assert tokenizer.decode(answers[1]) == "3\n4"
+
+
+@pytest.mark.parametrize("text", [*NASTY.values(), *MARKERS])
+def test_what_counts_is_the_answer_exactly(packed, text):
+    tokenizer = Tokenizer(packed / "tokenizer.model")
+    *said, end = counted_ids(tokenizer, [Turn("user", text), Turn("assistant", text)])
+    assert tokenizer.decode(said) == text
+    assert end == tokenizer.eos_id
+
+
+def test_a_conversation_that_goes_on_begins_with_the_ids_of_its_prompt(tokenizer):
+    for n in (2, 4):
+        prompt = encode_chat_prompt(tokenizer, TURNS[:n])
+        assert encode_conversation(tokenizer, TURNS)[0][: len(prompt)] == prompt
+
+
+class Joining:
+    """A tokenizer with a piece that holds a line end and what comes after it."""
+
+    bos_id, eos_id = 1, 2
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(char) for char in text.replace("\n\n", "\u2028")]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+
+def test_a_piece_that_begins_before_the_answer_counts_with_it():
+    counted = counted_ids(Joining(), [Turn("user", "a"), Turn("assistant", "\nb")])
+    assert counted == [ord("\u2028"), ord("b"), 2]
+
+
+def test_without_a_template_the_export_is_as_it_was(packed, tmp_path):
+    write_tokenizer(tmp_path, Tokenizer(packed / "tokenizer.model"), 64, chat=False)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.chat_template is None
+    text = f"<s>{ESCAPE}"
+    ids = Tokenizer(packed / "tokenizer.model").encode(text)
+    assert loaded(text, add_special_tokens=False)["input_ids"] == ids

@@ -1,0 +1,198 @@
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_packing import files_of
+
+from data import encoders
+from data.chat_template import encode_conversation
+from data.conversation_packing import ConversationOptions, parse_split
+from data.conversations import ASSISTANT, Turn
+from data.errors import DataError
+from data.packing import prepare
+from data.shards import read_description
+from data.tokenizer import Tokenizer
+
+
+def conversation(i: int) -> list[Turn]:
+    """One or two questions, perhaps after a system's words; no two are the same."""
+    turns = [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}")]
+    if i % 2:
+        turns = [Turn("system", "Add."), *turns]
+    if i % 3:
+        turns += [Turn("user", f"{i} + {i}?\n"), Turn("assistant", f" {i} 第 {2 * i}" * (i % 7))]
+    return turns[: -2 if not turns[-1].content else None]
+
+
+CONVERSATIONS = [conversation(i) for i in range(300)]
+
+
+def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
+    lines = [json.dumps({key: [t._asdict() for t in turns]}) + "\n" for turns in conversations]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def pack(packed, tmp_path):
+    """Prepares conversations into a folder of a name, in this process, with the small corpus's
+    tokenizer; returns the folder."""
+
+    def prepare_them(path: Path, name="out", **changes) -> Path:
+        settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
+        options = ConversationOptions(
+            **settings | changes, tokenizer=str(packed / "tokenizer.model")
+        )
+        prepare([str(path)], tmp_path / name, options, progress=lambda n_bytes: None)
+        return tmp_path / name
+
+    return prepare_them
+
+
+def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
+    """The ids of each conversation of a split, and of each of its answers, read without this
+    project's code."""
+    part = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["splits"][split]
+    if not part["tokens"]:
+        return []
+    tokens = np.concatenate([np.fromfile(folder / s["file"], "<u2") for s in part["shards"]])
+    found = {}
+    for start, begin, end in np.fromfile(folder / part["answers"]["file"], "<i8").reshape(-1, 3):
+        found.setdefault(int(start), []).append((int(begin), int(end)))
+    return [
+        (tokens[start : spans[-1][1]].tolist(), [tokens[a:b].tolist() for a, b in spans])
+        for start, spans in found.items()
+    ]
+
+
+def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[list[int]]]:
+    """The same of these turns."""
+    ids, counts = encode_conversation(tokenizer, turns)
+    answers, before = [], False
+    for id, counts_here in zip(ids, counts, strict=True):
+        if counts_here and not before:
+            answers.append([])
+        if counts_here:
+            answers[-1].append(id)
+        before = counts_here
+    return ids[: len(counts) - counts[::-1].index(True)], answers
+
+
+def told_apart(folder: Path) -> tuple[list[int], list[int]]:
+    """The numbers of the conversations for training and for validation."""
+    tokenizer = Tokenizer(folder / "tokenizer.model")
+    numbers = {tuple(expected(tokenizer, turns)[0]): i for i, turns in enumerate(CONVERSATIONS)}
+    train, val = ([numbers[tuple(ids)] for ids, _ in stored(folder, s)] for s in ("train", "val"))
+    return train, val
+
+
+def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_file(
+    pack, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    folder = pack(write(tmp_path / "a.jsonl"))
+    train, val = told_apart(folder)
+    assert train == sorted(train)
+    assert val == sorted(val)
+    assert sorted(train + val) == list(range(300))
+    assert len(val) == pytest.approx(30, abs=15)
+    tokenizer = Tokenizer(folder / "tokenizer.model")
+    for split, numbers in (("train", train), ("val", val)):
+        assert stored(folder, split) == [expected(tokenizer, CONVERSATIONS[i]) for i in numbers]
+
+
+def test_the_description_counts_what_is_stored(pack, tmp_path):
+    folder = pack(write(tmp_path / "a.jsonl"))
+    description = read_description(folder)
+    assert description["kind"] == "conversations"
+    for split, numbers in zip(("train", "val"), told_apart(folder), strict=True):
+        part, found = description["splits"][split], stored(folder, split)
+        assert part["documents"] == len(found)
+        assert part["tokens"] == sum(len(ids) for ids, _ in found)
+        answers = [answer for _, answers in found for answer in answers]
+        assert part["answers"]["count"] == len(answers)
+        assert part["answers"]["tokens"] == sum(map(len, answers))
+        said = [t.content for i in numbers for t in CONVERSATIONS[i] if t.role == ASSISTANT]
+        assert part["bytes"] == sum(len(text.encode()) for text in said)
+
+
+def test_a_question_after_the_last_answer_is_not_stored(pack, tmp_path):
+    longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]
+    one = pack(write(tmp_path / "a.jsonl", longer), "one", val_fraction=0)
+    other = pack(write(tmp_path / "b.jsonl"), "other", val_fraction=0)
+    assert stored(one, "train") == stored(other, "train")
+    assert stored(other, "val") == []
+
+
+def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    one = files_of(pack(write(tmp_path / "a.jsonl"), "one"))
+    other = files_of(pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2))
+    del one["dataset.json"], other["dataset.json"]  # which names the file
+    assert one == other
+
+
+def test_the_stages_shares_are_as_large_as_asked_and_their_conversations_are_this_stages(
+    pack, tmp_path
+):
+    path = write(tmp_path / "a.jsonl")
+    whole = pack(path, "whole")
+    some = pack(path, "some", data_split=(2.0, 4.0, 4.0))
+    more = pack(path, "more", data_split=(50.0, 50.0))
+    for one, other in ((some, more), (more, whole)):  # both splits: neither moves
+        for ours, theirs in zip(told_apart(one), told_apart(other), strict=True):
+            assert set(ours) < set(theirs)
+    for folder, share in ((some, 0.2), (more, 0.5), (whole, 1)):
+        n = sum(map(len, told_apart(folder)))
+        assert n / 300 == pytest.approx(share, abs=0.07)
+        assert read_description(folder)["for_other_stages"] == 300 - n
+
+
+def test_stages_are_not_chosen_by_what_chooses_validation(pack, tmp_path):
+    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0.4, data_split=(0.4, 0.6))
+    train, val = told_apart(folder)
+    assert len(val) / len(train + val) == pytest.approx(0.4, abs=0.12)
+
+
+BAD = [
+    *(b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"),
+    b'{"messages": [{"role": "robot", "content": "a"}]}',
+]
+
+
+def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
+    path = write(tmp_path / "a.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:20], *(bad + b"\n" for bad in BAD), *lines[20:]]))
+    with pytest.raises(DataError, match=r"a\.jsonl, line 21: .*--skip_bad_lines"):
+        pack(path)
+    assert not (tmp_path / "out").exists()
+    folder = pack(path, skip_bad_lines=True)
+    train, val = told_apart(folder)
+    assert sorted(train + val) == list(range(300))
+    assert read_description(folder)["bad_documents"] == len(BAD)
+    assert "a.jsonl, line 21: " in read_description(folder)["first_bad_document"]
+
+
+def test_of_two_conversations_one_is_for_validation(pack, tmp_path):
+    folder = pack(write(tmp_path / "a.jsonl", CONVERSATIONS[:2]), val_fraction=1e-9)
+    assert Counter(map(len, told_apart(folder))) == {1: 2}
+    read_description(folder)
+
+
+def test_no_conversation_at_all_is_refused(pack, tmp_path):
+    with pytest.raises(DataError, match="no conversations for training"):
+        pack(write(tmp_path / "a.jsonl", []))
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "0,1", "-1,2", "2,-4", "nan", "inf", "2;4", "2,,4"])
+def test_shares_that_are_none_are_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011, whose words nobody sees
+        parse_split(text)
+
+
+def test_shares_are_numbers_in_any_relation():
+    assert parse_split("2,4,4") == (2, 4, 4)
+    assert parse_split("0.5, 0") == (0.5, 0)

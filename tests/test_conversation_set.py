@@ -1,0 +1,260 @@
+import json
+import pickle
+import random
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from test_dataset import (
+    cut_short,
+    make_folder,
+    with_another_type,
+    with_bytes_flipped,
+    with_junk,
+    without_a_key,
+)
+
+from data.conversation_set import ConversationSet, padded
+from data.dataset import PackedDataset
+from data.errors import DataError
+from data.order import LengthSampler, MicroBatchSampler
+from data.shards import ShardWriter, token_dtype
+from model import IGNORE_INDEX
+
+VOCAB_SIZE = 500
+
+
+def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that count up, of turns with (tokens before the answer, tokens of it); and where the
+    answers are."""
+    spans, end = [], 0
+    for before, said in turns:
+        spans.append((end + before, end + before + said))
+        end += before + said
+    return (first + np.arange(end)) % VOCAB_SIZE, np.array(spans)
+
+
+def make_set(folder, conversations, val=(), shard_tokens=10**6):
+    """A prepared folder of these conversations, without tokenizer."""
+    folder.mkdir()
+    splits = {}
+    for split, some in (("train", conversations), ("val", val)):
+        writer = ShardWriter(folder, split, token_dtype(VOCAB_SIZE), shard_tokens)
+        for tokens, answers in some:
+            writer.write(tokens, 2 * int(np.diff(answers).sum()), answers)
+        splits[split] = writer.close()
+    description = {"format": 1, "kind": "conversations", "dtype": "<u2", "vocab_size": VOCAB_SIZE}
+    (folder / "dataset.json").write_text(json.dumps(description | {"splits": splits}))
+    return folder
+
+
+def many(n=60, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
+    chooser = random.Random(seed)
+    return [
+        conversation(
+            [
+                (chooser.randrange(1, 9), chooser.randrange(1, 20))
+                for _ in range(chooser.randrange(1, 5))
+            ],
+            first=chooser.randrange(VOCAB_SIZE),
+        )
+        for _ in range(n)
+    ]
+
+
+def expected_row(tokens, answers, seq_len) -> tuple[list[int], list[int]] | None:
+    """One conversation's row, by the book: what was there before any answer may be cut off."""
+    fitting = [span for span in answers.tolist() if span[1] <= seq_len + 1]
+    if not fitting:
+        return None
+    row = tokens[: fitting[-1][1]].tolist()
+    targets = [IGNORE_INDEX] * len(row)
+    for begin, end in fitting:
+        targets[begin:end] = row[begin:end]
+    return row[:-1], targets[1:]
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 100, 10**6])
+@pytest.mark.parametrize("seq_len", [10, 30, 1000])
+def test_a_row_is_a_conversation_up_to_its_last_answer_that_fits(tmp_path, seq_len, shard_tokens):
+    conversations = many()
+    folder = make_set(tmp_path / "c", conversations, shard_tokens=shard_tokens)
+    dataset = ConversationSet(folder, "train", seq_len)
+    dataset.scan()
+    expected = [expected_row(*each, seq_len) for each in conversations]
+    assert dataset.n_left_out == expected.count(None) == 60 - len(dataset)
+    assert (dataset.n_left_out == 0) == (seq_len == 1000)
+    rows = [dataset[i] for i in range(len(dataset))]
+    assert [(t.tolist(), y.tolist()) for t, y in rows] == [row for row in expected if row]
+    assert {x.dtype for row in rows for x in row} == {torch.int64}
+    assert dataset.lengths.tolist() == [len(tokens) for tokens, _ in rows]
+    longer = [len(tokens) > seq_len + 1 for tokens, _ in conversations]
+    assert dataset.n_cut == sum(longer) - dataset.n_left_out
+    for i in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset[i]
+
+
+def test_what_was_cut_and_left_out_is_said(tmp_path):
+    turns = [[(2, 3)], [(2, 3), (4, 5)], [(30, 2)]]
+    folder = make_set(tmp_path / "c", map(conversation, turns))
+    whole = ConversationSet(folder, "train", 31)
+    assert whole.summary == "3 conversations, all within 31 tokens"
+    assert ConversationSet(folder, "train", 10).summary == (
+        "2 conversations, 1 of them cut after the last answer within 10 tokens; 1 left out, whose "
+        "first answer ends beyond"
+    )
+
+
+@pytest.mark.parametrize("n", [4, 5])
+def test_the_last_token_of_an_answer_is_a_target_only(tmp_path, n):
+    dataset = ConversationSet(make_set(tmp_path / "c", [conversation([(2, 3)])]), "train", 4)
+    tokens, targets = dataset[0]
+    assert tokens.tolist() == [1, 2, 3, 4]
+    assert targets.tolist() == [IGNORE_INDEX, 3, 4, 5]
+
+
+def test_no_answer_within_the_context_is_refused(tmp_path):
+    folder = make_set(tmp_path / "c", [conversation([(8, 3)])])
+    assert ConversationSet.fits(folder, "train", 10)
+    assert not ConversationSet.fits(folder, "train", 9)
+    assert not ConversationSet.fits(folder, "val", 1000)
+    with pytest.raises(DataError, match="no conversation of the train split has an answer within"):
+        ConversationSet(folder, "train", 9)
+    with pytest.raises(DataError, match="no conversation of the val split"):
+        ConversationSet(folder, "val", 9)
+
+
+def test_data_of_the_other_kind_is_refused_with_the_program_that_takes_it(tmp_path):
+    chats = make_set(tmp_path / "c", many())
+    text = make_folder(tmp_path / "t", [np.arange(40)], VOCAB_SIZE)
+    with pytest.raises(DataError, match=f"{chats} holds conversations, .*train_sft_accelerate.py"):
+        PackedDataset(chats, "train", 8)
+    with pytest.raises(DataError, match=f"{text} holds text, .*train_pretrain_accelerate.py"):
+        ConversationSet(text, "train", 8)
+
+
+def test_bytes_per_token_are_those_of_answers(tmp_path):
+    folder = make_set(tmp_path / "c", many())
+    assert ConversationSet(folder, "train", 1000).bytes_per_token == 2
+
+
+def test_the_identity_depends_on_tokens_and_answers(tmp_path):
+    tokens, answers = conversation([(3, 4)])
+    sets = [
+        make_set(tmp_path / "a", [(tokens, answers)]),
+        make_set(tmp_path / "b", [(tokens, answers)], val=many()),
+        make_set(tmp_path / "c", [(tokens + 1, answers)]),
+        make_set(tmp_path / "d", [(tokens, answers - [[1, 0]])]),
+    ]
+    a, b, c, d = (ConversationSet(folder, "train", 8).identity for folder in sets)
+    assert a == b
+    assert len({a, c, d}) == 3
+
+
+def test_rows_are_padded_at_their_ends_to_a_multiple(tmp_path):
+    dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
+    rows = [dataset[i] for i in range(10)]
+    longest = max(len(tokens) for tokens, _ in rows)
+    tokens, targets = dataset.collate(rows)
+    assert tokens.shape == targets.shape == (10, -(-longest // 32) * 32)
+    for i, (row, wanted) in enumerate(rows):
+        assert torch.equal(tokens[i, : len(row)], row)
+        assert torch.equal(targets[i, : len(row)], wanted)
+        assert (targets[i, len(row) :] == IGNORE_INDEX).all()
+        assert (tokens[i, len(row) :] == 0).all()
+
+
+def test_padding_never_goes_beyond_the_context(tmp_path):
+    dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 50)
+    assert dataset.lengths.max() > 32
+    rows = [dataset[int(dataset.lengths.argmax())]]
+    assert dataset.collate(rows)[0].shape == (1, 50)
+    assert padded(np.array([1, 32, 33, 50]), 50).tolist() == [32, 32, 50, 50]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_the_share_of_padding_is_that_of_the_micro_batches(tmp_path, batch_size):
+    dataset = ConversationSet(make_set(tmp_path / "c", many(240)), "train", 1000)
+    sampler = LengthSampler(
+        240, batch_size, lengths=dataset.lengths, global_batch=8, world_size=2, seed=3
+    )
+    batches = []
+    for rank in range(2):
+        sampler.rank = rank
+        batches += [b for b, _ in zip(sampler, range(240 // batch_size // 2), strict=False)]
+    positions = sum(dataset.collate([dataset[i] for i in b])[0].numel() for b in batches)
+    assert sum(map(len, batches)) == 240
+    share = 1 - dataset.lengths.sum() / positions
+    assert dataset.share_of_padding(sampler) == pytest.approx(share)
+
+
+def test_like_lengths_together_are_padded_less(tmp_path):
+    chooser = random.Random(1)
+    turns = [[(4, int(chooser.expovariate(0.01)) + 1)] for _ in range(2000)]
+    dataset = ConversationSet(make_set(tmp_path / "c", map(conversation, turns)), "train", 512)
+    n = len(dataset)
+    sorted_ = LengthSampler(n, 16, lengths=dataset.lengths, global_batch=16)
+    assert dataset.share_of_padding(sorted_) < 0.2
+    assert dataset.share_of_padding(MicroBatchSampler(n, 16)) > 0.5
+
+
+def test_pickling_does_not_carry_the_tokens(tmp_path):
+    folder = make_set(tmp_path / "c", [conversation([(500, 20_000)])] * 3)
+    dataset = ConversationSet(folder, "train", 30_000)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 5000
+    assert all(map(torch.equal, pickle.loads(pickled)[1], dataset[1]))
+
+
+def test_data_that_is_moved_away_can_still_be_read(tmp_path):
+    folder = make_set(tmp_path / "c", many())
+    rows = list(ConversationSet(folder, "train", 40))
+    dataset = ConversationSet(folder, "train", 40)
+    folder.rename(tmp_path / "moved")
+    for row, same in zip(dataset, rows, strict=True):
+        assert all(map(torch.equal, row, same))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "swapped", "beyond", "negative"])
+def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
+    folder = make_set(tmp_path / "c", many())
+    path = folder / "train-answers.bin"
+    answers = np.fromfile(path, "<i8").reshape(-1, 3)
+    answers = {
+        "truncated": answers[:-1],
+        "swapped": answers[:, [0, 2, 1]],
+        "beyond": answers + 50,
+        "negative": answers - 50,
+        "missing": answers,
+    }[damage]
+    path.write_bytes(np.ascontiguousarray(answers).tobytes())
+    if damage == "missing":
+        path.unlink()
+    with pytest.raises(DataError, match=re.escape(str(folder)) + ".*prepare the data again"):
+        ConversationSet(folder, "train", 40)
+
+
+@pytest.mark.parametrize(
+    "damage", [without_a_key, with_junk, with_another_type, with_bytes_flipped, cut_short]
+)
+def test_a_damaged_description_is_refused_or_still_works(tmp_path, damage):
+    folder = make_set(tmp_path / "c", many(), val=many(5))
+    path = folder / "dataset.json"
+    sound = path.read_text(encoding="utf-8")
+    expected = [ConversationSet(folder, split, 40)[0] for split in ("train", "val")]
+    refused = 0
+    for seed in range(150):
+        path.write_bytes(damage(sound, random.Random(seed)))
+        try:
+            for split, row in zip(("train", "val"), expected, strict=True):
+                dataset = ConversationSet(folder, split, 40)
+                dataset.scan()
+                assert all(map(torch.equal, dataset[0], row))
+                assert dataset.bytes_per_token > 0
+        except DataError:
+            refused += 1
+    assert refused > 10
+    shutil.rmtree(folder)

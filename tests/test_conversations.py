@@ -1,0 +1,139 @@
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data.conversations import SUFFIXES, Turn, conversation_records, parse_conversation
+from data.corpus import find_files, load_json
+from data.errors import DataError
+
+PLACE = "chat.jsonl, line 7"
+TURNS = [Turn("system", "Be brief."), Turn("user", " 1 + 1?\n"), Turn("assistant", " 2 ")]
+DICTS = [turn._asdict() for turn in TURNS]
+RM_STATIC = "\n\nHuman: Hi there\n\nAssistant: Hello.\nYes?\n\nHuman: 1 + 1?\n\nAssistant:"
+OF_RM_STATIC = [
+    *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
+    *(Turn("user", "1 + 1?"), Turn("assistant", " 2")),
+]
+ASKED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
+FORMS = {
+    "MiniMind": ({"conversations": DICTS}, TURNS),
+    "OpenAI": ({"messages": DICTS, "prompt": "not this"}, TURNS),
+    "keys that nobody knows": ({"messages": [d | {"weight": 1} for d in DICTS], "id": 3}, TURNS),
+    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ASKED[1]]),
+    "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
+    "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
+    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ASKED),
+    "Alpaca without input": (
+        {"instruction": "Add 1\n\n1", "input": "", "output": "2", "text": "..."},
+        ASKED,
+    ),
+    "nulls of a table": (
+        {"messages": None, "instruction": "Add 1\n\n1", "input": None, "output": "2"},
+        ASKED,
+    ),
+}
+
+
+@pytest.mark.parametrize(("value", "turns"), FORMS.values(), ids=FORMS)
+def test_every_form_is_told_by_its_keys(value, turns):
+    assert parse_conversation(value, PLACE) == turns
+
+
+def messages(*roles: str) -> dict:
+    return {"messages": [{"role": role, "content": f"{role} says"} for role in roles]}
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        ("user", "assistant"),
+        ("user", "assistant", "user"),
+        ("system", "user", "assistant", "user", "assistant"),
+    ],
+)
+def test_user_and_assistant_take_turns_perhaps_after_a_system(roles):
+    assert [turn.role for turn in parse_conversation(messages(*roles), PLACE)] == list(roles)
+
+
+WRONG = {
+    "no object": ([1], "no JSON object"),
+    "none of the forms": ({"text": "a"}, '"conversations", "messages", "prompt" with'),
+    "a question alone": ({"prompt": "a"}, "no conversation"),
+    "an instruction alone": ({"instruction": "a", "input": "b"}, "no conversation"),
+    "no list": ({"messages": "hello"}, '"messages" is no list of turns'),
+    "an empty list": ({"conversations": []}, '"conversations" is no list of turns'),
+    "a turn of text": ({"messages": ["hello"]}, 'turn 1 has no "role" and "content"'),
+    "other keys": ({"messages": [{"from": "gpt", "value": "a"}]}, 'turn 1 has no "role"'),
+    "a tool": (messages("user", "tool"), "turn 2 has the role 'tool', known are system, user"),
+    "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "has the role []"),
+    "an assistant first": (messages("assistant"), "turn 1 has the role assistant, expected is"),
+    "a system later": (messages("user", "system"), "turn 2 has the role system, expected is assis"),
+    "two systems": (messages("system", "system"), "turn 2 has the role system, expected is user"),
+    "two users": (messages("user", "user"), "turn 2 has the role user, expected is assistant"),
+    "two answers": (messages("user", "assistant", "assistant"), "turn 3 has the role assistant"),
+    "no answer": (messages("system", "user"), "no answer of an assistant in it"),
+    "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
+    "an answer that is null": ({"messages": [*DICTS[:2], DICTS[2] | {"content": None}]}, "turn 3"),
+    "parts of content": ({"messages": [{"role": "user", "content": [{}]}]}, "turn 1 has no text"),
+    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, '"prompt" has no text in it'),
+    "answers of messages": ({"prompt": "a", "chosen": DICTS}, '"chosen" has no text in it'),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2: half a surrogate pair"),
+    "two humans": ({"prompt": "\n\nHuman: a\n\nHuman: b\n\nAssistant:", "chosen": "c"}, "turn 2"),
+}
+
+
+@pytest.mark.parametrize(("value", "reason"), WRONG.values(), ids=WRONG)
+def test_what_is_no_conversation_is_refused_in_one_line_with_its_place(value, reason):
+    with pytest.raises(DataError) as error:
+        parse_conversation(value, PLACE)
+    assert str(error.value).startswith(f"{PLACE}: ")
+    assert reason in str(error.value)
+    assert len(str(error.value)) < 200
+    assert "\n" not in str(error.value)
+
+
+def read(path: Path) -> list[tuple[str, list[Turn]]]:
+    """Where every conversation is, relative to `path`, and its turns."""
+    return [
+        (record.place.removeprefix(f"{path}/"), parse_conversation(load_json(record), record.place))
+        for record in conversation_records(find_files(str(path), SUFFIXES))
+    ]
+
+
+def test_a_folder_may_hold_lines_compressed_ones_and_tables(tmp_path):
+    line = json.dumps({"messages": DICTS}).encode()
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + line)
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(line))
+    pq.write_table(
+        pa.table({"id": [1, 2], "conversations": [DICTS, DICTS]}), tmp_path / "c.parquet"
+    )
+    columns = {"instruction": ["Add 1\n\n1"], "input": [None], "output": ["2"]}
+    pq.write_table(pa.table(columns), tmp_path / "d.parquet")
+    (tmp_path / "e.txt").write_text("not one")
+    (tmp_path / "f.csv").write_text("not,one")
+    places = ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl.zst, line 1"]
+    places += ["c.parquet, row 1", "c.parquet, row 2"]
+    assert read(tmp_path) == [*((place, TURNS) for place in places), ("d.parquet, row 1", ASKED)]
+
+
+def test_a_table_without_such_a_column_is_refused_with_those_it_could_have(tmp_path):
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: no column is one of conversations, messages"):
+        read(tmp_path)
+
+
+def test_a_row_without_a_conversation_has_its_place(tmp_path):
+    pq.write_table(pa.table({"messages": [DICTS, None]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: no conversation"):
+        read(tmp_path)
+
+
+def test_a_kind_of_file_that_holds_no_conversations_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for path in (tmp_path, tmp_path / "a.txt"):
+        with pytest.raises(DataError, match=r"\.jsonl\.zst, \.parquet"):
+            read(path)
