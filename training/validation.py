@@ -17,9 +17,12 @@ def validation_loader(
 ) -> DataLoader:
     """This process's batches of at most max_samples sequences (0: all), spread over the split."""
     chosen = spread(len(dataset), max_samples)
+    if dataset.lengths is not None:  # so that little is padding
+        chosen.sort(key=lambda i: dataset.lengths[i])
     # With a generator of its own the loader draws nothing from the global one, which drives
     # dropout.
-    loader = DataLoader(Subset(dataset, chosen), batch_size, generator=torch.Generator())
+    how = {"generator": torch.Generator(), "collate_fn": getattr(dataset, "collate", None)}
+    loader = DataLoader(Subset(dataset, chosen), batch_size, **how)
     return accelerator.prepare_data_loader(loader)
 
 
