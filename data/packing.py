@@ -100,7 +100,8 @@ def prepare(
         files, options
     )  # before reading: a file that changes meanwhile counts as changed
     with whole_folder(out) as partial:
-        with _encoders(options.workers) as pool:  # they start while the tokenizer is trained
+        # They start while the tokenizer is trained.
+        with _encoders(options.workers, text_size(files)) as pool:
             tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
@@ -258,9 +259,25 @@ def _deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+class _Here(Executor):
+    """In place of other processes, which take longer to start than one batch takes to encode."""
+
+    def submit(self, function: Callable, /, *args) -> Future:
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        _tokenizer.cache_clear()  # the next one may have the same path
+
+
 @contextmanager
-def _encoders(workers: int) -> Iterator[Executor]:
-    """Processes that encode."""
+def _encoders(workers: int, n_bytes: int) -> Iterator[Executor]:
+    """Processes that encode so many bytes of text."""
+    if n_bytes <= BATCH_BYTES:
+        with _Here() as here:
+            yield here
+        return
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
