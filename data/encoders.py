@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -45,9 +46,32 @@ def deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+@lru_cache(maxsize=1)
+def loaded(load: Callable, path: str):
+    """What `load` makes of the tokenizer at this path, once in a process: again for every batch
+    would take longer than encoding it."""
+    return load(path)
+
+
+class Here(Executor):
+    """In place of other processes, which take longer to start than one batch takes to encode."""
+
+    def submit(self, function: Callable, /, *args) -> Future:
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        loaded.cache_clear()  # the next tokenizer may have the same path
+
+
 @contextmanager
-def encoders(workers: int) -> Iterator[Executor]:
-    """Processes that encode. Raises DataError: one of them was killed."""
+def encoders(workers: int, n_bytes: int) -> Iterator[Executor]:
+    """Processes that encode so many bytes. Raises DataError: one of them was killed."""
+    if n_bytes <= BATCH_BYTES:
+        with Here() as here:
+            yield here
+        return
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
-from data.encoders import Document, Encoded, encode_all, encoders
+from data.encoders import Document, Encoded, encode_all, encoders, loaded
 from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
@@ -107,7 +107,8 @@ def prepare(
         files, options
     )  # before reading: a file that changes meanwhile counts as changed
     with whole_folder(out) as partial:
-        with encoders(options.workers) as pool:  # they start while the tokenizer is trained
+        # They start while the tokenizer is trained.
+        with encoders(options.workers, text_size(files)) as pool:
             tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
@@ -249,15 +250,13 @@ def _write_splits(
     return written, least, greatest
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(path: str) -> tuple[Tokenizer, Splitter]:
-    """One per process: loading it again for every batch would cost more than encoding."""
+def _with_splitter(path: str) -> tuple[Tokenizer, Splitter]:
     tokenizer = Tokenizer(path)
     return tokenizer, Splitter(tokenizer)
 
 
 def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    tokenizer, splitter = _tokenizer(path)
+    tokenizer, splitter = loaded(_with_splitter, path)
     texts = []
     bad = []
     for record in batch:
