@@ -18,6 +18,7 @@ from training.engine.main_process import on_main_process
 from training.initial_weights import InitialWeights
 from training.interruption import leave
 from training.notebook import leave_as_found
+from training.resume import starting_weights
 from training.run import Run
 from training.setup import open_splits, with_data
 from training.start import start_run
@@ -61,7 +62,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     engine = build_engine(args)
     accelerator = engine.accelerator
     initial = on_main_process(
-        accelerator, lambda: InitialWeights.find(args.init_from, model_settings)
+        accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
     )
     args = on_main_process(accelerator, lambda: with_data(args, initial))
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)

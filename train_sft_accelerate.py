@@ -11,15 +11,17 @@ import time
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
-from training.arguments import SFTArguments, parse_arguments
+from training.arguments import parse_arguments
 from training.engine.failures import one_line_failures
 from training.engine.launch import build_engine
 from training.engine.main_process import on_main_process
 from training.initial_weights import InitialWeights
 from training.interruption import leave
 from training.notebook import leave_as_found
+from training.resume import starting_weights
 from training.run import Run
 from training.setup import open_splits, with_data
+from training.sft_arguments import SFTArguments
 from training.start import start_run
 from training.trackers import require_trackers
 
@@ -64,12 +66,12 @@ def set_up(args: SFTArguments, model_settings: dict) -> Run | None:
     engine = build_engine(args)
     accelerator = engine.accelerator
     initial = on_main_process(
-        accelerator, lambda: InitialWeights.find(args.init_from, model_settings)
+        accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
     )
     args = on_main_process(accelerator, lambda: with_data(args, initial))
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)
     sets = {"train_set": train_set, "val_set": val_set}
-    return start_run(args, engine, initial, **sets, started=started)
+    return start_run(args, engine, initial, **sets, started=started, adapt=args.adapt)
 
 
 if __name__ == "__main__":

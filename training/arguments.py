@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from common.errors import UsageError
 from common.parser import OneLineParser
-from data.conversation_set import ConversationSet
 from data.dataset import PackedDataset
 from model.config import LMConfig, setting
 from model.recompute import RECOMPUTE
@@ -169,34 +168,7 @@ def changed(name: str, default):
     return field(default=default, metadata=item.metadata)
 
 
-@dataclass
-class SFTArguments(TrainingArguments):
-    """How to fine-tune: the flags of pretraining, and these. Raises UsageError: as there."""
-
-    program: ClassVar[str] = "train_sft_accelerate.py"
-    about: ClassVar[str] = "Fine-tune a model on conversations, so that it answers."
-    dataset: ClassVar[type] = ConversationSet
-
-    data: str | None = setting(
-        None,
-        "folder made by scripts.prepare_data --conversations (default: made of --conversations)",
-        group="data and output",
-    )
-    init_from: str = changed("init_from", "auto")
-    epochs: int = changed("epochs", 3)
-    learning_rate: float = changed("learning_rate", 1e-4)
-    conversations: str = setting(
-        "builtin",
-        "file or folder of conversations, prepared at start with the tokenizer of the weights; "
-        "'builtin': questions about Python's standard library",
-        FILE_NAME,
-        group="fine-tuning",
-    )
-    prepare_flags: str = setting("", "flags of scripts.prepare_data for these conversations")
-
-
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
-PROGRAMS = {kind.program: kind for kind in (TrainingArguments, SFTArguments)}
 
 
 def flags_of(dataclass_type):

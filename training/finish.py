@@ -9,11 +9,14 @@ from common.atomic import whole_folder
 from data.dataset import PackedDataset
 from data.shards import TEXT
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from formats.peft import save_adapter
 from formats.portable import load_portable, save_portable
 from model import LMConfig
+from model.lora import LoRA, merged_weights
 from report.history import read_rows
 from report.page import leave_report
 from report.picture import draw_losses
+from runs.base import with_base
 from runs.checkpoint import best, val_loss
 from runs.find import BEST
 from runs.folder import RunFolder
@@ -27,15 +30,23 @@ def finish(
     run: RunFolder,
     config: LMConfig,
     weights: dict[str, Tensor],
+    lora: LoRA | None,
     prompt_from: PackedDataset,
 ) -> None:
     """Write weights with config and tokenizer, sample.txt, loss.png and report.html, and print a
-    last report.
+    last report. Of a run with adapters also these by themselves, as PEFT has them; the weights have
+    them added to the base.
+
+    Args:
+        weights: those that were trained.
 
     A run that has `weights` is finished: they come whole, after all but the page that says so.
     """
+    if lora:
+        with whole_folder(run.adapter) as folder:
+            save_adapter(folder, config, weights, lora)
     with whole_folder(run.weights) as folder:
-        save_portable(folder, config, weights)
+        save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
         for file in (run.tokenizer, run.template):
             if file.exists():
                 shutil.copyfile(file, folder / file.name)
@@ -63,13 +74,14 @@ def finish(
     before = [row for row in read_rows(run.samples) if row["step"] == 0 and "text" in row]
     if before:
         print(f"before the first step it went on:\n{before[0]['text']}\n")
+    adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     again = shlex.quote(prompt.replace("\n", " "))
     continues = prompt_from.kind == TEXT
     write = f"scripts.generate {source} --prompt {again}" if continues else f"scripts.chat {source}"
     print(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
-        f"weights:    {run.weights}\n\n"
+        f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
         f"      {python()} -m scripts.evaluate {source}\n"
         f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",

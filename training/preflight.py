@@ -18,7 +18,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError, LMConfig
-from training.arguments import PROGRAMS, TrainingArguments, parse_arguments
+from training.arguments import TrainingArguments, parse_arguments
 from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
 from training.engine.kinds import kind_of
@@ -26,10 +26,18 @@ from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, OVERHEAD, MemoryPlan, available_memory, expect
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
-from training.resume import StartingPoint, find_starting_point, resumed_arguments
+from training.resume import (
+    StartingPoint,
+    find_starting_point,
+    resumed_arguments,
+    starting_weights,
+)
 from training.settings import saved_arguments
 from training.setup import with_data
+from training.sft_arguments import SFTArguments
 from training.trackers import require_trackers
+
+PROGRAMS = {kind.program: kind for kind in (TrainingArguments, SFTArguments)}
 
 
 def check_launch(
@@ -72,7 +80,7 @@ def check_launch(
     if config.distributed_type == "DEEPSPEED" or args.deepspeed:
         os.environ["WORLD_SIZE"] = processes
         zero = deepspeed_plugin(args).deepspeed_config["zero_optimization"]
-    initial = InitialWeights.find(args.init_from, model_settings)
+    initial = InitialWeights.find(starting_weights(args), model_settings)
     args = with_data(args, initial)
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()

@@ -59,6 +59,18 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
         raise UsageError(f"the run folder cannot be used: {error}") from error
 
 
+def starting_weights(args: TrainingArguments) -> str | None:
+    """What names the model's shape and tokenizer: --init_from; of a run that goes on its own base
+    or checkpoint, for those weights may be gone, and 'auto' may be another run by now. None: the
+    model is drawn at random. Raises UsageError: as `find_starting_point`."""
+    if args.init_from is None or args.resume is None:
+        return args.init_from
+    start = find_starting_point(args, quiet=True)
+    if start.checkpoint is None:
+        return args.init_from
+    return str(start.folder.base if start.folder.base.exists() else start.checkpoint)
+
+
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)

@@ -1,9 +1,11 @@
 """From flags and data to a run that can begin: what all training programs do alike."""
 
 from collections.abc import Callable
+from functools import partial
 
 from data.dataset import PackedDataset
 from model import Transformer
+from runs.base import write_base
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process
@@ -25,14 +27,14 @@ def start_run(
     train_set: PackedDataset,
     val_set: PackedDataset | None,
     started: float,
-    adapt: Callable[[Transformer], None] | None = None,
+    adapt: Callable[[Transformer], object] = lambda model: None,
 ) -> Run | None:
     """Build the model, resume where asked, and say what is in use; None if the run is finished.
 
     Args:
         train_set, val_set: see `open_splits`.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
-        adapt: changes the model in place before it has its weights.
+        adapt: see `build_model`.
 
     Raises UsageError, ConfigError: this cannot be trained.
     """
@@ -57,6 +59,10 @@ def start_run(
     if initial.source and not start.checkpoint:
         weights = on_every_process(engine, initial.load)
         built.state.load_weights(weights, str(initial.source.path))
+        if built.lora:
+            tokenizer = train_set.tokenizer_path
+            keep = partial(write_base, start.folder, config, weights, tokenizer)
+            on_main_process(accelerator, keep)
     run = Run(
         args,
         engine,

@@ -4,7 +4,7 @@ have none, the others as many as their number says. Started by test_equivalence.
 import train_pretrain_accelerate
 from data.dataset import PackedDataset
 from model import IGNORE_INDEX
-from training import setup
+from training.arguments import TrainingArguments
 
 
 class MaskedDataset(PackedDataset):
@@ -18,6 +18,6 @@ class MaskedDataset(PackedDataset):
 
 
 if __name__ == "__main__":
-    setup.PackedDataset = MaskedDataset
+    TrainingArguments.dataset = MaskedDataset
     train_pretrain_accelerate.main()
     train_pretrain_accelerate.leave()

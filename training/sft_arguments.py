@@ -1,0 +1,35 @@
+"""The flags of train_sft_accelerate.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from data.conversation_set import ConversationSet
+from model.config import setting
+from training.arguments import FILE_NAME, changed
+from training.lora_arguments import LoRAArguments
+
+
+@dataclass
+class SFTArguments(LoRAArguments):
+    """The flags of pretraining, those of adapters, and these. Raises UsageError: as there."""
+
+    program: ClassVar[str] = "train_sft_accelerate.py"
+    about: ClassVar[str] = "Fine-tune a model on conversations, so that it answers."
+    dataset: ClassVar[type] = ConversationSet
+
+    data: str | None = setting(
+        None,
+        "folder made by scripts.prepare_data --conversations (default: made of --conversations)",
+        group="data and output",
+    )
+    init_from: str = changed("init_from", "auto")
+    epochs: int = changed("epochs", 3)
+    learning_rate: float = changed("learning_rate", 1e-4)
+    conversations: str = setting(
+        "builtin",
+        "file or folder of conversations, prepared at start with the tokenizer of the weights; "
+        "'builtin': questions about Python's standard library",
+        FILE_NAME,
+        group="fine-tuning",
+    )
+    prepare_flags: str = setting("", "flags of scripts.prepare_data for these conversations")
