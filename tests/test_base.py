@@ -16,7 +16,7 @@ from runs.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, damage, write_che
 from runs.folder import RunFolder
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
-from training.resume import kept_base
+from training.resume import starting_weights
 
 
 @pytest.fixture
@@ -107,11 +107,11 @@ def test_a_disk_that_refuses_is_one_line(run, model, base, monkeypatch, tmp_path
 def test_a_run_that_goes_on_takes_its_own_base(run):
     flags = {"out_dir": str(run.path.parent), "init_from": "gone"}
     for resume in ("auto", str(run.path), str(run.checkpoint(3))):
-        found = kept_base(TrainingArguments(resume=resume, **flags))
+        found = starting_weights(TrainingArguments(resume=resume, **flags))
         assert Path(found).resolve() == run.base.resolve()
-    assert kept_base(TrainingArguments(**flags)) is None
+    assert starting_weights(TrainingArguments(**flags)) == "gone"
     new = {"out_dir": str(run.path.parent / "empty"), "resume": "auto"}
-    assert kept_base(TrainingArguments(**new)) is None
+    assert starting_weights(TrainingArguments(**new)) is None
     run.base.rename(run.base.with_name("moved"))
     with pytest.raises(UsageError, match="damaged"):
-        kept_base(TrainingArguments(resume="auto", **flags))
+        starting_weights(TrainingArguments(resume="auto", **flags))

@@ -1,0 +1,184 @@
+"""train_sft_accelerate.py: answers get likelier, whoever computes; runs go on to the bit."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Trained, launch_command, run_warm, train
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+PRETRAIN, SFT = "train_pretrain_accelerate.py", "train_sft_accelerate.py"
+FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate 1e-2"
+
+
+@pytest.fixture(scope="module")
+def base(packed, tmp_path_factory) -> Trained:
+    """A run that has read sums, and has never been asked."""
+    path = tmp_path_factory.mktemp("base") / "run"
+    return train("plain", 1, packed, path, "--max_steps 40 --batch_size 8 --learning_rate 1e-2")
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory) -> Path:
+    """Questions with answers of one token and of many."""
+    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    lines = []
+    for i in range(200):
+        answer = f"{i + 1}" if i % 3 else "; ".join(str(i + j) for j in range(i % 7 + 1))
+        turns = [("user", f"{i} + 1 ="), ("assistant", answer)]
+        turns += [("user", "?"), ("assistant", "yes")] if i % 5 == 0 else []
+        messages = [{"role": role, "content": content} for role, content in turns]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(base, conversations, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("prepared") / "chat"
+    command = [sys.executable, "-m", "scripts.prepare_data", "--conversations", str(conversations)]
+    command += ["--tokenizer", str(base.path / "tokenizer.model"), "--out", str(out)]
+    ended = run_warm([*command, "--val_fraction", "0.2"])
+    assert ended.code == 0, ended.out
+    return out
+
+
+def sft_command(engine: str, processes: int) -> list[str]:
+    return [SFT if part == PRETRAIN else part for part in launch_command(engine, processes)]
+
+
+@pytest.fixture
+def sft(base, data):
+    """Fine-tunes into a run folder."""
+
+    def sft(engine: str, processes: int, path: Path, flags: str, init_from: Path = base.path):
+        flags = f"{FLAGS} --init_from {init_from} {flags}"
+        return train(sft_command(engine, processes), processes, data, path, flags)
+
+    return sft
+
+
+def test_answers_get_likelier_and_the_end_shows_both(sft, base, tmp_path):
+    tuned = sft("plain", 1, tmp_path / "run", "--batch_size 8 --epochs 4")
+    before, *_, after = tuned.rows("val_loss")
+    assert before["step"] == 0
+    assert after["val_loss"] < before["val_loss"] - 1
+    assert f"starts from: {base.path}/weights" in tuned.out
+    assert f"before the first step: validation loss {before['val_loss']:.4f}" in tuned.out
+    assert f"scripts.chat {tuned.path}" in tuned.out
+    assert "of positions are padding" in tuned.out
+    first = json.loads((tuned.path / "samples.jsonl").read_text("utf-8").splitlines()[0])
+    assert first["step"] == 0
+    assert first["prompt"].startswith("user\n")
+    assert first["prompt"].endswith("assistant\n")
+    assert (tuned.path / "weights" / "chat_template.jinja").is_file()
+
+
+SHARED_OUT = {
+    "plain 8": ("plain", 1, 8, 1),
+    "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
+    "DDP 2 x 4": ("ddp", 2, 4, 1),
+    "ZeRO-2 2 x 1 x 4 accumulation": ("zero2", 2, 1, 4),
+    "ZeRO-3 2 x 2 x 2 accumulation": ("configs/zero3.yaml", 2, 2, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(base, data, tmp_path_factory) -> Trained:
+    """A global batch of 8 conversations as one micro-batch."""
+    path = tmp_path_factory.mktemp("reference") / "run"
+    flags = f"{FLAGS} --init_from {base.path} --max_steps 6 --batch_size 8 --save_interval 3"
+    return train(sft_command("plain", 1), 1, data, path, flags)
+
+
+@pytest.mark.parametrize("name", list(SHARED_OUT)[1:])
+def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name):
+    engine, processes, batch_size, accumulation = SHARED_OUT[name]
+    flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation}"
+    tuned = sft(engine, processes, tmp_path / "run", flags)
+    for key in ("loss", "grad_norm"):
+        assert tuned.column(key) == pytest.approx(reference.column(key), rel=1e-5, abs=1e-5)
+    ours, theirs = (run.rows("val_loss")[-1] for run in (tuned, reference))
+    assert ours["val_samples"] == theirs["val_samples"]
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-4)
+
+
+def same_bits(one: Trained, other: Trained) -> bool:
+    files = ("weights", "optimizer", "random")
+    return all(
+        one.tensors(file).keys() == other.tensors(file).keys()
+        and all(torch.equal(x, other.tensors(file)[name]) for name, x in one.tensors(file).items())
+        for file in files
+    )
+
+
+LORA = " --lora_dim 4 --only_optimize_lora --dropout 0.1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "processes", "more"),
+    [("plain", 1, ""), ("zero2", 2, LORA), ("configs/zero3.yaml", 2, LORA)],
+)
+def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
+    sft, base, tmp_path, engine, processes, more
+):
+    start = Path(shutil.copytree(base.path, tmp_path / "base"))
+    flags = f"--max_steps 6 --save_interval 3 --batch_size {8 // processes} --resume auto{more}"
+    whole = sft(engine, processes, tmp_path / "whole", flags, start)
+    assert "a new run starts" in whole.out
+    stopped = tmp_path / "stopped"
+    shutil.copytree(whole.checkpoint(3), stopped / "checkpoints" / "step-00000003")
+    for name in ("metrics.jsonl", "settings.json", "tokenizer.model"):
+        shutil.copy(whole.path / name, stopped)
+    if more:
+        shutil.copytree(whole.path / "base", stopped / "base")
+        learned = load_file(start / "weights" / "model.safetensors")
+        kept = load_file(whole.path / "base" / "model.safetensors")
+        assert all(torch.equal(kept[name], tensor) for name, tensor in learned.items())
+        assert all("lora_" in name for name in whole.tensors())
+    shutil.rmtree(start)
+    resumed = sft(engine, processes, stopped, flags, start)
+    assert "starts from: step-00000003" in resumed.out
+    assert resumed.column("loss") == whole.column("loss")
+    assert same_bits(resumed, whole)
+
+
+def refused(flags: str, script: str = SFT) -> str:
+    """The one line that a start which cannot work ends in."""
+    ended = run_warm([sys.executable, script, *TINY, *flags.split()])
+    assert ended.code == 2, ended.out
+    assert "Traceback" not in ended.out
+    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
+    return line
+
+
+def test_mistakes_are_one_line(base, data, packed, tmp_path):
+    out = f"--out_dir {tmp_path}"
+    given = f"{out} --init_from {base.path} --data {data}"
+    assert "train_sft_accelerate.py" in refused(f"{out} --data {data}", PRETRAIN)
+    assert "train_pretrain" in refused(f"{out} --init_from {base.path} --data {packed}")
+    assert "pass --lora_dim too" in refused(f"{given} --only_optimize_lora")
+    assert "is no part of any layer's name" in refused(
+        f"{given} --lora_dim 4 --lora_module_name nothing"
+    )
+    missing = tmp_path / "none.jsonl"
+    line = refused(f"{out} --init_from {base.path} --conversations {missing}")
+    assert "could not be prepared" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_goes_on_with_a_run_of_its_own_kind(base, data, tmp_path):
+    """Beside it in the same folder is the run that it began with."""
+    runs = tmp_path / "runs"
+    shutil.copytree(base.path, runs / "base")
+    flags = f"--data {data} --out_dir {runs} --init_from {runs / 'base'} --resume auto"
+    for steps, said in ((2, "a new run starts"), (3, "starts from: step-00000002")):
+        command = [sys.executable, SFT, *TINY, *flags.split(), "--max_steps", str(steps)]
+        ended = run_warm([*command, "--batch_size", "8", "--run_name", "tuned"])
+        assert ended.code == 0, ended.out
+        assert said in ended.out
