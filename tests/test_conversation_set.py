@@ -85,7 +85,7 @@ def test_a_row_is_a_conversation_up_to_its_last_answer_that_fits(tmp_path, seq_l
     dataset.scan()
     expected = [expected_row(*each, seq_len) for each in conversations]
     assert dataset.n_left_out == expected.count(None) == 60 - len(dataset)
-    assert (dataset.n_left_out == 0) == (seq_len == 1000)
+    assert (dataset.n_left_out > 0) == (seq_len == 10)
     rows = [dataset[i] for i in range(len(dataset))]
     assert [(t.tolist(), y.tolist()) for t, y in rows] == [row for row in expected if row]
     assert {x.dtype for row in rows for x in row} == {torch.int64}
@@ -108,8 +108,7 @@ def test_what_was_cut_and_left_out_is_said(tmp_path):
     )
 
 
-@pytest.mark.parametrize("n", [4, 5])
-def test_the_last_token_of_an_answer_is_a_target_only(tmp_path, n):
+def test_the_last_token_of_an_answer_is_a_target_only(tmp_path):
     dataset = ConversationSet(make_set(tmp_path / "c", [conversation([(2, 3)])]), "train", 4)
     tokens, targets = dataset[0]
     assert tokens.tolist() == [1, 2, 3, 4]
@@ -187,7 +186,7 @@ def test_the_share_of_padding_is_that_of_the_micro_batches(tmp_path, batch_size)
         batches += [b for b, _ in zip(sampler, range(240 // batch_size // 2), strict=False)]
     positions = sum(dataset.collate([dataset[i] for i in b])[0].numel() for b in batches)
     assert sum(map(len, batches)) == 240
-    share = 1 - dataset.lengths.sum() / positions
+    share = 1 - sum(dataset.lengths[b].sum() for b in batches) / positions
     assert dataset.share_of_padding(sampler) == pytest.approx(share)
 
 
