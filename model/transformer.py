@@ -73,7 +73,11 @@ class Transformer(nn.Module):
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
         self.config = config = config or LMConfig()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # Where shapes alone are asked for: numbers on the meta device take torch's compiler, and
+        # seconds to load it.
+        on_meta = torch.get_default_device().type == "meta"
+        weight = torch.empty(config.vocab_size, config.dim) if on_meta else None
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -147,7 +151,7 @@ class Transformer(nn.Module):
         of depth (GPT-2). Called through `apply`, which gathers the parameters first under
         `deepspeed.zero.Init`; there they may be 16 bits and on a GPU, with other random numbers.
         """
-        if isinstance(module, nn.Linear | nn.Embedding):
+        if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
             if getattr(module, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
@@ -156,6 +160,9 @@ class Transformer(nn.Module):
 
     def _rotations(self) -> Tensor:
         config = self.config
+        if self.norm.weight.is_meta:
+            shape = config.max_seq_len, config.head_dim // 2
+            return torch.empty(shape, dtype=torch.complex64, device="meta")
         return precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
 
     def _apply(self, fn, recurse=True):

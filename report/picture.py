@@ -16,8 +16,8 @@ def draw_losses(runs: list[Path], picture: Path) -> None:
     # have to be told where to draw, a notebook's own pictures are left alone.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(8, 4.5), dpi=120)
+    axes = figure.add_axes((0.08, 0.12, 0.9, 0.8))  # left, bottom, width, height
     single = len(runs) == 1
     for i, history in enumerate(map(read_history, runs)):
         name = "" if single else f"{history.folder.path.resolve().name}, "

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,12 @@ from data.packing import PackingOptions, prepare
 # OpenMP's threads spin while they wait for each other. Where another program wants the cores too, a
 # step of a tiny model then takes a hundred times as long. Must be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# What is started in the background, or by nohup, has signals ignored, and so would all that it
+# starts: tests send such signals.
+for number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400

@@ -138,7 +138,7 @@ def test_a_run_that_is_terminated_prints_its_table_and_writes_its_rounds(tmp_pat
     assert len(size["results"][0]["step_seconds"]) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.variant  # of the one before, where SIGTERM does it
 def test_an_interrupt_ends_every_worker(tmp_path):
     marker = f"TEST_MARKER={tmp_path}"
     running = subprocess.Popen(

@@ -30,7 +30,7 @@ from training.setup import build_model
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Of three processes none has as much of a matrix as another one.
 CONFIG = LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=131, max_seq_len=16)
-SAVED, STEPS, ACCUMULATION = 2, 4, 2
+SAVED, STEPS, ACCUMULATION = 2, 3, 2
 LINEAR = torch.nn.functional.linear
 SCALAR = 1000  # elements; what is smaller is no part of the model
 SENT = {

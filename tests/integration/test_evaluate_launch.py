@@ -23,7 +23,7 @@ QUESTIONS = [
 def trained(packed, tmp_path_factory) -> Trained:
     flags = "--max_steps 40 --batch_size 8 --learning_rate 1e-2 --dtype float32 --eval_samples 50"
     path = tmp_path_factory.mktemp("trained") / "run"
-    return train("plain", 1, packed, path, flags, start=run)
+    return train("plain", 1, packed, path, flags)
 
 
 @pytest.fixture(scope="module")

@@ -77,13 +77,6 @@ def test_a_script_started_by_its_path_finds_the_rooms_from_any_folder(tmp_path, 
     assert ended.out.startswith(f"usage: python -m scripts.{name} ")
 
 
-def test_training_started_in_another_folder_prepares_its_text_there(tmp_path):
-    script = str(REPOSITORY / "train_pretrain_accelerate.py")
-    ended = run([sys.executable, script, *TINY.split(), "--compile", "off"], cwd=tmp_path)
-    assert ended.code == 0, ended.out
-    assert (tmp_path / "out" / "data" / "builtin" / "dataset.json").is_file()
-
-
 def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
     shutil.copy(corpus, clone.parent / "here.jsonl")
     script = str(clone / "run_accelerate.sh")
