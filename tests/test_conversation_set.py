@@ -3,6 +3,7 @@ import pickle
 import random
 import re
 import shutil
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from test_dataset import (
 from data.conversation_set import ConversationSet, padded
 from data.dataset import PackedDataset
 from data.errors import DataError
+from data.loader import micro_batches
 from data.order import LengthSampler, MicroBatchSampler
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
@@ -198,6 +200,16 @@ def test_like_lengths_together_are_padded_less(tmp_path):
     sorted_ = LengthSampler(n, 16, lengths=dataset.lengths, global_batch=16)
     assert dataset.share_of_padding(sorted_) < 0.2
     assert dataset.share_of_padding(MicroBatchSampler(n, 16)) > 0.5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_reads_the_rows_of_each_micro_batch_padded(tmp_path, workers):
+    dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 60)
+    sampler = LengthSampler(len(dataset), 4, lengths=dataset.lengths, global_batch=4)
+    batches = micro_batches(dataset, sampler, num_workers=workers)
+    for rows, batch in zip(islice(sampler, 5), batches, strict=False):
+        expected = dataset.collate([dataset[i] for i in rows])
+        assert all(map(torch.equal, batch, expected))
 
 
 def test_pickling_does_not_carry_the_tokens(tmp_path):
