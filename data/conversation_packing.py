@@ -30,7 +30,7 @@ class ConversationOptions(PackingOptions):
     """How conversations are prepared; `vocab_size` and what is about text have no say."""
 
     kind: ClassVar[str] = CONVERSATIONS
-    data_split: tuple[float, ...] = (1,)  # shares of the stages of training, this one's first
+    stage_share: float = 1.0  # of all conversations; the rest is for other stages of training
 
     def share(self, files: list[str]) -> float:
         if self.val_fraction is None and files[0].endswith(".py"):
@@ -41,19 +41,19 @@ class ConversationOptions(PackingOptions):
         return conversation_records(files)
 
     def encoder(self, files: list[str], tokenizer: str) -> Callable[[list[Record]], Encoded]:
-        return partial(_encode_batch, tokenizer, self.data_split[0] / sum(self.data_split))
+        return partial(_encode_batch, tokenizer, self.stage_share)
 
     def settings(self, files: list[str]) -> dict:
-        return super().settings(files) | {"kind": self.kind, "data_split": list(self.data_split)}
+        return super().settings(files) | {"kind": self.kind, "stage_share": self.stage_share}
 
 
-def parse_split(text: str) -> tuple[float, ...]:
-    """The shares in "2,4,4", of which only their relation matters. Raises ValueError: anything but
-    numbers, the first of them above 0 and the others at least 0."""
-    shares = tuple(float(part) for part in text.split(","))
-    if not (0 < shares[0] < np.inf and all(0 <= share < np.inf for share in shares)):
+def first_share(text: str) -> float:
+    """0.2 of "2,4,4". Raises ValueError: anything but numbers, of which the first is above 0 and
+    none below."""
+    shares = [float(part) for part in text.split(",")]
+    if min(shares) < 0 or shares[0] <= 0 or not 0 < shares[0] / sum(shares) <= 1:
         raise ValueError(f"{text!r} is not like 2,4,4")
-    return shares
+    return shares[0] / sum(shares)
 
 
 def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:

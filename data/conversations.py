@@ -37,14 +37,13 @@ class Turn(NamedTuple):
     content: str
 
 
-def conversation_records(files: Iterable[str]) -> Iterator[Record]:
+def conversation_records(files: list[str]) -> Iterator[Record]:
     """Every conversation of every file, as JSON, in order. Raises DataError: see `read_records`."""
-    sources = [path for path in files if path.endswith(".py")]
-    yield from docstring_records(sources)
+    yield from docstring_records(path for path in files if path.endswith(".py"))
     for path in files:
         if path.endswith(".parquet"):
             yield from (Record(path, *row) for row in parquet_objects(path, KEYS))
-        elif path not in sources:
+        elif not path.endswith(".py"):
             yield from read_records([path])
 
 

@@ -18,7 +18,7 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
-from data.conversation_packing import ConversationOptions, parse_split
+from data.conversation_packing import ConversationOptions, first_share
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from data.corpus import (
     BUILTIN,
@@ -92,7 +92,7 @@ def check_conversations(parser: OneLineParser, args: argparse.Namespace) -> None
     if args.tokenizer is None:
         parser.error("--conversations takes the tokenizer of the model to train: pass --tokenizer")
     try:
-        args.data_split = parse_split(args.data_split or "1")
+        args.stage_share = first_share(args.data_split or "1")
     except ValueError:
         parser.error(f"--data_split must be shares, as in 2,4,4, not {args.data_split}")
     args.data = args.conversations
@@ -185,7 +185,7 @@ def sources(args: argparse.Namespace) -> tuple[list[str], PackingOptions]:
     }
     if args.conversations is not None:
         files = find_files(args.data, CONVERSATION_SUFFIXES)
-        return files, ConversationOptions(**options, data_split=args.data_split)
+        return files, ConversationOptions(**options, stage_share=args.stage_share)
     files = find_files(args.data)
     require_columns(files, args.text_column)
     column = args.text_column or TEXT_COLUMN

@@ -8,7 +8,7 @@ from test_packing import files_of
 
 from data import encoders
 from data.chat_template import encode_conversation
-from data.conversation_packing import ConversationOptions, parse_split
+from data.conversation_packing import ConversationOptions, first_share
 from data.conversations import ASSISTANT, Turn
 from data.errors import DataError
 from data.packing import prepare
@@ -139,8 +139,8 @@ def test_the_stages_shares_are_as_large_as_asked_and_their_conversations_are_thi
 ):
     path = write(tmp_path / "a.jsonl")
     whole = pack(path, "whole")
-    some = pack(path, "some", data_split=(2.0, 4.0, 4.0))
-    more = pack(path, "more", data_split=(50.0, 50.0))
+    some = pack(path, "some", stage_share=0.2)
+    more = pack(path, "more", stage_share=0.5)
     for one, other in ((some, more), (more, whole)):  # both splits: neither moves
         for ours, theirs in zip(told_apart(one), told_apart(other), strict=True):
             assert set(ours) < set(theirs)
@@ -151,7 +151,7 @@ def test_the_stages_shares_are_as_large_as_asked_and_their_conversations_are_thi
 
 
 def test_stages_are_not_chosen_by_what_chooses_validation(pack, tmp_path):
-    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0.4, data_split=(0.4, 0.6))
+    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0.4, stage_share=0.4)
     train, val = told_apart(folder)
     assert len(val) / len(train + val) == pytest.approx(0.4, abs=0.12)
 
@@ -187,12 +187,14 @@ def test_no_conversation_at_all_is_refused(pack, tmp_path):
         pack(write(tmp_path / "a.jsonl", []))
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "0,1", "-1,2", "2,-4", "nan", "inf", "2;4", "2,,4"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "0", "0,1", "-1,2", "2,-4", "nan", "1,nan", "inf", "1,inf", "2;4", "2,,4"]
+)
 def test_shares_that_are_none_are_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011, whose words nobody sees
-        parse_split(text)
+        first_share(text)
 
 
 def test_shares_are_numbers_in_any_relation():
-    assert parse_split("2,4,4") == (2, 4, 4)
-    assert parse_split("0.5, 0") == (0.5, 0)
+    assert first_share("2,4,4") == first_share("50,100,100") == 0.2
+    assert first_share("0.5, 0") == first_share("1") == 1
