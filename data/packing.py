@@ -8,33 +8,26 @@ text says so: the same text always falls on the same side, wherever it stands an
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import shutil
-import signal
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import islice
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
+from data.encoders import Document, Encoded, encode_all, encoders, loaded
 from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
 from data.sizes import suited_to
 from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
 
-BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
 # Three times as much would train in three times the time and save 1% of the tokens.
@@ -65,18 +58,6 @@ class PackingOptions:
         return Reading(self.text_column, suited_to(text_size(files)).section_bytes)
 
 
-class Document(NamedTuple):
-    tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
-    n_bytes: int
-    where: float  # hash of the text in [0, 1)
-
-
-class Encoded(NamedTuple):
-    documents: list[Document]
-    bad: list[str]  # one message per document that could not be read
-    raw_bytes: int
-
-
 def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
@@ -101,7 +82,7 @@ def prepare(
     )  # before reading: a file that changes meanwhile counts as changed
     with whole_folder(out) as partial:
         # They start while the tokenizer is trained.
-        with _encoders(options.workers, text_size(files)) as pool:
+        with encoders(options.workers, text_size(files)) as pool:
             tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
@@ -226,7 +207,7 @@ def _write_splits(
     least, greatest = 2.0, -1.0
     records = read_records(files, options.reading(files))
     encode = partial(_encode_batch, tokenizer.path, options.ways(files))
-    for encoded in _encode(records, encode, pool, options.workers):
+    for encoded in encode_all(records, encode, pool, options.workers):
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
@@ -249,91 +230,13 @@ def _write_splits(
     return written, least, greatest
 
 
-@contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Processes started in it inherit that Ctrl-C is nothing to them."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-class _Here(Executor):
-    """In place of other processes, which take longer to start than one batch takes to encode."""
-
-    def submit(self, function: Callable, /, *args) -> Future:
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        _tokenizer.cache_clear()  # the next one may have the same path
-
-
-@contextmanager
-def _encoders(workers: int, n_bytes: int) -> Iterator[Executor]:
-    """Processes that encode so many bytes of text."""
-    if n_bytes <= BATCH_BYTES:
-        with _Here() as here:
-            yield here
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
-    )
-    try:
-        with _deaf_to_interrupts():  # as the processes are while they start, before initializer
-            for _ in range(workers):  # each starts a process
-                pool.submit(os.getpid)
-        yield pool
-    except BrokenProcessPool as error:
-        raise DataError(
-            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _encode(
-    records: Iterable[Record], encode: Callable, pool: Executor, workers: int
-) -> Iterator[Encoded]:
-    """Batches of documents, encoded by several processes, in the order of the corpus."""
-    batches = _batches(records)
-
-    def submit(count: int) -> list[Future]:
-        return [pool.submit(encode, batch) for batch in islice(batches, count)]
-
-    # A window of submitted batches bounds the memory: pool.map would read the whole corpus ahead.
-    window = deque(submit(3 * workers))
-    while window:
-        yield window.popleft().result()
-        window.extend(submit(1))
-
-
-def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch, size = [], 0
-    for record in records:
-        batch.append(record)
-        size += len(record.raw)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(path: str) -> tuple[Tokenizer, Splitter]:
-    """One per process: loading it again for every batch would cost more than encoding."""
+def _with_splitter(path: str) -> tuple[Tokenizer, Splitter]:
     tokenizer = Tokenizer(path)
     return tokenizer, Splitter(tokenizer)
 
 
 def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    tokenizer, splitter = _tokenizer(path)
+    tokenizer, splitter = loaded(_with_splitter, path)
     texts = []
     bad = []
     for record in batch:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from data import packing
+from data import encoders, packing
 from data.errors import DataError
 from data.packing import PackingOptions, prepare
 from data.shards import ShardWriter, read_description
@@ -139,7 +139,7 @@ def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_o
 
 
 def test_the_ways_are_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 1000)
     one, two = (
         pack_documents(DOCUMENTS, tmp_path, f"{n}", segmentations=2, workers=n) for n in (1, 2)
     )
@@ -206,7 +206,7 @@ def files_of(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 500)  # some forty batches
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)  # some forty batches
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     one = pack(path, tmp_path / "one")
     several = pack(path, tmp_path / "several", workers=workers)
@@ -214,7 +214,7 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch,
 
 
 def test_progress_counts_every_byte_of_the_documents(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 500)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     seen = []
     pack(path, tmp_path / "out", progress=seen.append, workers=2)
@@ -277,7 +277,7 @@ def test_the_error_about_a_bad_line_names_the_flag_that_skips_it(tmp_path, packe
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 500)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)
     path = with_bad_lines(tmp_path / "a.jsonl")
     out = pack(path, tmp_path / "out", skip_bad_lines=True, workers=workers)
     good = [d for i, d in enumerate(DOCUMENTS) if i not in (150, 300)]
@@ -287,7 +287,7 @@ def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypa
 
 
 def test_a_batch_of_bad_lines_alone_is_skipped_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 1)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 1)
     path = with_bad_lines(tmp_path / "a.jsonl")
     out = pack(path, tmp_path / "out", skip_bad_lines=True)
     assert description(out)["bad_documents"] == 2
@@ -306,7 +306,7 @@ def full_disk_after(monkeypatch, n_documents: int) -> None:
 
 
 def test_a_full_disk_midway_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 500)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)
     full_disk_after(monkeypatch, 100)
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     with pytest.raises(OSError, match="No space left") as error:
@@ -336,7 +336,7 @@ def test_success_replaces_the_folder_of_before(tmp_path):
 
 
 def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "BATCH_BYTES", 100)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 100)
 
     def kill_children(n_bytes):
         for child in multiprocessing.active_children():
@@ -421,7 +421,7 @@ def test_tokens_of_four_bytes_hold_the_same_documents(packed, tmp_path, monkeypa
 def test_an_encoding_process_is_deaf_to_ctrl_c_from_its_first_moment_on():
     command = [sys.executable, "-c", "import signal; print(signal.getsignal(2).name)"]
     before = signal.getsignal(signal.SIGINT)
-    with packing._deaf_to_interrupts():
+    with encoders.deaf_to_interrupts():
         ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.stdout == "SIG_IGN\n"
     assert signal.getsignal(signal.SIGINT) is before
