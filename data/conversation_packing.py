@@ -20,7 +20,7 @@ from data.encoders import Document, Encoded
 from data.errors import DataError
 from data.packing import PackingOptions
 from data.shards import CONVERSATIONS, token_dtype
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 
 BUILTIN_VAL_FRACTION = 0.1  # some five hundred questions
 
@@ -59,7 +59,7 @@ def first_share(text: str) -> float:
 @lru_cache(maxsize=1)
 def _tokenizer(path: str) -> Tokenizer:
     """One per process: loading it again for every batch would cost more than encoding."""
-    return Tokenizer(path)
+    return open_tokenizer(path)
 
 
 def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
