@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -16,11 +16,10 @@ import numpy as np
 from data.chat_template import encode_conversations
 from data.conversations import ASSISTANT, Turn, conversation_records, parse_conversation
 from data.corpus import Record, load_json
-from data.encoders import Document, Encoded
+from data.encoders import Document, Encoded, tokenizer_at
 from data.errors import DataError
 from data.packing import PackingOptions
 from data.shards import CONVERSATIONS, token_dtype
-from data.tokenizer import Tokenizer, open_tokenizer
 
 BUILTIN_VAL_FRACTION = 0.1  # some five hundred questions
 
@@ -56,15 +55,9 @@ def first_share(text: str) -> float:
     return shares[0] / sum(shares)
 
 
-@lru_cache(maxsize=1)
-def _tokenizer(path: str) -> Tokenizer:
-    """One per process: loading it again for every batch would cost more than encoding."""
-    return open_tokenizer(path)
-
-
 def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
     """What falls into the first `share` of all conversations."""
-    tokenizer = _tokenizer(path)
+    tokenizer = tokenizer_at(path)
     conversations, places, bad, elsewhere = [], [], [], 0
     for record in batch:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from data.corpus import Record
 from data.errors import DataError
+from data.tokenizer import Tokenizer, open_tokenizer
 
 BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 
@@ -45,9 +47,31 @@ def deaf_to_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+class _Here(Executor):
+    """In place of other processes, which take longer to start than one batch takes to encode."""
+
+    def submit(self, function: Callable, /, *args) -> Future:
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        tokenizer_at.cache_clear()  # the next one may have the same path
+
+
+@lru_cache(maxsize=1)
+def tokenizer_at(path: str) -> Tokenizer:
+    """One per process: loading it again for every batch would cost more than encoding."""
+    return open_tokenizer(path)
+
+
 @contextmanager
-def encoders(workers: int) -> Iterator[Executor]:
-    """Processes that encode. Raises DataError: one of them was killed."""
+def encoders(workers: int, n_bytes: int) -> Iterator[Executor]:
+    """Processes that encode so many bytes of text. Raises DataError: one of them was killed."""
+    if n_bytes <= BATCH_BYTES:
+        with _Here() as here:
+            yield here
+        return
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),

@@ -21,7 +21,7 @@ import numpy as np
 
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
-from data.encoders import Document, Encoded, encode_all, encoders
+from data.encoders import Document, Encoded, encode_all, encoders, tokenizer_at
 from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
@@ -112,7 +112,8 @@ def prepare(
         files, options
     )  # before reading: a file that changes meanwhile counts as changed
     with whole_folder(out) as partial:
-        with encoders(options.workers) as pool:  # they start while the tokenizer is trained
+        # They start while the tokenizer is trained.
+        with encoders(options.workers, text_size(files)) as pool:
             tokenizer = _make_tokenizer(files, options, partial)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
@@ -255,14 +256,13 @@ def _write_splits(
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: str) -> tuple[Tokenizer, Splitter]:
-    """One per process: loading it again for every batch would cost more than encoding."""
-    tokenizer = open_tokenizer(path)
-    return tokenizer, Splitter(tokenizer)
+def _splitter(tokenizer: Tokenizer) -> Splitter:
+    return Splitter(tokenizer)
 
 
 def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    tokenizer, splitter = _tokenizer(path)
+    tokenizer = tokenizer_at(path)
+    splitter = _splitter(tokenizer)
     texts = []
     bad = []
     for record in batch:
