@@ -20,7 +20,7 @@ from data.encoders import Document, Encoded, loaded
 from data.errors import DataError
 from data.packing import PackingOptions
 from data.shards import CONVERSATIONS, token_dtype
-from data.tokenizer import Tokenizer
+from data.tokenizer import open_tokenizer
 
 BUILTIN_VAL_FRACTION = 0.1  # some five hundred questions
 
@@ -58,7 +58,7 @@ def first_share(text: str) -> float:
 
 def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
     """What falls into the first `share` of all conversations."""
-    tokenizer = loaded(Tokenizer, path)
+    tokenizer = loaded(open_tokenizer, path)
     conversations, places, bad, elsewhere = [], [], [], 0
     for record in batch:
         try:

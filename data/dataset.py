@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from data.errors import DataError
 from data.shards import CONVERSATIONS, TEXT, kind_of, read_description
-from data.tokenizer import TOKENIZER_FILE
+from data.tokenizer import tokenizer_in
 
 TRAINED_BY = {
     TEXT: "train_pretrain_accelerate.py",
@@ -47,7 +47,7 @@ class TokenStream(Dataset):
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
         self.vocab_size = self.description["vocab_size"]
-        self.tokenizer_path = self.folder / TOKENIZER_FILE
+        self.tokenizer_path = tokenizer_in(self.folder)
         # starts[i] is the position in the stream at which shard i begins, starts[-1] the length of
         # the stream
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])

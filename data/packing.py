@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -27,7 +26,14 @@ from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
 from data.sizes import suited_to
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
+from data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_hash,
+)
+from data.tokenizer_training import train_tokenizer
 
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
@@ -72,11 +78,10 @@ class PackingOptions:
     def settings(self, files: list[str]) -> dict:
         """What the result depends on, besides the files."""
         if self.tokenizer is not None:
-            Tokenizer(self.tokenizer)  # a wrong file is refused before the work
-        tokenizer = self.tokenizer and hashlib.sha256(Path(self.tokenizer).read_bytes())
+            open_tokenizer(self.tokenizer)  # a wrong file is refused before the work
         return {
             "vocab_size": self.vocab_size if self.tokenizer is None else None,
-            "tokenizer": tokenizer and tokenizer.hexdigest(),
+            "tokenizer": self.tokenizer and tokenizer_hash(self.tokenizer),
             "val_fraction": self.share(files),
             "skip_bad_lines": self.skip_bad_lines,
             "text_column": self.text_column,
@@ -109,7 +114,7 @@ def prepare(
     with whole_folder(out) as partial:
         # They start while the tokenizer is trained.
         with encoders(options.workers, text_size(files)) as pool:
-            tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
+            tokenizer = _make_tokenizer(files, options, partial)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
             "format": FORMAT,
@@ -118,7 +123,7 @@ def prepare(
             "vocab_size": tokenizer.vocab_size,
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
-            "tokenizer_sha256": hashlib.sha256((partial / TOKENIZER_FILE).read_bytes()).hexdigest(),
+            "tokenizer_sha256": tokenizer_hash(tokenizer.path),
             **written,
             "prepared_from": fingerprint,
         }
@@ -128,18 +133,18 @@ def prepare(
     return description
 
 
-def _make_tokenizer(files: list[str], options: PackingOptions, path: Path) -> Tokenizer:
+def _make_tokenizer(files: list[str], options: PackingOptions, folder: Path) -> Tokenizer:
     may_shrink = options.vocab_size is None
     if options.tokenizer is None:
         train_tokenizer(
             _sample(files, options),
             suited_to(text_size(files)).vocab_size if may_shrink else options.vocab_size,
-            path,
+            folder / TOKENIZER_FILE,
             may_shrink=may_shrink,
         )
     else:
-        shutil.copyfile(options.tokenizer, path)
-    return Tokenizer(path)
+        copy_tokenizer(options.tokenizer, folder)
+    return open_tokenizer(folder)
 
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
@@ -251,7 +256,7 @@ def _write_splits(
 
 
 def _with_splitter(path: str) -> tuple[Tokenizer, Splitter]:
-    tokenizer = Tokenizer(path)
+    tokenizer = open_tokenizer(path)
     return tokenizer, Splitter(tokenizer)
 
 
@@ -268,14 +273,14 @@ def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded
         if text:
             texts.append(text)
     dtype = token_dtype(tokenizer.vocab_size)
+    # One marker may do both: then the next document's beginning ends this one.
+    end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
     documents = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         digest = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
         random = np.random.default_rng(digest)  # the same text is always cut in the same ways
         others = (splitter.split(ids, random) for _ in range(segmentations - 1))
-        tokens = [
-            np.array([tokenizer.bos_id, *way, tokenizer.eos_id], dtype) for way in (ids, *others)
-        ]
+        tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         documents.append(Document(tokens, len(raw), digest / 2**64))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))

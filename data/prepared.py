@@ -8,7 +8,7 @@ from data.corpus import BUILTIN, SUFFIXES
 from data.errors import DataError
 from data.packing import PackingOptions, describe_sources
 from data.shards import DESCRIPTION_FILE, read_description
-from data.tokenizer import TOKENIZER_FILE
+from data.tokenizer import tokenizer_hash
 
 
 def default_out(data: str, flags: str = "") -> Path:
@@ -31,7 +31,7 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
     is no such tokenizer."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer} is not there: conversations take the tokenizer of the model")
-    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+    digest = tokenizer_hash(tokenizer)
     out = default_out(conversations, f"{digest} {flags}")
     return out.with_name(f"{out.name}-chat")
 
@@ -72,8 +72,7 @@ def prepared_from(out: Path, vocab_size: int | None) -> dict:
     tokenizer of `vocab_size` pieces was trained, it is as if so many had been asked for."""
     try:
         description = read_description(out)
-        tokenizer = hashlib.sha256((out / TOKENIZER_FILE).read_bytes()).hexdigest()
-        if description["tokenizer_sha256"] != tokenizer:
+        if description["tokenizer_sha256"] != tokenizer_hash(out):
             return {}
         source = description["prepared_from"]
         if source["tokenizer"] is None and description["vocab_size"] == vocab_size:

@@ -7,10 +7,10 @@ import torch
 
 from data.chat_template import JINJA
 from data.errors import DataError
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokenizer, read_markers
 from formats.hugging_face_names import llama_config, to_llama
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_tensors, write_json
-from formats.tokenizer_json import TOKENIZER_JSON, convert
+from formats.tokenizer_json import convert, without_escapes
 from model.config import ConfigError
 from model.transformer import Transformer
 
@@ -34,11 +34,16 @@ in {dtype}. {learned}
     ids = model.generate(**inputs, max_new_tokens=50)
     print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
+{about_tokenizer}
+"""
+ABOUT_CONVERTED = """\
 The tokenizer begins every text with its begin marker, as the documents did in training, unless
 `add_special_tokens=False`. {markers}
 `tokenizer.model` is the SentencePiece model that the other files were made from; what
-`LlamaTokenizer` would make of it is not exact.
-"""
+`LlamaTokenizer` would make of it is not exact."""
+ABOUT_COPIED = """\
+`tokenizer.json` is the one that the training text was prepared with, {copied}.
+Documents began with the begin marker in training, whether it puts one before a text or not."""
 ABOUT_TEXT = {
     "learned": "It was pretrained only: it continues text, and follows no instructions.",
     "inputs": 'inputs = tokenizer("Once upon a time", return_tensors="pt")',
@@ -47,6 +52,7 @@ ABOUT_TEXT = {
         "reads `tokenizer.json` with the `tokenizers` package sets `encode_special_tokens = True` "
         "for that."
     ),
+    "copied": "as it came",
 }
 ABOUT_CHAT = {
     "learned": "It was fine-tuned to answer, in the chat template of its tokenizer.",
@@ -57,6 +63,7 @@ ABOUT_CHAT = {
         "A marker's name in a message, such as `<s>`, is text and no marker;\n"
         "where the tokenizer itself is called, that takes `split_special_tokens=True`."
     ),
+    "copied": "but for the escapes of the chat template, which it removes",
 }
 
 
@@ -86,29 +93,46 @@ def write_model(
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_json(folder / "generation_config.json", generation)
     millions = model.num_parameters() / 1e6
-    about = ABOUT_CHAT if chat else ABOUT_TEXT
-    card = CARD.format(name=name, millions=millions, dtype=dtype, **about, **config.to_dict())
+    facts = {"name": name, "millions": millions, "dtype": dtype, **config.to_dict()}
+    facts |= ABOUT_CHAT if chat else ABOUT_TEXT
+    about_tokenizer = ABOUT_COPIED if isinstance(tokenizer, JsonTokenizer) else ABOUT_CONVERTED
+    card = CARD.format(about_tokenizer=about_tokenizer.format(**facts), **facts)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
-    """tokenizer.json, what transformers wants beside it, and the SentencePiece model itself. Raises
-    DataError: a tokenizer that has no exact equal.
-
-    Args:
-        chat: whether the model has learned to answer: with the template of its conversations.
-    """
+def write_converted(folder: Path, tokenizer: Tokenizer, chat: bool) -> dict[str, str]:
+    """tokenizer.json and the SentencePiece model that it is made from; returns role → piece of the
+    markers. Raises DataError: there is no exact equal."""
     try:
         converted = convert(tokenizer, chat)
     except DataError as error:
         raise DataError(f"{error}; --no-tokenizer exports the weights alone") from error
     converted.save(str(folder / TOKENIZER_JSON))
     shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
-    markers = {
+    return {
         "bos_token": converted.id_to_token(tokenizer.bos_id),
         "eos_token": converted.id_to_token(tokenizer.eos_id),
         "unk_token": converted.model.unk_token,
     }
+
+
+def write_copied(folder: Path, tokenizer: JsonTokenizer, chat: bool) -> dict[str, str]:
+    """tokenizer.json as it is, but that it takes out escapes for `chat`; returns the same."""
+    copied = Path(tokenizer.path).read_text(encoding="utf-8")
+    copied = without_escapes(copied) if chat else copied
+    (folder / TOKENIZER_JSON).write_text(copied, encoding="utf-8")
+    return read_markers(tokenizer.path)
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
+    """tokenizer.json, what transformers wants beside it, and the SentencePiece model itself, if it
+    is one. Raises DataError: a tokenizer that has no exact equal.
+
+    Args:
+        chat: whether the model has learned to answer: with the template of its conversations.
+    """
+    write = write_copied if isinstance(tokenizer, JsonTokenizer) else write_converted
+    markers = write(folder, tokenizer, chat)
     write_json(folder / "special_tokens_map.json", markers)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is

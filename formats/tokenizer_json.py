@@ -11,6 +11,7 @@ SentencePiece writes a space as U+2581. Here a space stays a space, in the piece
 literal U+2581 then has no piece and is spelled in bytes, which is what data.tokenizer does.
 """
 
+import json
 from pathlib import Path
 
 import tokenizers
@@ -21,7 +22,6 @@ from data.chat_template import ESCAPE
 from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
-TOKENIZER_JSON = "tokenizer.json"
 Kind = ModelProto.SentencePiece.Type
 # The places before which a dummy prefix goes: the beginning of the text, and of each part of it
 # between literal U+2581, for data.tokenizer encodes these parts one by one.
@@ -69,6 +69,15 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
         [tokenizers.AddedToken(marker, special=True, normalized=False) for marker in markers]
     )
     return converted
+
+
+def without_escapes(tokenizer_json: str) -> str:
+    """The same file of others, as one that takes the escapes of `chat_template.JINJA` out."""
+    settings = json.loads(tokenizer_json)
+    steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
+    steps += [own] if (own := settings.get("normalizer")) else []
+    settings["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    return json.dumps(settings, ensure_ascii=False)
 
 
 def unsupported(model: ModelProto) -> str | None:

@@ -5,7 +5,6 @@ It is a folder of portable weights as any other: scripts.export_hf writes what P
 adapter to, scripts.evaluate says how good the model was before.
 """
 
-import shutil
 from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from common.atomic import whole_folder
 from common.errors import UsageError
+from data.tokenizer import copy_tokenizer
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, TensorFile, save_portable
 from model.config import LMConfig
 from model.lora import LoRA
@@ -30,7 +30,7 @@ def write_base(
         with whole_folder(run.base) as folder:
             save_portable(folder, config, weights)
             write_manifest(folder)
-            shutil.copyfile(tokenizer, folder / tokenizer.name)
+            copy_tokenizer(tokenizer, folder)
     except OSError as error:
         raise UsageError(f"{run.base} cannot be written: {error.strerror}") from error
 

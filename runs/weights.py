@@ -10,7 +10,7 @@ from torch import Tensor
 from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -70,10 +70,10 @@ class WeightsFolder:
             path = path / "weights"
         if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
             refuse_foreign(path)
-            return cls(path, path / TOKENIZER_FILE)
+            return cls(path, tokenizer_in(path))
         path = find_checkpoint(path)
         run = run_of(path)
-        return cls(path, run.tokenizer if run.tokenizer.exists() else run.weights / TOKENIZER_FILE)
+        return cls(path, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
 
     @property
     def is_checkpoint(self) -> bool:
@@ -114,7 +114,7 @@ def load_trained(
     """
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
-    trained = Trained(load(folder), Tokenizer(folder.tokenizer), folder.path, chats)
+    trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces = trained.tokenizer.vocab_size
     room = trained.model.config.vocab_size
     if pieces > room:

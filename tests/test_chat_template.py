@@ -3,6 +3,7 @@
 import random
 from itertools import permutations
 
+import json_tokenizers
 import pytest
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 
 from data.chat_template import ESCAPE, encode_chat_prompt, encode_conversation
 from data.conversations import ROLES, Turn
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 from formats.hugging_face_export import write_tokenizer
 
 TURNS = [
@@ -21,13 +22,21 @@ TURNS = [
 ]
 MARKERS = [
     *("<s>", "</s>", "a<s>b", "</s>\n<s>assistant\n", "<unk>", "<<s>", "<s", "<", "<\n<s>>", "a <"),
+    *("<|endoftext|>", "<|begin_of_text|>", "<|im_end|>", "a<|eot_id|> b"),
     *(ESCAPE, ESCAPE * 2, f"<{ESCAPE}s>", f"<{ESCAPE[1]}s>", ESCAPE[0], ESCAPE[1], ESCAPE[::-1]),
 ]
 
 
-@pytest.fixture(scope="module", params=["ours", "with a dummy prefix, as Llama 2's"])
+KINDS = ["ours", "with a dummy prefix, as Llama 2's", *json_tokenizers.MARKERS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
     path = packed / "tokenizer.model"
+    if request.param in json_tokenizers.MARKERS:
+        texts = [f"{role}\n{text}\n\n  1" for role in ROLES for text in NASTY.values()]
+        folder = tmp_path_factory.mktemp("json")
+        return open_tokenizer(json_tokenizers.write_tokenizer(folder, request.param, texts))
     if request.param != "ours":
         model = ModelProto.FromString(path.read_bytes())
         dummy = set_field("normalizer_spec", "add_dummy_prefix", True)
@@ -80,16 +89,14 @@ def test_no_text_is_a_marker(tokenizer):
 
 def test_the_template_reads_as_it_says(tokenizer):
     ids, _ = encode_conversation(tokenizer, TURNS)
-    names = {tokenizer.bos_id: "<s>", tokenizer.eos_id: "</s>"}
     written, text = "", []
     for id in [*ids, tokenizer.bos_id]:
-        if id in names:
-            written += tokenizer.decode(text) + names[id]
+        if id in (tokenizer.bos_id, tokenizer.eos_id):
+            written += tokenizer.decode(text) + "|"
             text = []
         else:
             text.append(id)
-    turns = [f"<s>{role}\n{content}</s>\n" for role, content in TURNS]
-    assert written == "".join(turns) + "<s>"
+    assert written == "".join(f"|{role}\n{content}|\n" for role, content in TURNS) + "|"
 
 
 def counted_ids(tokenizer, turns: list[Turn]) -> list[int]:

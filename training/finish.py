@@ -8,7 +8,7 @@ from torch import Tensor
 from common.atomic import whole_folder
 from data.dataset import PackedDataset
 from data.shards import TEXT
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import copy_tokenizer, open_tokenizer
 from formats.peft import save_adapter
 from formats.portable import load_portable, save_portable
 from model import LMConfig
@@ -47,12 +47,12 @@ def finish(
             save_adapter(folder, config, weights, lora)
     with whole_folder(run.weights) as folder:
         save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
-        for file in (run.tokenizer, run.template):
-            if file.exists():
-                shutil.copyfile(file, folder / file.name)
+        copy_tokenizer(run.tokenizer, folder)
+        if run.template.exists():
+            shutil.copyfile(run.template, folder / run.template.name)
         # By the files just written: the proof that they can be used.
         model = load_portable(folder)
-        tokenizer = Tokenizer(folder / TOKENIZER_FILE)
+        tokenizer = open_tokenizer(folder)
         prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
         draw_losses([run.path], run.loss_picture)

@@ -11,7 +11,7 @@ from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from data.dataset import PackedDataset
 from data.shards import CONVERSATIONS, TEXT
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
@@ -77,7 +77,7 @@ class SampleWriter:
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
         # Now, for --data may be prepared anew meanwhile.
-        self.tokenizer = Tokenizer(self.prompt_from.tokenizer_path)
+        self.tokenizer = open_tokenizer(self.prompt_from.tokenizer_path)
 
     def write(self, step: int) -> None:
         """All must call this. A disk that is full or refuses does not stop training."""

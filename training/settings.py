@@ -9,6 +9,7 @@ from pathlib import Path
 from common.atomic import write_whole
 from data.chat_template import PLAIN_JINJA
 from data.shards import CONVERSATIONS
+from data.tokenizer import TOKENIZER_FILES, tokenizer_files
 from model import LMConfig
 from runs.folder import RunFolder, read_settings
 from training.arguments import TrainingArguments
@@ -34,9 +35,14 @@ def write_settings(
         | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    write_whole(run.tokenizer, tokenizer.read_bytes())
+    files = tokenizer_files(tokenizer)
     if args.dataset.kind == CONVERSATIONS:
-        write_whole(run.template, PLAIN_JINJA + "\n")
+        files[run.template.name] = f"{PLAIN_JINJA}\n".encode()
+    for name in (*TOKENIZER_FILES, run.template.name):
+        if name in files:
+            write_whole(run.path / name, files[name])
+        else:  # of another run that was begun here
+            (run.path / name).unlink(missing_ok=True)
 
 
 def saved_arguments(run: RunFolder) -> dict:

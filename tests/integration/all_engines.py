@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 
 from formats.portable import TensorFile, save_tensors
 from model import LMConfig, Transformer
+from model import loss as model_loss
 from training.arguments import TrainingArguments
 from training.engine import launch as launch_engine
 from training.engine.compilation import Compilation
@@ -199,7 +200,7 @@ class Trainee:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}}
+    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}, "in chunks": {}}
     for name in names:
         trainee = Trainee(name, "float32", recorder)
         facts = trainee.facts()
@@ -215,6 +216,10 @@ def main(folder: Path, names: list[str]) -> None:
         result["resumed"][name] = {
             before: trainee.goes_on(folder / before, folder / f"{before}-end") for before in names
         }
+        # As of a large vocabulary, in chunks of 8 tokens.
+        model_loss.LARGE_VOCABULARY, model_loss.CHUNK_LOGITS = 100, 10 * CONFIG.vocab_size
+        result["in chunks"][name] = trainee.goes_on(folder / name, folder / f"{name}-end")
+        model_loss.LARGE_VOCABULARY = CONFIG.vocab_size
     for name in names:
         trainee = Trainee(name, "bfloat16", recorder)
         facts = trainee.facts()
