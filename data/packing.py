@@ -26,13 +26,7 @@ from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
 from data.sizes import suited_to
-from data.tokenizer import (
-    TOKENIZER_FILE,
-    Tokenizer,
-    copy_tokenizer,
-    open_tokenizer,
-    tokenizer_hash,
-)
+from data.tokenizer import TOKENIZER_FILE, Tokenizer, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
 
 SHARD_TOKENS = 100_000_000
