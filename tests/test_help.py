@@ -7,7 +7,10 @@ import sys
 import pytest
 from conftest import run
 
-SCRIPTS = ("generate", "prepare_data", "evaluate", "export_hf", "export_gguf", "import_weights")
+SCRIPTS = (
+    *("generate", "chat", "serve", "prepare_data", "evaluate", "export_hf", "export_gguf"),
+    "import_weights",
+)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
