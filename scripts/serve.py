@@ -5,7 +5,7 @@
 
 It listens on this machine alone unless --host says otherwise, and asks for no key. Requests may
 give temperature, top_p, seed, stop and max_tokens, as OpenAI's, and top_k, min_p and
-repetition_penalty.
+repetition_penalty. /health tells how many answers are being written and how many wait.
 """
 
 import argparse
