@@ -131,12 +131,28 @@ class Decoder:
         return self._logits(x[self._rows, self._columns - 1])
 
     @torch.inference_mode()
+    def join(self, prompts: list[list[int]], capacity: int) -> Tensor:
+        """`read`, beside the sequences that are there: these become the last rows. Every row then
+        has room for `capacity` positions, or for as many as before, if that is more."""
+        if not self.lengths:
+            return self.read(prompts, capacity)
+        caches, lengths, room = self.caches, self.lengths, self._room
+        self.caches = []
+        logits = self.read(prompts, max(capacity, room))
+        for old, new in zip(caches, self.caches, strict=True):
+            more = (0, 0, 0, self._room - room)
+            new.keys = torch.cat([F.pad(old.keys, more), new.keys])
+            new.values = torch.cat([F.pad(old.values, more), new.values])
+        self._set_lengths(lengths + self.lengths)
+        return logits
+
+    @torch.inference_mode()
     @without_cudnn()
     def step(self, tokens: Tensor) -> Tensor:
         """One token for each sequence, (B,) int64 → fp32 logits of the next, (B, vocab_size).
         Raises ValueError: a sequence has no room left."""
-        if max(self.lengths) >= (room := self.caches[0].keys.shape[2]):
-            raise ValueError(f"there is room for {room} tokens only")
+        if max(self.lengths) >= self._room:
+            raise ValueError(f"there is room for {self._room} tokens only")
         x = self._pass(tokens[:, None], self.pos_cis[self._columns][:, None])
         self.lengths = [length + 1 for length in self.lengths]
         self._columns += 1
@@ -147,6 +163,10 @@ class Decoder:
         for cache in self.caches:
             cache.keys, cache.values = cache.keys[rows], cache.values[rows]
         self._set_lengths([self.lengths[row] for row in rows])
+
+    @property
+    def _room(self) -> int:
+        return self.caches[0].keys.shape[2]
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths

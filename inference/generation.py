@@ -62,7 +62,7 @@ class Generation:
     def __iter__(self) -> Iterator[dict[int, int]]:
         if not self.max_new_tokens or not self.live:
             return
-        logits = self._restrict(self._read())
+        logits = restrict(self._read(), self.next_ids)
         for _ in range(self.max_new_tokens - 1):
             tokens = self.sampler(logits)
             yield self._append(tokens)
@@ -78,16 +78,6 @@ class Generation:
             full = max(self.decoder.lengths) == self.context
             logits = self._read() if full else self.decoder.step(tokens)
         yield self._append(self.sampler(logits))
-
-    def _restrict(self, logits: Tensor) -> Tensor:
-        """The first logits of all prompts, (B, vocab_size): -inf where `next_ids` forbids."""
-        logits = logits.clone()
-        for row, ids in enumerate(self.next_ids):
-            if ids:
-                allowed = logits[row, ids]
-                logits[row] = -math.inf
-                logits[row, ids] = allowed
-        return logits
 
     def _append(self, tokens: Tensor) -> dict[int, int]:
         new = dict(zip(self.live, tokens.tolist(), strict=True))
@@ -112,6 +102,17 @@ class Generation:
         seen = [self.texts[index][self.starts[index] :] for index in self.live]
         room = max(map(len, seen)) + self.max_new_tokens
         return self.decoder.read(seen, min(self.context, room))
+
+
+def restrict(logits: Tensor, next_ids: Sequence[Sequence[int]]) -> Tensor:
+    """The first logits of all prompts, (B, vocab_size): -inf where `next_ids` forbids."""
+    logits = logits.clone()
+    for row, ids in enumerate(next_ids):
+        if ids:
+            allowed = logits[row, ids]
+            logits[row] = -math.inf
+            logits[row, ids] = allowed
+    return logits
 
 
 def generate(

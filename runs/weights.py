@@ -49,6 +49,16 @@ class Trained:
         with torch.device("meta"):
             return Transformer(self.model.config).num_parameters()
 
+    @property
+    def name(self) -> str:
+        """NAME of out/runs/NAME/weights, NAME@step-N of a checkpoint, or that of the folder."""
+        folder = self.folder.resolve()
+        if folder.name == "weights":
+            return folder.parent.name
+        if folder.parent.name == "checkpoints":
+            return f"{folder.parent.parent.name}@{folder.name}"
+        return folder.name
+
 
 @dataclass
 class WeightsFolder:

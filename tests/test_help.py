@@ -7,8 +7,10 @@ import sys
 import pytest
 from conftest import run
 
-SCRIPTS = ("generate", "prepare_data", "evaluate", "export_hf", "export_gguf", "import_weights")
-SCRIPTS += ("merge_lora",)
+SCRIPTS = (
+    *("generate", "chat", "serve", "prepare_data", "evaluate", "export_hf", "export_gguf"),
+    *("import_weights", "merge_lora"),
+)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])

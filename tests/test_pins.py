@@ -29,10 +29,11 @@ def test_every_dependency_is_pinned_and_every_pin_is_a_dependency():
     assert set(pinned) == names_in("dependencies")
 
 
-def test_development_pins_are_the_dependencies_of_development_and_of_other_formats():
+def test_development_pins_are_the_dependencies_of_development_and_of_what_is_optional():
     include, *rest = lines_of("requirements-dev.txt")
     assert include == "-r requirements.txt"
-    assert {line.partition("==")[0] for line in rest} == names_in("dev") | names_in("formats")
+    optional = names_in("dev") | names_in("formats") | names_in("serve")
+    assert {line.partition("==")[0] for line in rest} == optional
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt"])

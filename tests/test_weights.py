@@ -78,6 +78,12 @@ def test_of_a_run_under_way_it_is_the_newest_checkpoint(run):
     assert seed_of(run / "checkpoints" / "step-00000010") == 10
 
 
+def test_it_has_the_name_of_its_run(run, weights, tmp_path):
+    assert load_trained(str(run)).name == load_trained(str(weights)).name == "mine"
+    assert load_trained(str(weights.rename(tmp_path / "other"))).name == "other"
+    assert load_trained(str(run)).name == "mine@step-00000020"
+
+
 def test_where_the_weights_come_from_is_told_and_where_their_tokenizer_belongs(run, packed):
     checkpoint = run / "checkpoints" / "step-00000020"
     assert load_trained(str(run)).folder == checkpoint

@@ -65,15 +65,15 @@ class Browser:
             raise RuntimeError(f"{method}: {answer['error']}")
         return answer["result"]
 
-    def open(self, page: Path, width: int, dark: bool = False) -> None:
-        """Load a file at this width in CSS pixels."""
+    def open(self, page: Path | str, width: int, dark: bool = False) -> None:
+        """Load a file, or what is at an address, at this width in CSS pixels."""
         scheme = "dark" if dark else "light"
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
         phone = width < 600
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": phone}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while (event := self._read()).get("method") != "Page.loadEventFired":
             self._note(event)
 

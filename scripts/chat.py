@@ -1,0 +1,67 @@
+"""Talk to a trained model in the terminal.
+
+    python -m scripts.chat RUN
+    python -m scripts.chat RUN --system "Answer in one sentence." --temperature 0
+
+Enter asks, /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program. When the
+context is full, the oldest questions and their answers are forgotten, which is said. Answers go to
+stdout as they come, everything else to stderr.
+"""
+
+import argparse
+from contextlib import suppress
+
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
+from scripts.model_flags import (
+    NO_CHAT,
+    add_model_flags,
+    add_sampling_flags,
+    load,
+    sampling_of,
+    single,
+)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = OneLineParser(prog="python -m scripts.chat", description=__doc__)
+    add = parser.add_argument
+    add_model_flags(add)
+    add("--system", default="", help="a message to stand before all others")
+    most = "length of an answer, at most (default: as long as the context has room)"
+    add("--max_new_tokens", type=int, help=most)
+    add_sampling_flags(add)
+    add("--seed", type=int, default=42, help="answer number i draws with seed + i")
+    args = parser.parse_args(argv)
+    if args.max_new_tokens is not None and args.max_new_tokens < 1:
+        parser.error(f"--max_new_tokens must be at least 1, not {args.max_new_tokens}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line_errors("chat", UsageError):
+        args = parse_arguments(argv)
+        single("scripts.chat")
+    from inference.chat import Chat
+    from inference.text_generator import say
+    from model.config import ConfigError
+
+    with one_line_errors("chat", UsageError, ConfigError):
+        sampling = sampling_of(args)
+        decoder, trained = load(args)
+        if not trained.chats:
+            say(NO_CHAT)
+        chat = Chat(
+            decoder=decoder,
+            tokenizer=trained.tokenizer,
+            sampling=sampling,
+            max_new_tokens=args.max_new_tokens,
+            system=args.system,
+        )
+        with suppress(ImportError):
+            import readline  # noqa: F401  arrow keys in input(), where the system has it
+        chat.converse()
+
+
+if __name__ == "__main__":
+    main()
