@@ -17,6 +17,10 @@ class UsageError(ValueError):
     """Flags, files or launcher settings that cannot work, or contradict each other."""
 
 
+class SaidError(UsageError):
+    """What another program, started by this one, has said in its own line."""
+
+
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
     """A sys.excepthook: Ctrl-C ends a program with one line and exit code 130.
 
@@ -55,6 +59,8 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
+        if isinstance(error, SaidError):
+            sys.exit(EXIT_CODE)
         if rank:
             program = f"{program} (rank {rank})"
         sys.stdout.flush()

@@ -13,7 +13,6 @@ from data.order import MicroBatchSampler
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, read_description
 from model.transformer import IGNORE_INDEX
 
-MULTIPLE = 32  # of this are the lengths of padded rows, so that few of them are different
 MEASURED_ROWS = 1 << 18  # by so many the share of padding is told
 
 
@@ -142,5 +141,7 @@ def rows_within(answers: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarr
 
 
 def padded(longest: int | np.ndarray, seq_len: int) -> np.ndarray:
-    """The length to which rows are padded of which the longest has so many tokens."""
-    return np.minimum(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
+    """The length to which rows are padded of which the longest has so many tokens: one of sixteen,
+    so that few shapes are different."""
+    multiple = max(8, seq_len // 16)
+    return np.minimum(-(-longest // multiple) * multiple, seq_len)

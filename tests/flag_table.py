@@ -1,26 +1,36 @@
-"""The table of flags in README.md: `python tests/flag_table.py` prints it."""
+"""The tables of flags in README.md: `python tests/flag_table.py` prints them."""
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import LMConfig
 from training.arguments import TrainingArguments, flags_of, show_default
+from training.sft_arguments import SFTArguments
 
 
 def flag_table() -> str:
-    """All flags as Markdown, one table per group."""
+    """All flags as Markdown, one table per group; at the end those of fine-tuning that pretraining
+    has not, or has with another default."""
+    known = {item.name: item.default for item in fields(TrainingArguments)}
+    own = [
+        (item, f"{group}, `{SFTArguments.program}`")
+        for item, group in flags_of(SFTArguments)
+        if item.name not in known or item.default != known[item.name]
+    ]
     lines, last = [], None
-    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig)]:
+    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig), *own]:
         if title != last:
             head = ["| flag | default | meaning |", "|---|---|---|"]
-            lines += ["", f"**{title.capitalize()}**", "", *head]
+            lines += ["", f"**{title[0].upper()}{title[1:]}**", "", *head]
             last = title
         meaning = item.metadata["help"]
         if choices := item.metadata.get("choices"):
             meaning += f": {', '.join(choices)}"
-        default = "" if item.default is None else f"`{show_default(item.default)}`"
+        shown = f"`{show_default(item.default)}`"
+        default = "" if item.default in (None, "") else shown
         lines.append(f"| `--{item.name}` | {default} | {meaning} |")
     return "\n".join(lines).strip()
 

@@ -160,7 +160,7 @@ def test_rows_are_padded_at_their_ends_to_a_multiple(tmp_path):
     rows = [dataset[i] for i in range(10)]
     longest = max(len(tokens) for tokens, _ in rows)
     tokens, targets = dataset.collate(rows)
-    assert tokens.shape == targets.shape == (10, -(-longest // 32) * 32)
+    assert tokens.shape == targets.shape == (10, -(-longest // 62) * 62)
     for i, (row, wanted) in enumerate(rows):
         assert torch.equal(tokens[i, : len(row)], row)
         assert torch.equal(targets[i, : len(row)], wanted)
@@ -170,10 +170,11 @@ def test_rows_are_padded_at_their_ends_to_a_multiple(tmp_path):
 
 def test_padding_never_goes_beyond_the_context(tmp_path):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 50)
-    assert dataset.lengths.max() > 32
+    assert dataset.lengths.max() > 48
     rows = [dataset[int(dataset.lengths.argmax())]]
     assert dataset.collate(rows)[0].shape == (1, 50)
-    assert padded(np.array([1, 32, 33, 50]), 50).tolist() == [32, 32, 50, 50]
+    assert padded(np.array([1, 8, 9, 49]), 50).tolist() == [8, 8, 16, 50]
+    assert padded(np.array([1, 64, 65, 1000]), 1024).tolist() == [64, 64, 128, 1024]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

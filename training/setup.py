@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common.errors import UsageError
+from common.errors import SaidError, UsageError
 from data.dataset import PackedDataset
-from data.errors import DataError
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from model.lora import LoRA
@@ -70,7 +69,7 @@ def open_splits(
 def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
     """The arguments with --data, prepared first where that is this program's to do and has not
     happened yet: the built-in corpus, and conversations, which go by the tokenizer of the weights.
-    Raises DataError: that failed."""
+    Raises SaidError: that failed. DataError: the weights have no tokenizer."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
@@ -83,7 +82,7 @@ def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
         return args
     command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
     if subprocess.run(command, stdout=2).returncode:  # preflight prints flags, and nothing else
-        raise DataError(f"{folder}: the data could not be prepared")
+        raise SaidError(f"{folder}: the data could not be prepared")
     return replace(args, data=folder)
 
 

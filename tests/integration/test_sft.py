@@ -168,7 +168,8 @@ def test_mistakes_are_one_line(base, data, packed, tmp_path):
     )
     missing = tmp_path / "none.jsonl"
     line = refused(f"{out} --init_from {base.path} --conversations {missing}")
-    assert "could not be prepared" in line
+    assert line.startswith("prepare_data: error: ")
+    assert str(missing) in line
     assert list(tmp_path.iterdir()) == []
 
 
