@@ -117,7 +117,7 @@ def test_a_whole_run_prints_a_table_and_writes_the_file(tmp_path):
         assert {"aten::mm", "aten::embedding"} <= events
 
 
-@pytest.mark.slow
+@pytest.mark.variant  # of time_to_loss, which is interrupted
 def test_a_run_that_is_terminated_prints_its_table_and_writes_its_rounds(tmp_path):
     written = tmp_path / "out.json"
     flags = ["--contenders", "ours-eager", "--rounds", "1000000", "--steps", "1", "--json", written]
@@ -138,7 +138,7 @@ def test_a_run_that_is_terminated_prints_its_table_and_writes_its_rounds(tmp_pat
     assert len(size["results"][0]["step_seconds"]) >= 2
 
 
-@pytest.mark.variant  # of the one before, where SIGTERM does it
+@pytest.mark.variant  # of time_to_loss, which is interrupted
 def test_an_interrupt_ends_every_worker(tmp_path):
     marker = f"TEST_MARKER={tmp_path}"
     running = subprocess.Popen(

@@ -167,8 +167,17 @@ def assert_same_end(run: Trained, reference: Reference) -> None:
     assert largest_difference(moments, relative(by_hand, by_hand)) <= 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("grad_clip", [CLIPPED, UNCLIPPED])
-@pytest.mark.parametrize("name", SHARED_OUT)
+UNCLIPPED_TOO = ("plain 8", "ZeRO-2 2 x 2 x 2 accumulation")
+CASES = [
+    *((name, CLIPPED) for name in SHARED_OUT),
+    *(
+        pytest.param(name, UNCLIPPED, marks=() if name in UNCLIPPED_TOO else pytest.mark.variant)
+        for name in SHARED_OUT
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "grad_clip"), CASES)
 def test_every_engine_trains_as_plain_pytorch_does(name, grad_clip, runs, reference):
     run, by_hand = runs(name, grad_clip), reference[grad_clip]
     assert run.column("loss") == pytest.approx(by_hand.losses, abs=TOLERANCE)

@@ -89,6 +89,7 @@ def test_resuming_continues_bit_for_bit(name, step, whole, packed, tmp_path):
     assert resumed.rows("val_loss")[-1] == before.rows("val_loss")[-1]
 
 
+@pytest.mark.variant  # of test_equivalence, in bf16
 def test_muon_resumes_bit_for_bit_under_zero_1_in_bf16(packed, tmp_path):
     """With fp32 gradients, which is a class of DeepSpeed's own; the others: test_equivalence.py."""
     command = deepspeed_command(deepspeed_file(tmp_path / "ds.json", stage=1), 2)

@@ -60,7 +60,10 @@ def told(start, how: str, script: Path, path: Path) -> tuple[list[dict], list[st
     return [json.loads(file.read_text()) for file in files], sorted(lines)
 
 
-@pytest.mark.parametrize("how", STARTS)
+HOW = [pytest.param(how, marks=pytest.mark.variant if how == "DDP" else ()) for how in STARTS]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_a_forked_program_finds_what_a_fresh_interpreter_does(how, tmp_path):
     script = tmp_path / "tells.py"
     script.write_text(TELLS)
