@@ -26,6 +26,7 @@ from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, OVERHEAD, MemoryPlan, available_memory, expect
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
+from training.lora_arguments import LoRAArguments
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -33,7 +34,7 @@ from training.resume import (
     starting_weights,
 )
 from training.settings import saved_arguments
-from training.setup import with_data
+from training.setup import shapes_of, with_data
 from training.sft_arguments import SFTArguments
 from training.trackers import require_trackers
 
@@ -85,6 +86,8 @@ def check_launch(
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
+    if isinstance(args, LoRAArguments):
+        shapes_of(model, args.adapt)
     start = find_starting_point(args, quiet=True)
     if sequences:
         args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(

@@ -119,6 +119,16 @@ def plan_compilation(
     )
 
 
+def shapes_of(
+    config: LMConfig, adapt: Callable[[Transformer], object] = lambda model: None
+) -> Transformer:
+    """The model without numbers, to be counted. Raises ConfigError: `adapt` cannot do its work."""
+    with torch.device("meta"):
+        shapes = Transformer(config)
+        adapt(shapes)
+    return shapes
+
+
 @dataclass
 class BuiltModel:
     config: LMConfig
@@ -149,9 +159,7 @@ def build_model(
             it freezes are held in the precision of forward and backward, under every engine.
     """
     accelerator = engine.accelerator
-    with torch.device("meta"):  # to be counted: an engine may leave nothing of the model's own
-        shapes = Transformer(config)
-        adapt(shapes)
+    shapes = shapes_of(config, adapt)  # an engine may leave nothing of the model's own
     n_trained = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)

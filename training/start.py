@@ -14,7 +14,7 @@ from training.resume import describe_finished, say_what_changed, set_aside
 from training.run import Run
 from training.schedule import count_steps
 from training.settings import write_settings
-from training.setup import build_model, find_start, plan_compilation
+from training.setup import build_model, find_start, plan_compilation, shapes_of
 from training.start_block import start_block, warnings
 from training.trackers import start_trackers
 
@@ -40,6 +40,7 @@ def start_run(
     """
     accelerator = engine.accelerator
     config = on_every_process(engine, lambda: initial.config(train_set))
+    shapes_of(config, adapt)  # what cannot be built leaves no folder
 
     # A new run or an old one, and how many steps.
     asked = args
