@@ -25,6 +25,8 @@ def merge(args: argparse.Namespace) -> None:
     from collections import ChainMap
 
     from common.atomic import new_folder
+    from data.chat_template import TEMPLATE_FILE
+    from data.tokenizer import copy_tokenizer
     from formats.import_weights import is_import
     from formats.peft import load_adapter
     from formats.portable import save_portable
@@ -37,8 +39,9 @@ def merge(args: argparse.Namespace) -> None:
         base = {name: parameter.detach() for name, parameter in trained.model.named_parameters()}
         adapter, scaling = load_adapter(args.adapter, config)
         save_portable(folder, config, dict(Merged(ChainMap(adapter, base), scaling)))
-        tokenizer = Path(trained.tokenizer.path)
-        shutil.copyfile(tokenizer, folder / tokenizer.name)
+        copy_tokenizer(trained.tokenizer.path, folder)
+        if (args.adapter / TEMPLATE_FILE).exists():
+            shutil.copyfile(args.adapter / TEMPLATE_FILE, folder / TEMPLATE_FILE)
     print(f"{args.out}: {args.adapter} added to {trained.folder}")
 
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_model import adapted
 
+from data.chat_template import TEMPLATE_FILE
 from formats.hugging_face_export import write_model
 from formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
 from formats.portable import load_portable, save_portable
@@ -108,6 +109,7 @@ def test_an_adapter_that_peft_wrote_is_read(run):
 def test_the_script_merges(run, monkeypatch, capsys):
     tokenizer = run.path / "tokenizer.model"
     tokenizer.write_bytes(b"of no matter")
+    (run.path / "adapter" / TEMPLATE_FILE).write_text("says that it answers")
     base = load_portable(run.path / "base")
     trained = SimpleNamespace(model=base, tokenizer=SimpleNamespace(path=str(tokenizer)))
     trained.folder = run.path / "base"
@@ -118,6 +120,7 @@ def test_the_script_merges(run, monkeypatch, capsys):
     expected = merged_weights(dict(run.model.named_parameters()), run.model.lora)
     assert all(torch.equal(p, expected[name]) for name, p in merged.named_parameters())
     assert (run.path / "merged" / "tokenizer.model").read_bytes() == b"of no matter"
+    assert (run.path / "merged" / TEMPLATE_FILE).read_text() == "says that it answers"
     with pytest.raises(SystemExit):
         merge_lora.main(flags)
     assert capsys.readouterr().err.strip().endswith("merged exists: pass --overwrite to replace it")

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from pathlib import Path
 
 from torch import Tensor
 
@@ -45,11 +46,11 @@ def finish(
     if lora:
         with whole_folder(run.adapter) as folder:
             save_adapter(folder, config, weights, lora)
+            _copy_template(run, folder)
     with whole_folder(run.weights) as folder:
         save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
         copy_tokenizer(run.tokenizer, folder)
-        if run.template.exists():
-            shutil.copyfile(run.template, folder / run.template.name)
+        _copy_template(run, folder)
         # By the files just written: the proof that they can be used.
         model = load_portable(folder)
         tokenizer = open_tokenizer(folder)
@@ -87,6 +88,12 @@ def finish(
         f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",
         flush=True,
     )
+
+
+def _copy_template(run: RunFolder, folder: Path) -> None:
+    """By which others see that these weights answer, and how."""
+    if run.template.exists():
+        shutil.copyfile(run.template, folder / run.template.name)
 
 
 def _describe(row: dict) -> str:
