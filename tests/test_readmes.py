@@ -137,7 +137,7 @@ CHANGES = [
     ("a number of parameters", "2580 万", "258 万", "['25800000'], README_zh.md ['2580000']"),
     ("a stage of ZeRO", "DDP 和 ZeRO-1", "DDP 和 ZeRO-3", "['ZeRO-1'], README_zh.md ['ZeRO-3']"),
     ("a row left out", "| `--epochs` | `1` | 数据过几遍 |\n", "", "alone ['--epochs']"),
-    ("a row more", "| `DATA` |", "| `X` | |\n| `DATA` |", "9 rows and 10"),
+    ("a row more", "| `DATA` |", "| `X` | |\n| `DATA` |", "10 rows and 11"),
     ("a column more", "| `DATA` |", "| `DATA` | |", "2 columns and 3"),
     ("an alignment", "|---|---|\n| `weights", "|---|:-:|\n| `weights", "under the table's head"),
     ("a cell's code in another cell", "| `--beta2` | `0.95` |", "| | `--beta2` `0.95` |", "code:"),
@@ -231,7 +231,7 @@ def test_every_module_takes_the_flags_that_stand_after_it(name):
 def test_every_flag_that_is_named_is_a_flag_of_something(name):
     modules = {module for module, _ in module_commands(TEXTS[name])} - {"training.arguments"}
     known = {*LAUNCHER_FLAGS, *DEEPSPEED_LAUNCHER_FLAGS, *OTHER_FLAGS}
-    known |= flags_of("train_pretrain_accelerate")
+    known |= flags_of("train_pretrain_accelerate") | flags_of("train_sft_accelerate")
     known = known.union(*map(flags_of, modules))
     named = flags_in("\n".join(typed(TEXTS[name])))
     assert {"--beyond_context", "--use_deepspeed", "--no-use_flash_attn"} <= named
