@@ -1,6 +1,5 @@
 """What a training program builds before its first step; each function returns what it made."""
 
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,12 +68,18 @@ def open_splits(
 def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
     """The arguments with --data, prepared first where that is this program's to do and has not
     happened yet: the built-in corpus, and conversations, which go by the tokenizer of the weights.
-    Raises SaidError: that failed. DataError: the weights have no tokenizer."""
+    Raises SaidError: that failed. UsageError: flags that contradict each other; the weights have no
+    tokenizer."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-        flags += ["--overwrite", *shlex.split(args.prepare_flags)]
+        flags += ["--overwrite", *args.prepare_words()]
+    elif isinstance(args, SFTArguments) and args.says_how_to_prepare():
+        raise UsageError(
+            "--data is a folder that has been prepared, --conversations and --prepare_flags "
+            "prepare one: give either"
+        )
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
         print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
         folder, flags = args.data, ["--data", "builtin"]

@@ -1,8 +1,10 @@
 """The flags of train_sft_accelerate.py."""
 
+import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
+from common.errors import UsageError
 from data.conversation_set import ConversationSet
 from model.config import setting
 from training.arguments import FILE_NAME, changed
@@ -33,3 +35,14 @@ class SFTArguments(LoRAArguments):
         group="fine-tuning",
     )
     prepare_flags: str = setting("", "flags of scripts.prepare_data for these conversations")
+
+    def says_how_to_prepare(self) -> bool:
+        """Whether conversations or flags for them were given."""
+        return (self.conversations, self.prepare_flags) != ("builtin", "")
+
+    def prepare_words(self) -> list[str]:
+        """--prepare_flags, as a shell would take them apart. Raises UsageError: it could not."""
+        try:
+            return shlex.split(self.prepare_flags)
+        except ValueError as error:
+            raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error

@@ -167,6 +167,7 @@ def test_mistakes_are_one_line(base, data, packed, tmp_path):
         f"{given} --lora_dim 4 --lora_module_name nothing"
     )
     missing = tmp_path / "none.jsonl"
+    assert "give either" in refused(f"{given} --conversations {missing}")
     line = refused(f"{out} --init_from {base.path} --conversations {missing}")
     assert line.startswith("prepare_data: error: ")
     assert str(missing) in line

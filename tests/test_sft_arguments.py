@@ -1,0 +1,23 @@
+import pytest
+
+from common.errors import UsageError
+from training.setup import with_data
+from training.sft_arguments import SFTArguments
+
+
+def test_flags_for_preparing_are_taken_apart_as_a_shell_would():
+    args = SFTArguments(prepare_flags="--data_split 2,4,4 --val_fraction '0.1'")
+    assert args.prepare_words() == ["--data_split", "2,4,4", "--val_fraction", "0.1"]
+    with pytest.raises(UsageError, match=r"^--prepare_flags .*: No closing quotation$"):
+        SFTArguments(prepare_flags="--out 'my").prepare_words()
+
+
+@pytest.mark.parametrize("flags", [{"conversations": "my.jsonl"}, {"prepare_flags": "--reuse"}])
+def test_prepared_data_and_how_to_prepare_it_contradict_each_other(flags):
+    with pytest.raises(UsageError, match=r"^--data is a folder .*: give either$"):
+        with_data(SFTArguments(data="out/data/chat", **flags), None)
+
+
+def test_prepared_data_is_used_as_it_is():
+    args = SFTArguments(data="out/data/chat")
+    assert with_data(args, None) is args
