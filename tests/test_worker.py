@@ -3,15 +3,16 @@
 import threading
 
 import pytest
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
 from small_model import opinionated
 
-from data.tokenizer import EOS_ID, Tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import EOS_ID
 from inference.continuation import Continuation
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
 from inference.worker import BusyError, Worker
-from tests.conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
 
 CONTEXT = 1 << 16  # so long that no text comes to its end by itself
 GREEDY = Sampling(temperature=0)

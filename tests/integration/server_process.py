@@ -12,7 +12,7 @@ from conftest import SAFETY_NET_SECONDS, start_warm
 from small_model import opinionated
 
 from data.chat_template import TEMPLATE_FILE
-from data.tokenizer import EOS_ID
+from data.tokenizer_training import EOS_ID
 from formats.portable import save_portable
 
 
