@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.work import Work
 from common.errors import stop_in_order
+from data.dataset import PackedDataset
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation
@@ -19,10 +20,10 @@ from training.run import Run
 from training.setup import build_model
 
 
-class RandomTokens:
+class RandomTokens(PackedDataset):
     """What a Run asks of the data set from which its micro-batches would come."""
 
-    every_target_counts = True
+    split = "train"
     description = {"tokenizer_sha256": "", "splits": {"train": {"shards": []}}}  # noqa: RUF012
 
     def __init__(self, seq_len: int):

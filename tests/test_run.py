@@ -5,8 +5,8 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
+from data.dataset import PackedDataset
 from model import IGNORE_INDEX, LMConfig
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
@@ -21,13 +21,13 @@ ACCUMULATION, BATCH, SEQ_LEN, VOCAB = 3, 2, 8, 50
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
 
 
-class Sequences(Dataset):
-    """A PackedDataset of random sequences, of which so many of the targets count."""
+class Sequences(PackedDataset):
+    """Random sequences, of which so many of the targets count."""
 
     def __init__(self, counts: list[int], every_target_counts: bool):
         self.counts, self.seq_len = counts, SEQ_LEN
         self.every_target_counts = every_target_counts
-        self.tokenizer_path = None
+        self.split = "train"
         splits = {"train": {"shards": [{"sha256": "1" * 64}]}}
         self.description = {"tokenizer_sha256": "2" * 64, "splits": splits}
 
@@ -240,6 +240,17 @@ def test_adamw_steps_without_waiting_for_the_norm_of_the_gradient(run_of, monkey
     run.update()
     assert run.optimizer.state
     assert isinstance(run.grad_norm, OnTheGPU)
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(2, [2]), (0, [])])
+def test_a_sample_is_written_at_every_interval(run_of, monkeypatch, interval, steps):
+    run, written = run_of(sample_interval=interval), []
+    monkeypatch.setattr(run, "write_sample", written.append)
+    for step in (1, 2, 3):
+        take(run, step)
+        run.update()
+        run.end(step)
+    assert written == steps
 
 
 @pytest.mark.parametrize("every_target_counts", [True, False])

@@ -1,10 +1,12 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from data.dataset import PackedDataset
+from data.shards import TEXT
 from data.tokenizer import Tokenizer
 from model import LMConfig, Transformer
 from report.history import read_rows
@@ -34,9 +36,10 @@ def writer_of(accelerator, text, model, tmp_path):
     logs = []
 
     def make(first_step: int = 1, **flags) -> SampleWriter:
-        args = TrainingArguments(**{"sample_interval": 2, "sample_tokens": 8} | flags)
+        args = TrainingArguments(**{"sample_tokens": 8} | flags)
         log = TrainingLog(accelerator, tmp_path / "metrics.jsonl", 1, 64, 1, 10, first_step)
         logs.append(log)
+        shutil.copy(text.tokenizer_path, tmp_path)
         return SampleWriter(args, tmp_path / "samples.jsonl", lambda: model, text, log)
 
     yield make
@@ -48,9 +51,9 @@ def steps(folder: Path) -> list[int]:
     return [row["step"] for row in read_rows(folder / "samples.jsonl")]
 
 
-def test_every_interval_writes_step_prompt_and_text(writer_of, tmp_path, capsys):
+def test_every_sample_has_step_prompt_and_text(writer_of, tmp_path, capsys):
     writer = writer_of(sample_prompt="第1句")
-    for step in range(1, 7):
+    for step in (2, 4, 6):
         writer.write(step)
     assert steps(tmp_path) == [2, 4, 6]
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
@@ -60,11 +63,6 @@ def test_every_interval_writes_step_prompt_and_text(writer_of, tmp_path, capsys)
     assert "第1句" in lines[-1]  # readable in the file too
     assert row["text"]
     assert f"step 6/10  sample {(row['prompt'] + row['text'])[:80]!r}" in capsys.readouterr().out
-
-
-def test_no_interval_no_sample(writer_of, tmp_path):
-    writer_of(sample_interval=0).write(2)
-    assert not (tmp_path / "samples.jsonl").exists()
 
 
 def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, model):
@@ -80,7 +78,8 @@ def test_that_prompt_does_not_end_within_a_character(text, model):
     tokenizer = Tokenizer(text.tokenizer_path)
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
     assert len(ids) == 33  # four bytes each, of which PROMPT_TOKENS takes 11
-    prompt, _ = prompt_and_continuation(model, TrainingArguments(), tokenizer, [(ids, None)])
+    data = type("Text", (list,), {"kind": TEXT})([(ids, None)])
+    prompt, _ = prompt_and_continuation(model, TrainingArguments(), tokenizer, data)
     assert prompt == "🤗🤗"
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ class SampleWriter:
     """
 
     args: TrainingArguments  # sample_prompt, sample_tokens and seed count here
-    path: Path  # samples.jsonl; rows of steps that this start takes again are dropped
+    path: Path  # samples.jsonl of a run; rows of steps that this start takes again are dropped
     whole_model: Callable[[], Transformer | None]  # see `TrainingState`
     prompt_from: PackedDataset  # whose beginning is the prompt, if there is no other
     log: TrainingLog  # tells what was written
@@ -76,8 +77,11 @@ class SampleWriter:
         self.accelerator = self.log.accelerator
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
-        # Now, for --data may be prepared anew meanwhile.
-        self.tokenizer = open_tokenizer(self.prompt_from.tokenizer_path)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The run's own, for --data may be prepared anew meanwhile."""
+        return open_tokenizer(self.path.parent)
 
     def write(self, step: int) -> None:
         """All must call this. A disk that is full or refuses does not stop training."""

@@ -3,12 +3,17 @@
 import json
 import shutil
 import sys
+from collections import ChainMap
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, Trained, launch_command, run_warm, train
-from safetensors.torch import load_file
+
+from formats.peft import load_adapter
+from formats.portable import load_config
+from model.lora import Merged, is_adapter
+from runs.weights import load_trained
 
 pytestmark = pytest.mark.slow
 
@@ -118,11 +123,12 @@ def same_bits(one: Trained, other: Trained) -> bool:
 
 
 LORA = " --lora_dim 4 --only_optimize_lora --dropout 0.1"
+LORA_AND_OTHERS = " --lora_dim 4 --lora_alpha 32 --dtype bfloat16"
 
 
 @pytest.mark.parametrize(
     ("engine", "processes", "more"),
-    [("plain", 1, ""), ("zero2", 2, LORA), ("configs/zero3.yaml", 2, LORA)],
+    [("plain", 1, ""), ("zero2", 2, LORA), ("configs/zero3.yaml", 2, LORA_AND_OTHERS)],
 )
 def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
     sft, base, tmp_path, engine, processes, more
@@ -137,15 +143,39 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
         shutil.copy(whole.path / name, stopped)
     if more:
         shutil.copytree(whole.path / "base", stopped / "base")
-        learned = load_file(start / "weights" / "model.safetensors")
-        kept = load_file(whole.path / "base" / "model.safetensors")
-        assert all(torch.equal(kept[name], tensor) for name, tensor in learned.items())
-        assert all("lora_" in name for name in whole.tensors())
+        check_parts(whole, base, only_lora="--only" in more)
     shutil.rmtree(start)
     resumed = sft(engine, processes, stopped, flags, start)
     assert "starts from: step-00000003" in resumed.out
     assert resumed.column("loss") == whole.column("loss")
     assert same_bits(resumed, whole)
+
+
+def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
+    """What a run with adapters leaves: what it began with, what it trained, and both added up."""
+    begun, kept, left, under_way = (
+        dict(load_trained(str(path)).model.named_parameters())
+        for path in (base.path, run.path / "base", run.path, run.checkpoint())
+    )
+    adapter, scaling = load_adapter(run.path / "adapter", load_config(run.path / "weights"))
+    merged = Merged(ChainMap(adapter, begun), scaling)
+    for name in begun:
+        assert torch.equal(kept[name], begun[name])
+        assert torch.equal(left[name], merged[name])
+        assert torch.equal(left[name], under_way[name])
+    names = set(run.tensors())
+    assert adapter.keys() == names
+    others = {name for name in names if not is_adapter(name)}
+    assert len(names - others) == 2 * 7 * 2  # factors, layers, blocks
+    assert not any("attention.w" in name or "feed_forward.w" in name for name in others)
+    assert ("tok_embeddings.weight" in others) != only_lora
+    assert bool(others) != only_lora
+    changed = {name for name in begun if not torch.equal(left[name], begun[name])}
+    assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}
+    trained = sum(tensor.numel() for tensor in run.tensors().values()) / 1e6
+    said = f"of which {trained:.2f} million are trained: LoRA of dim 4 and alpha {4 * scaling:g} in"
+    assert said in run.out
+    assert ("in 'layers', and all others" in run.out) != only_lora
 
 
 def refused(flags: str, script: str = SFT) -> str:
