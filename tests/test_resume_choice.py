@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import UsageError
+from data.dataset import PackedDataset
 from model import LMConfig
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from runs.folder import RunFolder
@@ -259,7 +260,9 @@ def data_of(letter: str) -> SimpleNamespace:
     """A PackedDataset as far as its identity is concerned; each letter is another."""
     shards = [{"sha256": letter * 64}, {"sha256": letter * 64}]
     description = {"tokenizer_sha256": letter * 64, "splits": {"train": {"shards": shards}}}
-    return SimpleNamespace(description=description)
+    data = SimpleNamespace(description=description, split="train")
+    data.identity = PackedDataset.identity.fget(data)
+    return data
 
 
 MINE, OTHERS = data_of("a"), data_of("b")

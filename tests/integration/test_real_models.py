@@ -3,6 +3,7 @@ weights and a tokenizer.json."""
 
 import json
 import shutil
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -128,6 +129,24 @@ def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_
         ids = [tokenizer.bos_token_id, *tokenizer(prompt).input_ids]
         written = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
         assert tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True) == text
+
+
+def test_it_is_fine_tuned_and_goes_back_with_a_template(imported, somebodys, tmp_path, capsys):
+    asked = [{"prompt": f"{i} + 1 = ?", "response": f"{i + 1}"} for i in range(40)]
+    chat, data = tmp_path / "chat.jsonl", tmp_path / "data"
+    chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
+    flags = ["--tokenizer", str(somebodys), "--out", str(data), "--val_fraction", "0.2"]
+    prepare_data.main(["--conversations", str(chat), *flags])
+    flags = "--max_steps 2 --batch_size 4 --max_seq_len 64 --learning_rate 1e-2 --lora_dim 4"
+    command = [sys.executable, "train_sft_accelerate.py"]
+    tuned = train_whole(command, data, tmp_path / "tuned", imported, flags)
+    before, *_, after = tuned.rows("val_loss")
+    assert after["val_loss"] < before["val_loss"]
+    kept = (tuned.path / "base" / "tokenizer.json").read_bytes()
+    assert kept == (imported / "tokenizer.json").read_bytes()
+    capsys.readouterr()
+    export_hf.main([str(tuned.path), str(tmp_path / "hf")])
+    assert "token ids of the chat template equal" in capsys.readouterr().out
 
 
 def test_it_is_scored_as_in_training_and_by_the_bytes_of_the_text(trained, data, corpus, tmp_path):
