@@ -52,7 +52,7 @@ def share(text: str) -> float:
 
 def parse_options(argv: list[str] | None = None) -> dict:
     """What was typed, of all flags; those of "plan" with their defaults."""
-    parser = build_parser(TRAINING_FLAGS)
+    parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
     numbers = "processes that share the global batch, one number or several: 8,64,1024"
