@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from model import LMConfig, Transformer
+from model.lora import LoRA, add_lora, is_adapter
 from training.engine.activations import activations
 from training.engine.workload import Parameters, Workload
 
@@ -113,3 +114,16 @@ def test_parameters_are_counted_in_a_model():
     assert counted.matrices == counted.total - norms - model.tok_embeddings.weight.numel()
     tied = Parameters.of(small())
     assert tied.matrices == tied.total - norms
+
+
+@pytest.mark.parametrize("only_lora", [True, False])
+def test_with_adapters_what_is_trained_is_counted_apart(only_lora):
+    config, lora = small(), LoRA(4, 8.0, "layers", only_lora)
+    model, counted = Transformer(config), Parameters.of(config, muon=True, lora=lora)
+    add_lora(model, **vars(lora))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert counted.trained == counted.total - counted.frozen == sum(p.numel() for p in trained)
+    assert counted.by_muon == sum(p.numel() for n, p in model.named_parameters() if is_adapter(n))
+    embedding = 0 if only_lora else model.output.weight.numel()
+    assert counted.matrices == counted.by_muon + embedding
+    assert counted.flops_per_token == model.flops_per_token(config.max_seq_len)

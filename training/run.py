@@ -263,10 +263,8 @@ class Run:
         weights = self.built.state.weights()
         self.log.close()
         if self.engine.is_main:
-            lora = self.built.state.model.lora
-            finish(
-                self.args, self.folder, self.built.config, weights, lora, self.samples.prompt_from
-            )
+            built, prompt_from = self.built, self.samples.prompt_from
+            finish(self.args, self.folder, built.config, weights, built.lora, prompt_from)
             if self.log.divergence:
                 print(f"\n{self.log.divergence}", flush=True)
             if not saved:

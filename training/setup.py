@@ -13,6 +13,7 @@ from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
 from model import LMConfig, Transformer
+from model.lora import LoRA
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
@@ -115,6 +116,7 @@ class BuiltModel:
     state: TrainingState  # of both
     n_parameters: int
     n_trained: int  # of these; fewer where some are frozen
+    lora: LoRA | None  # its adapters
     flops_per_token: int  # see `Transformer.flops_per_token`
     n_muon_matrices: int
     n_muon_parameters: int  # stepped by Muon
@@ -180,6 +182,7 @@ def build_model(
         state=TrainingState(engine, model, optimizer),
         n_parameters=shapes.num_parameters(),
         n_trained=n_trained,
+        lora=shapes.lora,
         flops_per_token=shapes.flops_per_token(config.max_seq_len),
         n_muon_matrices=len(matrices),
         n_muon_parameters=n_muon_parameters,

@@ -66,7 +66,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
 
 def _trained(run: Run) -> str:
     """How many of the parameters, if not all."""
-    built, lora = run.built, run.built.state.model.lora
+    built, lora = run.built, run.built.lora
     if lora is None:
         return ""
     return (
@@ -155,7 +155,7 @@ def in_use(run: Run) -> tuple[Kind, Workload]:
         processes=run.engine.processes,
         device=run.accelerator.device,
         compiled=run.built.compilation.on,
-        lora=run.built.state.model.lora,
+        lora=run.built.lora,
     )
     return kind_of(deepspeed and deepspeed["zero_optimization"]), work
 

@@ -44,11 +44,10 @@ class Adapted(Trainee):
         here = (
             self.state._frozen() if self.engine.divides_model else dict(module.named_parameters())
         )
+        whole = self.state.whole_model()
         self.model.eval()
-        logits, whole = (
-            self.model(PROMPT.to(self.accelerator.device)).logits,
-            self.state.whole_model(),
-        )
+        with torch.no_grad():
+            logits = self.model(PROMPT.to(self.accelerator.device)).logits
         self.model.train()
         facts = {
             "trained": sorted(self.state.weights()),
