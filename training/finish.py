@@ -69,11 +69,12 @@ def finish(
             "the model of then, which other text will suit better"
         )
     print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
+    adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     again = shlex.quote(prompt.replace("\n", " "))
     print(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
-        f"weights:    {run.weights}\n\n"
+        f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m scripts.generate {source} --prompt {again}\n"
         f"      {python()} -m scripts.evaluate {source}\n"
         f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",
