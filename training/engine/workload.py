@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import LMConfig, Transformer
-from model.lora import LoRA, add_lora
+from model.lora import LoRA, LoRALinear, add_lora
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
 
@@ -21,6 +21,8 @@ class Parameters:
     flops_per_token: int  # of the model, forward and backward
     by_muon: int = 0  # stepped by Muon
     frozen: int = 0
+    frozen_norms: bool = False
+    inner: int = 0  # between the factors of all adapters, for a token
 
     @classmethod
     def of(cls, config: LMConfig, muon: bool = False, lora: LoRA | None = None) -> "Parameters":
@@ -41,6 +43,8 @@ class Parameters:
             flops_per_token=model.flops_per_token(config.max_seq_len),
             by_muon=sum(p.numel() for p in in_blocks) if muon else 0,
             frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+            frozen_norms=not model.norm.weight.requires_grad,
+            inner=sum(lora.dim for layer in layers if isinstance(layer, LoRALinear)),
         )
 
     @property
