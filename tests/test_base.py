@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_lora import adapted
+from small_model import adapted
 
 from common.errors import UsageError
 from formats.portable import load_portable

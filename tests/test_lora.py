@@ -5,7 +5,7 @@ from collections import ChainMap
 
 import pytest
 import torch
-from small_model import opinionated
+from small_model import adapted, opinionated
 
 from inference.decoder import Decoder
 from model import ConfigError, LMConfig, Transformer
@@ -13,17 +13,6 @@ from model.lora import LoRA, Merged, add_lora, is_adapter, merged_weights, weigh
 
 LAYERS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 LAYERS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
-
-
-def adapted(only_lora: bool = True, module_name: str = "layers", **choices) -> Transformer:
-    """A model that has learned something: no factor is zero."""
-    model = opinionated(vocab_size=50, seq_len=16)
-    add_lora(model, dim=4, alpha=6.0, module_name=module_name, only_lora=only_lora, **choices)
-    torch.manual_seed(1)
-    for name, p in model.named_parameters():
-        if is_adapter(name):
-            p.data.normal_(0, 0.3)
-    return model
 
 
 TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))

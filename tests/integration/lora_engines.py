@@ -1,5 +1,5 @@
 """Adapters under every engine in turn in the same processes: what is trained, what stays, and how
-they go on from each other's checkpoints. Started by test_lora.py, which reads what this leaves.
+they go on from each other's checkpoints. Started by test_lora_launch.py, which reads what this leaves.
 
     accelerate launch --multi_gpu ... lora_engines.py FOLDER ENGINE ...
 """

@@ -1,5 +1,5 @@
 """train_pretrain_accelerate.py with adapters on the weights that --init_from names, and all that is
-not under them trained too. Started by test_lora.py."""
+not under them trained too. Started by test_lora_launch.py."""
 
 from functools import partial
 
