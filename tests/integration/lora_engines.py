@@ -1,5 +1,5 @@
 """Adapters under every engine in turn in the same processes: what is trained, what stays, and how
-they go on from each other's checkpoints. Started by test_lora_launch.py, which reads what this leaves.
+they go on from each other's checkpoints. Started by test_lora_launch.py, which reads the result.
 
     accelerate launch --multi_gpu ... lora_engines.py FOLDER ENGINE ...
 """
@@ -22,6 +22,8 @@ from training.engine.launch import plain_module
 from training.interruption import leave
 
 ADAPTERS = LoRA(dim=4, alpha=32.0, module_name="layers", only_lora=True)
+# `step` has the learning rate twenty times as large as it is meant to be.
+MUON = {"optimizer": "muon", "muon_learning_rate": 1e-3}
 PROMPT = torch.arange(9)[None]
 
 
@@ -87,7 +89,7 @@ def main(folder: Path, names: list[str]) -> None:
             for before in names
         }
     for name in ("ddp", "zero2"):
-        trainee = Adapted(name, "float32", recorder, base, optimizer="muon")
+        trainee = Adapted(name, "float32", recorder, base, **MUON)
         losses = [trainee.step(number) for number in range(1, SAVED + 1)]
         trainee.save(folder / f"{name}-muon")
         losses += [trainee.step(number) for number in range(SAVED + 1, STEPS + 1)]
