@@ -55,11 +55,15 @@ def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, weight in weights.items():
         if heads := rotated_heads(name, config):
             weight = split_halves(weight, heads)
-        if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
-            llama[f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"] = weight
-        else:
-            llama[OUTER[name]] = weight
+        llama[llama_name(name)] = weight
     return llama
+
+
+def llama_name(name: str) -> str:
+    """Our name of a weight → Hugging Face's."""
+    if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
+        return f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"
+    return OUTER[name]
 
 
 def our_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:

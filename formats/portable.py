@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.config import ConfigError, LMConfig
+from model.lora import is_adapter
 from model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
@@ -103,19 +104,22 @@ def load_portable(folder: Path) -> Transformer:
     return model.eval()
 
 
-def load_weights(model: Transformer, weights: dict[str, Tensor], source: str) -> None:
-    """Copy weights into the model's parameters. Raises ConfigError: a name or shape on one side has
-    no equal on the other, or what is there are no numbers."""
+def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
+    """Copy weights into the model's parameters, those of a base into all but its adapters. Raises
+    ConfigError: see `require_fit`."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights[name])
+        if name in weights:
+            parameter.data.copy_(weights[name])
 
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
     """Raises ConfigError: a name or shape on one side has no equal on the other, or what is there
-    are no numbers."""
+    are no numbers. Weights without any adapter are those of a base, and the model may have some."""
     parameters = dict(model.named_parameters())
     names = set(weights)
+    if not any(map(is_adapter, names)):
+        parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
     if model.config.tie_embeddings:
         names.discard("output.weight")  # the same matrix as tok_embeddings.weight
     for name in sorted(parameters.keys() ^ names):

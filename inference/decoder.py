@@ -8,10 +8,11 @@ the weights. That pass is as fast as the weights come out of memory, so they are
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.attention import fused_attention, without_cudnn
+from model.lora import weight_of
 from model.transformer import Transformer, TransformerBlock
 
 
@@ -43,6 +44,11 @@ def _onednn_gains(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.numel() >= 1 << 18
 
 
+def packed(*layers: nn.Linear, dtype: torch.dtype) -> Packed:
+    """Layers of the same input, with the adapters that they may have."""
+    return Packed([weight_of(layer) for layer in layers], dtype)
+
+
 class Block:
     """A `TransformerBlock` for writing."""
 
@@ -50,10 +56,10 @@ class Block:
         attention, feed_forward = block.attention, block.feed_forward
         self.attention_norm = block.attention_norm.weight.detach().to(dtype)
         self.ffn_norm = block.ffn_norm.weight.detach().to(dtype)
-        self.wqkv = Packed([getattr(attention, name).weight for name in ("wq", "wk", "wv")], dtype)
-        self.wo = Packed([attention.wo.weight], dtype)
-        self.w13 = Packed([feed_forward.w1.weight, feed_forward.w3.weight], dtype)
-        self.w2 = Packed([feed_forward.w2.weight], dtype)
+        self.wqkv = packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
+        self.wo = packed(attention.wo, dtype=dtype)
+        self.w13 = packed(feed_forward.w1, feed_forward.w3, dtype=dtype)
+        self.w2 = packed(feed_forward.w2, dtype=dtype)
 
 
 class Cache:
@@ -90,7 +96,7 @@ class Decoder:
         self.blocks = blocks or [Block(block, self.dtype) for block in model.layers]
         self.caches: list[Cache] = []  # of each block
         self.last_norm = model.norm.weight.detach().to(self.dtype)
-        self.output = Packed([model.output.weight], self.dtype)
+        self.output = packed(model.output, dtype=self.dtype)
         self.lengths: list[int] = []  # tokens read, of each sequence
 
     @torch.inference_mode()

@@ -70,6 +70,8 @@ class Transformer(nn.Module):
     # send complex numbers.
     _ddp_params_and_buffers_to_ignore = ("pos_cis",)
 
+    lora = None  # of a model with adapters, see model/lora.py
+
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
         self.config = config = config or LMConfig()
@@ -135,13 +137,14 @@ class Transformer(nn.Module):
         6·N for the matrix products with weights and 12·n_layers·n_heads·head_dim·seq_len for
         attention, not halved for causality (PaLM, appendix B, https://arxiv.org/abs/2204.02311). N
         leaves the input embedding out, which is a lookup, unless the same matrix also serves as the
-        output layer.
+        output layer. A frozen weight has no gradient, which is a third of its products.
         """
         config = self.config
-        n = self.num_parameters()
+        counted = {id(p): p for p in self.parameters()}
         if not config.tie_embeddings:
-            n -= self.tok_embeddings.weight.numel()
-        return 6 * n + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
+            del counted[id(self.tok_embeddings.weight)]
+        products = sum((6 if p.requires_grad else 4) * p.numel() for p in counted.values())
+        return products + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
     def _init_weights(self, module: nn.Module) -> None:
         """Normal with deviation 0.02; layers that write into the residual stream scaled down by

@@ -2,31 +2,34 @@
 
 A checkpoint is a folder checkpoints/step-N:
 
-    weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
+    weights.safetensors    name → fp32 weights (the master weights under DeepSpeed), without those
+                           that are frozen: runs/base.py
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's
     random.safetensors     per process, the state of its random generators and of its log line
-    state.json             step, optimizer's step, loss scale, shape of the model, and what a run
-                           that resumes must have in common
+    state.json             step, optimizer's step, loss scale, shape of the model, of its adapters
+                           if it has any, and what a run that resumes must have in common
     manifest.json          size and SHA-256 of each of these files
 
 Nothing in it depends on the engine or the number of processes, and nothing can execute.
 """
 
-import hashlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from common.atomic import whole_folder, write_whole
-from formats.portable import read_json, save_tensors, write_json
+from formats.portable import TensorFile, read_json, save_tensors, write_json
 from model.config import ConfigError, LMConfig
+from model.lora import LoRA
+from runs.base import base_damage, with_base
 from runs.folder import RunFolder
+from runs.manifest import damage_of_files, write_manifest
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-RANDOM, STATE, MANIFEST = "random.safetensors", "state.json", "manifest.json"
+RANDOM, STATE = "random.safetensors", "state.json"
 
 
 def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], state: dict) -> int:
@@ -38,13 +41,9 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
         for name, content in tensors.items():
             save_tensors(partial / name, content)
         write_json(partial / STATE, state)
-        files = {  # read back from the folder
-            file.name: {"size": file.stat().st_size, "sha256": _sha256(file)}
-            for file in sorted(partial.iterdir())
-        }
-        write_json(partial / MANIFEST, {"files": files})
+        size = write_manifest(partial)
     write_whole(run.latest, path.name + "\n")
-    return sum(file["size"] for file in files.values())
+    return size
 
 
 def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | None:
@@ -61,22 +60,18 @@ def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | No
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its manifest; None if it is sound."""
+    """What is wrong with a checkpoint's files by its manifest, or with the base that adapters are
+    added to; None if it is sound."""
     try:
-        files = read_json(path / MANIFEST)["files"]
-        if files.keys() != {WEIGHTS, OPTIMIZER, RANDOM, STATE}:
-            return f"the manifest names {', '.join(sorted(files))}"
-        for name, expected in files.items():
-            size = (path / name).stat().st_size
-            if size != expected["size"]:
-                return f"{name} is {size} bytes long instead of {expected['size']}"
-            if _sha256(path / name) != expected["sha256"]:
-                return f"the checksum of {name} is wrong"
+        if problem := damage_of_files(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE}):
+            return problem
         state = read_json(path / STATE)
         types = {"step": int, "identity": dict, "processes": int, "optimizer_step": int}
         for key, kind in types.items():
             if not isinstance(state[key], kind):
                 return f"{STATE} says {key} is {state[key]!r}"
+        if saved_lora(path):
+            return base_damage(run_of(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -134,9 +129,18 @@ def saved_config(checkpoint: Path) -> LMConfig:
         raise ConfigError(f"{checkpoint / STATE}: {error}") from error
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+def saved_lora(checkpoint: Path) -> LoRA | None:
+    """The adapters of the model in a checkpoint. Raises TypeError: other settings than theirs."""
+    settings = read_state(checkpoint).get("lora")
+    return settings and LoRA(**settings)
+
+
+def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
+    """All parameters by name, read when they are asked for, with adapters apart from their base.
+    Raises OSError, SafetensorError: a file that cannot be read."""
+    trained = TensorFile(checkpoint / WEIGHTS)
+    return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
+
+
+def run_of(checkpoint: Path) -> RunFolder:
+    return RunFolder(checkpoint.resolve().parent.parent)

@@ -18,6 +18,8 @@ class RunFolder:
         self.latest = self.checkpoints / "latest"  # holds the name of the newest checkpoint
         self.profile = path / "profile"
         self.weights = path / "weights"
+        self.base = path / "base"  # of a run with adapters: the weights that they are added to
+        self.adapter = path / "adapter"  # and these by themselves, in PEFT's form
         self.loss_picture = path / "loss.png"
         self.report = path / "report.html"
         self.sample = path / "sample.txt"

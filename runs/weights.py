@@ -1,11 +1,11 @@
 """A trained model and its tokenizer, from whatever a run has left."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from torch import Tensor
 
 from common.errors import UsageError
 from data.errors import DataError
@@ -13,13 +13,24 @@ from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    TensorFile,
     load_config,
     load_portable,
     load_weights,
     read_json,
 )
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import STATE, WEIGHTS, best, damage, newest_sound, saved_config
+from model.lora import merged_weights
+from runs.checkpoint import (
+    STATE,
+    best,
+    damage,
+    newest_sound,
+    run_of,
+    saved_config,
+    saved_lora,
+    saved_weights,
+)
 from runs.find import BEST, WHAT, find_run
 from runs.folder import RunFolder
 
@@ -59,17 +70,19 @@ class WeightsFolder:
             refuse_foreign(path)
             return cls(path, path / TOKENIZER_FILE)
         path = find_checkpoint(path)
-        run = RunFolder(path.resolve().parent.parent)
+        run = run_of(path)
         return cls(path, run.tokenizer if run.tokenizer.exists() else run.weights / TOKENIZER_FILE)
 
     @property
     def is_checkpoint(self) -> bool:
         return (self.path / STATE).exists()
 
-    @property
-    def file(self) -> Path:
-        """The weights themselves, in safetensors."""
-        return self.path / (WEIGHTS if self.is_checkpoint else WEIGHTS_FILE)
+    def tensors(self) -> Mapping[str, Tensor]:
+        """name → weights, read when they are asked for; adapters are added to theirs. Raises
+        OSError, SafetensorError: a file that cannot be read."""
+        if not self.is_checkpoint:
+            return TensorFile(self.path / WEIGHTS_FILE)
+        return merged_weights(saved_weights(self.path), saved_lora(self.path))
 
     def config(self) -> LMConfig:
         """The shape of the model. Raises ConfigError: it cannot be read, or cannot be built."""
@@ -81,7 +94,7 @@ class WeightsFolder:
         if not self.is_checkpoint:
             return load_portable(self.path)
         model = Transformer(self.config())
-        load_weights(model, load_file(self.file), str(self.path))
+        load_weights(model, self.tensors(), str(self.path))
         return model.eval()
 
 

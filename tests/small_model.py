@@ -3,6 +3,7 @@
 import torch
 
 from model import LMConfig, Transformer
+from model.lora import add_lora, is_adapter
 
 
 def opinionated(vocab_size: int, seq_len: int) -> Transformer:
@@ -12,4 +13,15 @@ def opinionated(vocab_size: int, seq_len: int) -> Transformer:
     model = Transformer(LMConfig(vocab_size=vocab_size, max_seq_len=seq_len, **shape)).eval()
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
+    return model
+
+
+def adapted(only_lora: bool = True, module_name: str = "layers") -> Transformer:
+    """The same with adapters that have learned something: no factor is zero."""
+    model = opinionated(vocab_size=50, seq_len=16)
+    add_lora(model, dim=4, alpha=6.0, module_name=module_name, only_lora=only_lora)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data.normal_(0, 0.3)
     return model

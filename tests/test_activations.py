@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from model import LMConfig, Transformer
+from model.lora import LoRA, add_lora, is_adapter
 from training.engine.activations import activations
 from training.engine.workload import Parameters, Workload
 
@@ -27,12 +28,19 @@ def small(**changes) -> LMConfig:
 
 def workload(config: LMConfig, **changes) -> Workload:
     values = {"dtype": "float32", "batch_size": BATCH, "accumulation_steps": 1, "processes": 1}
-    return Workload(config, Parameters.of(config), **{"on_cpu": True} | values | changes)
+    values |= {"parameters": Parameters.of(config), "on_cpu": True}
+    return Workload(config, **values | changes)
 
 
-def saved_bytes(config: LMConfig, dtype: torch.dtype, autocast: bool) -> int:
+def saved_bytes(
+    config: LMConfig, dtype: torch.dtype, autocast: bool, lora: LoRA | None = None
+) -> int:
     """Of all tensors that autograd holds when forward ends, but for weights and tables."""
-    model = Transformer(config).to(torch.float32 if autocast else dtype)
+    model = Transformer(config)
+    if lora:
+        add_lora(model, **vars(lora))
+    for p in model.parameters():
+        p.data = p.data.to(torch.float32 if autocast and p.requires_grad else dtype)
     own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     found = {}
 
@@ -60,6 +68,19 @@ def test_what_a_model_keeps_is_what_is_expected(changes, precision):
     # The log-probabilities are a third of what the logits are at most.
     expected = activations(work, autocast=autocast)
     assert expected.kept + expected.logits / 3 == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("only_lora", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_with_adapters_it_is_what_is_expected_too(precision, only_lora):
+    config, autocast = small(n_layers=6), precision == "autocast"
+    dtype = "float32" if precision == "float32" else "bfloat16"
+    lora = LoRA(8, 16.0, "layers", only_lora)
+    counted = saved_bytes(config, getattr(torch, dtype), autocast, lora)
+    work = workload(config, dtype=dtype, parameters=Parameters.of(config, lora=lora))
+    expected = activations(work, autocast=autocast)
+    # Below the first adapter nothing has a gradient, so that the first norm keeps nothing.
+    assert expected.kept + expected.logits / 3 == pytest.approx(counted, rel=0.04)
 
 
 def test_of_recomputed_blocks_the_input_is_kept_and_one_block_at_a_time():
@@ -113,3 +134,16 @@ def test_parameters_are_counted_in_a_model():
     assert counted.matrices == counted.total - norms - model.tok_embeddings.weight.numel()
     tied = Parameters.of(small())
     assert tied.matrices == tied.total - norms
+
+
+@pytest.mark.parametrize("only_lora", [True, False])
+def test_with_adapters_what_is_trained_is_counted_apart(only_lora):
+    config, lora = small(), LoRA(4, 8.0, "layers", only_lora)
+    model, counted = Transformer(config), Parameters.of(config, muon=True, lora=lora)
+    add_lora(model, **vars(lora))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert counted.trained == counted.total - counted.frozen == sum(p.numel() for p in trained)
+    assert counted.by_muon == sum(p.numel() for n, p in model.named_parameters() if is_adapter(n))
+    embedding = 0 if only_lora else model.output.weight.numel()
+    assert counted.matrices == counted.by_muon + embedding
+    assert counted.flops_per_token == model.flops_per_token(config.max_seq_len)

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from model import ConfigError, LMConfig
 from runs.checkpoint import (
-    MANIFEST,
     OPTIMIZER,
     RANDOM,
     STATE,
@@ -25,6 +24,7 @@ from runs.checkpoint import (
     write_checkpoint,
 )
 from runs.folder import RunFolder
+from runs.manifest import MANIFEST
 from training.checkpointing import prune
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)

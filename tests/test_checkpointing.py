@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 
 from common.errors import UsageError
 from model import LMConfig
+from model.lora import LoRA
 from runs.checkpoint import damage, read_state, write_checkpoint
 from runs.folder import RunFolder
 from training import checkpointing
-from training.checkpointing import Checkpointer, load_checkpoint
+from training.checkpointing import Checkpointer, load_checkpoint, require_same_adapters
 from training.engine.launch import Engine
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
@@ -38,6 +40,8 @@ class FakeLog:
 class FakeState:
     """A TrainingState of two numbers."""
 
+    model = SimpleNamespace(lora=None)
+
     def __init__(self, value: float = 1.0):
         self.value = value
 
@@ -52,6 +56,28 @@ class FakeState:
 
     def load(self, weights, moments, scalars, source):
         self.value, self.step = weights["w"][0].item(), scalars["optimizer_step"]
+
+
+LORA = LoRA(dim=8, alpha=16.0, module_name="layers", only_lora=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        (
+            LORA,
+            replace(LORA, dim=4),
+            r"^step-1 has other adapters \(LoRA\): dim 8 there and 4 now$",
+        ),
+        (LORA, replace(LORA, alpha=8.0), "alpha 16.0 there and 8.0 now"),
+        (LORA, None, "dim 8 there and None now, alpha 16.0 there and None now, module_name"),
+        (None, LORA, "dim None there and 8 now"),
+    ],
+)
+def test_other_adapters_than_the_checkpoints_are_named(saved, now, message):
+    with pytest.raises(UsageError, match=message):
+        require_same_adapters(saved and vars(saved), now, "step-1")
+    require_same_adapters(saved and vars(saved), saved, "step-1")
 
 
 @pytest.fixture
@@ -247,7 +273,7 @@ def test_a_save_waits_for_the_one_before_it(run, slow_disk):
 
 
 def test_any_failure_of_the_writing_thread_is_reported(run, monkeypatch):
-    monkeypatch.setattr("runs.checkpoint._sha256", lambda path: 1 / 0)
+    monkeypatch.setattr("runs.manifest._sha256", lambda path: 1 / 0)
     log = save(run, 1)
     assert log.lines[0].startswith("CHECKPOINT NOT SAVED: division by zero")
 
@@ -273,7 +299,7 @@ def test_whether_the_last_save_failed_is_known_until_one_succeeds(run, monkeypat
     checkpointer = checkpointer_of(run)
     assert checkpointer.wait()  # there was none
     with monkeypatch.context() as patch:
-        patch.setattr("runs.checkpoint._sha256", lambda path: 1 / 0)
+        patch.setattr("runs.manifest._sha256", lambda path: 1 / 0)
         checkpointer.save(1, None)
         assert not checkpointer.wait()
     assert not checkpointer.wait()

@@ -8,6 +8,7 @@ import pytest
 from conftest import run
 
 SCRIPTS = ("generate", "prepare_data", "evaluate", "export_hf", "export_gguf", "import_weights")
+SCRIPTS += ("merge_lora",)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
@@ -20,7 +21,7 @@ def test_the_usage_line_can_be_typed_and_shows_places_in_capitals(name, capsys, 
     assert usage.startswith(f"usage: python -m scripts.{name} ")
     # What stands in no brackets is what has to be given, if anything has to.
     places = re.sub(r"\[[^]]*\]", "", usage.partition(f"scripts.{name}")[2]).split()
-    assert set(places) <= {"RUN", "OUT", "SOURCE"}
+    assert set(places) <= {"RUN", "OUT", "SOURCE", "BASE", "ADAPTER"}
     assert places or name == "prepare_data"
 
 

@@ -5,6 +5,7 @@ import torch
 
 from model import LMConfig
 from training.engine import memory
+from training.engine.communication import traffic
 from training.engine.kinds import DDP, ENGINES, kind_of
 from training.engine.memory import (
     FIRST_STEP,
@@ -20,6 +21,7 @@ KINDS = {kind.config: kind for kind in ENGINES}
 CONFIG = LMConfig(dim=64, n_layers=2, n_heads=4, vocab_size=100, max_seq_len=32)
 N = 1_000_000
 COUNTED = Parameters(N, N, N // 4, {100: 40, N // 4: 4}, flops_per_token=6 * N)
+FROZEN = replace(COUNTED, matrices=N // 100, frozen=N - N // 100)  # all but adapters
 
 
 def workload(**changes) -> Workload:
@@ -76,6 +78,34 @@ def test_a_gradient_that_nothing_is_added_to_comes_as_activations_go():
     # DDP's buckets stay, and what is added up before the last micro-batch lies beside them.
     assert expect(DDP, alone.but(processes=2)).gradients == 4 * N
     assert expect(DDP, alone.but(processes=2, accumulation_steps=2)).gradients == 8 * N
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine", "processes", "bytes_per_trained", "bytes_per_frozen"),
+    [
+        ("bfloat16", "ddp", 1, (4, 4, 8), 2),
+        ("bfloat16", "ddp", 4, (4, 8, 8), 2),
+        ("float32", "ddp", 4, (4, 8, 8), 4),
+        ("bfloat16", "zero1", 4, (2, 4, 3), 2),
+        ("bfloat16", "zero2", 4, (2, 1, 3), 2),
+        ("float32", "zero2", 4, (4, 1, 3), 4),
+    ],
+)
+def test_what_is_frozen_is_there_once_in_the_training_precision(
+    dtype, engine, processes, bytes_per_trained, bytes_per_frozen
+):
+    work = workload(dtype=dtype, processes=processes, parameters=FROZEN)
+    plan = expect(KINDS[engine], work)
+    parts = (plan.parameters - bytes_per_frozen * FROZEN.frozen, plan.gradients, plan.optimizer)
+    assert parts == tuple(N // 100 * each for each in bytes_per_trained)
+    assert plan.checkpoint == 12 * N // 100
+
+
+@pytest.mark.parametrize("kind", ENGINES, ids=KINDS)
+def test_with_adapters_every_engine_holds_and_sends_less(kind):
+    whole, adapters = workload(), workload(parameters=FROZEN)
+    assert expect(kind, adapters).peak < expect(kind, whole).peak
+    assert traffic(kind, adapters).sent < traffic(kind, whole).sent
 
 
 PARTS = {"parameters": 1, "gradients": 2, "optimizer": 4, "activations": 100, "logits": 30}

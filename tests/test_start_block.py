@@ -37,6 +37,8 @@ def run_of(monkeypatch, tmp_path):
             learning_rate=SimpleNamespace(total_steps=1000),
             built=SimpleNamespace(
                 n_parameters=1,
+                n_trained=1,
+                lora=None,
                 config=LMConfig(use_flash_attn=flash),
                 compilation=Compilation(False, "as asked"),
             ),

@@ -3,6 +3,7 @@ DDP it takes launches, see tests/integration."""
 
 import dataclasses
 import json
+from collections import ChainMap
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from model import LMConfig, Transformer
 from model.config import ConfigError
+from model.lora import add_lora
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 from training.engine.state import TrainingState
@@ -23,9 +25,11 @@ CONFIG = LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=64, max_seq_len=16)
 class Trainee:
     """A model, its optimizer, and the state of both."""
 
-    def __init__(self, accelerator, args: TrainingArguments, seed: int = 0):
+    def __init__(self, accelerator, args: TrainingArguments, seed: int = 0, lora=None):
         torch.manual_seed(seed)
         model = Transformer(CONFIG)
+        if lora:
+            add_lora(model, **lora)
         engine = Engine(accelerator, "single process", deepspeed=None)
         optimizer = build_optimizer(model, args, engine)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
@@ -76,6 +80,43 @@ def test_a_run_that_is_given_weights_is_one_that_drew_them(args, accelerator):
     before, after = one.state.weights(), other.state.weights()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert other.state.scalars()["optimizer_step"] == 2
+
+
+@pytest.mark.parametrize("only_lora", [True, False])
+@pytest.mark.parametrize("args", [ADAMW, MUON])
+def test_with_adapters_state_is_what_is_trained_and_goes_on_to_the_bit(
+    args, only_lora, accelerator
+):
+    lora = {"dim": 4, "alpha": 8.0, "only_lora": only_lora}
+    base = Trainee(accelerator, ADAMW, seed=7).state.weights()
+    one = Trainee(accelerator, args, lora=lora)
+    one.state.load_weights(base, "base")
+    for seed in (1, 2):
+        one.step(seed)
+    weights, moments, scalars = one.state.weights(), one.state.moments(), one.state.scalars()
+    trained = {name for name, p in one.model.named_parameters() if p.requires_grad}
+    assert weights.keys() == trained
+    assert {name.rpartition(".")[0] for name in moments} == trained
+    assert scalars["optimizer_step"] == (0 if args is MUON and only_lora else 2)
+    other = Trainee(accelerator, args, seed=5, lora=lora)
+    other.state.load(ChainMap(weights, base), moments, scalars, "checkpoint")
+    for seed in (3, 4):
+        one.step(seed)
+        other.step(seed)
+    for name, p in one.model.named_parameters():
+        assert torch.equal(p, dict(other.model.named_parameters())[name])
+        assert p.requires_grad or torch.equal(p, base[name])
+
+
+def test_adapters_of_another_shape_are_named(accelerator):
+    base = Trainee(accelerator, ADAMW).state.weights()
+    lora = {"dim": 4, "alpha": 8.0, "only_lora": True}
+    four = Trainee(accelerator, ADAMW, lora=lora)
+    two = Trainee(accelerator, ADAMW, lora=lora | {"dim": 2})
+    with pytest.raises(ConfigError, match=r"wq.lora_a is \(4, 32\), the model has \(2, 32\)"):
+        two.state.load_weights(ChainMap(four.state.weights(), base), "checkpoint")
+    with pytest.raises(ConfigError, match=r"wk.lora_a is not in this model"):
+        Trainee(accelerator, ADAMW).state.load_weights(four.state.weights() | base, "checkpoint")
 
 
 @pytest.mark.parametrize("stepped", [False, True])

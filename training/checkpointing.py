@@ -21,12 +21,14 @@ from common.atomic import remove
 from common.errors import UsageError
 from formats.portable import TensorFile
 from model.config import LMConfig
+from model.lora import LoRA
 from runs.checkpoint import (
     OPTIMIZER,
     RANDOM,
     WEIGHTS,
     best,
     read_state,
+    saved_weights,
     val_loss,
     write_checkpoint,
 )
@@ -96,6 +98,8 @@ class Checkpointer:
             "processes": self.engine.processes,
             "compiled": self.compiled,
         } | scalars
+        if lora := self.state.model.lora:
+            state["lora"] = vars(lora)
         stalled = time.perf_counter() - started
         self._outcome = None
         work = (tensors, state, stalled)
@@ -171,8 +175,9 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: Train
     def attempt() -> None:
         try:
             scalars = read_state(path)
-            weights, moments = TensorFile(path / WEIGHTS), TensorFile(path / OPTIMIZER)
-            state.load(weights, moments, scalars, str(path))
+            require_same_adapters(scalars.get("lora"), state.model.lora, str(path))
+            moments = TensorFile(path / OPTIMIZER)
+            state.load(saved_weights(path), moments, scalars, str(path))
             _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
         except (
             SafetensorError,
@@ -185,6 +190,14 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: Train
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
     on_every_process(engine, attempt)
+
+
+def require_same_adapters(saved: dict | None, lora: LoRA | None, source: str) -> None:
+    """Raises UsageError: the adapters of a checkpoint are others than the model's."""
+    saved, now = saved or {}, vars(lora) if lora else {}
+    if different := [name for name in saved | now if saved.get(name) != now.get(name)]:
+        said = [f"{name} {saved.get(name)} there and {now.get(name)} now" for name in different]
+        raise UsageError(f"{source} has other adapters (LoRA): {', '.join(said)}")
 
 
 def _restore_random(

@@ -8,11 +8,14 @@ from torch import Tensor
 from common.atomic import whole_folder
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from formats.peft import save_adapter
 from formats.portable import load_portable, save_portable
 from model import LMConfig
+from model.lora import LoRA, merged_weights
 from report.history import read_rows
 from report.page import leave_report
 from report.picture import draw_losses
+from runs.base import with_base
 from runs.checkpoint import best, val_loss
 from runs.find import BEST
 from runs.folder import RunFolder
@@ -26,15 +29,23 @@ def finish(
     run: RunFolder,
     config: LMConfig,
     weights: dict[str, Tensor],
+    lora: LoRA | None,
     prompt_from: PackedDataset,
 ) -> None:
     """Write weights with config and tokenizer, sample.txt, loss.png and report.html, and print a
-    last report.
+    last report. Of a run with adapters also these by themselves, as PEFT has them; the weights have
+    them added to the base.
+
+    Args:
+        weights: those that were trained.
 
     A run that has `weights` is finished: they come whole, after all but the page that says so.
     """
+    if lora:
+        with whole_folder(run.adapter) as folder:
+            save_adapter(folder, config, weights, lora)
     with whole_folder(run.weights) as folder:
-        save_portable(folder, config, weights)
+        save_portable(folder, config, dict(merged_weights(with_base(run, weights, lora), lora)))
         shutil.copyfile(run.tokenizer, folder / TOKENIZER_FILE)
         # By the files just written: the proof that they can be used.
         model = load_portable(folder)
@@ -58,11 +69,12 @@ def finish(
             "the model of then, which other text will suit better"
         )
     print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
+    adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     again = shlex.quote(prompt.replace("\n", " "))
     print(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
-        f"weights:    {run.weights}\n\n"
+        f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m scripts.generate {source} --prompt {again}\n"
         f"      {python()} -m scripts.evaluate {source}\n"
         f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",

@@ -29,7 +29,8 @@ def parameter_groups(
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The matrices of the blocks. Embedding and output layer have a vector for every token, used
-    rarely or often, and train better by AdamW (https://kellerjordan.github.io/posts/muon/).
+    rarely or often, and train better by AdamW (https://kellerjordan.github.io/posts/muon/). With
+    adapters they are A and B, each by itself.
     """
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 

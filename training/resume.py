@@ -60,6 +60,15 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
         raise UsageError(f"the run folder cannot be used: {error}") from error
 
 
+def kept_base(args: TrainingArguments) -> str | None:
+    """The base in the folder of the run that --resume goes on with, to be taken in the place of
+    --init_from, which may be gone; None if there is no such run, or it has none."""
+    if args.resume is None:
+        return None
+    start = find_starting_point(args, quiet=True)
+    return str(start.folder.base) if start.checkpoint and start.folder.base.exists() else None
+
+
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)

@@ -17,7 +17,6 @@ from data.dataset import PackedDataset
 from data.loader import micro_batches
 from data.order import MicroBatchSampler
 from model import IGNORE_INDEX
-from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
@@ -91,7 +90,7 @@ class Run:
             self.folder.metrics,
             log_interval=args.log_interval,
             tokens_per_step=self.samples_per_step * built.config.max_seq_len,
-            flops_per_token=flops_per_token(built.config),
+            flops_per_token=built.flops_per_token,
             total_steps=total_steps,
             first_step=self.first_step,
         )
@@ -264,7 +263,8 @@ class Run:
         weights = self.built.state.weights()
         self.log.close()
         if self.engine.is_main:
-            finish(self.args, self.folder, self.built.config, weights, self.samples.prompt_from)
+            built, prompt_from = self.built, self.samples.prompt_from
+            finish(self.args, self.folder, built.config, weights, built.lora, prompt_from)
             if self.log.divergence:
                 print(f"\n{self.log.divergence}", flush=True)
             if not saved:

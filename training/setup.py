@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
 from model import LMConfig, Transformer
+from model.lora import LoRA
 from model.transformer import flops_per_token
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
@@ -113,23 +115,39 @@ class BuiltModel:
     optimizer: torch.optim.Optimizer
     state: TrainingState  # of both
     n_parameters: int
+    n_trained: int  # of these; fewer where some are frozen
+    lora: LoRA | None  # its adapters
+    flops_per_token: int  # see `Transformer.flops_per_token`
     n_muon_matrices: int
     n_muon_parameters: int  # stepped by Muon
 
 
 def build_model(
-    config: LMConfig, args: TrainingArguments, engine: Engine, compilation: Compilation
+    config: LMConfig,
+    args: TrainingArguments,
+    engine: Engine,
+    compilation: Compilation,
+    adapt: Callable[[Transformer], object] = lambda model: None,
 ) -> BuiltModel:
     """A model with weights drawn at random and its optimizer, both prepared for the engine; the
-    random generators are seeded for what comes after."""
+    random generators are seeded for what comes after.
+
+    Args:
+        adapt: changes the model as soon as it is there, by `add_lora` for instance. Parameters that
+            it freezes are held in the precision of forward and backward, under every engine.
+    """
     accelerator = engine.accelerator
     with torch.device("meta"):  # to be counted: an engine may leave nothing of the model's own
         shapes = Transformer(config)
+        adapt(shapes)
+    n_trained = sum(p.numel() for p in shapes.parameters() if p.requires_grad)
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
-    engine.fit_to(config.dim, shapes.num_parameters())
+    engine.fit_to(config.dim, n_trained)
     kind = kind_of(engine.deepspeed and engine.deepspeed["zero_optimization"])
-    work = Workload.of(args, config, processes=engine.processes, device=accelerator.device)
+    work = Workload.of(
+        args, config, processes=engine.processes, device=accelerator.device, lora=shapes.lora
+    )
     if accelerator.is_local_main_process and (warning := ram_warning(kind, work)):
         print(warning, flush=True)
     claim_folders(engine)
@@ -137,6 +155,10 @@ def build_model(
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)
+        adapt(model)
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     if compilation.on:
@@ -159,6 +181,9 @@ def build_model(
         optimizer=optimizer,
         state=TrainingState(engine, model, optimizer),
         n_parameters=shapes.num_parameters(),
+        n_trained=n_trained,
+        lora=shapes.lora,
+        flops_per_token=shapes.flops_per_token(config.max_seq_len),
         n_muon_matrices=len(matrices),
         n_muon_parameters=n_muon_parameters,
     )

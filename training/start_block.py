@@ -41,7 +41,8 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         "compiled": str(built.compilation),
         "parameters": f"{built.n_parameters / 1e6:.2f} million (dim {config.dim}, "
         f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
-        f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})",
+        f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})"
+        + _trained(run),
         "optimizer": _optimizer(run),
         "data": f"{args.data}: {run.train_set.n_tokens:,} tokens, "
         f"{n_sequences:,} sequences of {config.max_seq_len}; {validation}",
@@ -61,6 +62,17 @@ def start_block(run: Run, initial: InitialWeights) -> str:
     if advice := faster_engine(kind, work, _room(run)):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _trained(run: Run) -> str:
+    """How many of the parameters, if not all."""
+    built, lora = run.built, run.built.lora
+    if lora is None:
+        return ""
+    return (
+        f", of which {built.n_trained / 1e6:.2f} million are trained: LoRA of dim {lora.dim} and "
+        f"alpha {lora.alpha:g} in {lora.module_name!r}{', and all others' * (not lora.only_lora)}"
+    )
 
 
 def _precision(mixed_precision: str) -> str:
@@ -108,7 +120,7 @@ def warnings(run: Run) -> list[str]:
             f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
             "--resume it takes a folder that all of them see"
         )
-    elif full := space_warning(run.folder, run.built.n_parameters, run.args.keep_last):
+    elif full := space_warning(run.folder, run.built.n_trained, run.args.keep_last):
         found.append(full)
     return found
 
@@ -143,6 +155,7 @@ def in_use(run: Run) -> tuple[Kind, Workload]:
         processes=run.engine.processes,
         device=run.accelerator.device,
         compiled=run.built.compilation.on,
+        lora=run.built.lora,
     )
     return kind_of(deepspeed and deepspeed["zero_optimization"]), work
 

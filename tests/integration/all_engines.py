@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def with_torch_adam(path: str) -> dict:
 class Trainee:
     """A model under one of configs/; behind "+torch" by PyTorch's AdamW instead of DeepSpeed's."""
 
-    def __init__(self, name: str, dtype: str, recorder: Recorder):
+    def __init__(self, name: str, dtype: str, recorder: Recorder, adapt=None, **arguments):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.nn.functional.linear = LINEAR  # ZeRO-3 leaves another one behind
@@ -89,13 +90,19 @@ class Trainee:
             file = REPOSITORY / launch["deepspeed_config"]["deepspeed_config_file"]
             os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
         args = TrainingArguments(
-            batch_size=2, accumulation_steps=ACCUMULATION, dtype=dtype, grad_clip=0.1
+            batch_size=2,
+            accumulation_steps=ACCUMULATION,
+            dtype=dtype,
+            grad_clip=0.1,
+            **arguments,
         )
         launch_engine.read_config = with_torch_adam if by_torch else read_config
         self.recorder = recorder
         self.engine = build_engine(args)
         self.accelerator = self.engine.accelerator
-        built = build_model(CONFIG, args, self.engine, Compilation(False, "of no matter"))
+        compilation = Compilation(False, "of no matter")
+        options = {"adapt": adapt} if adapt else {}
+        built = build_model(CONFIG, args, self.engine, compilation, **options)
         self.model, self.optimizer, self.state = built.model, built.optimizer, built.state
         self.n_parameters = built.n_parameters
         base = built.optimizer.optimizer
@@ -144,8 +151,11 @@ class Trainee:
             (path / "scalars").write_text(json.dumps(scalars))
         distributed.barrier()
 
+    def weights_of(self, path: Path) -> Mapping[str, Tensor]:
+        return TensorFile(path / "weights")
+
     def load(self, path: Path) -> None:
-        tensors = TensorFile(path / "weights"), TensorFile(path / "moments")
+        tensors = self.weights_of(path), TensorFile(path / "moments")
         self.state.load(*tensors, json.loads((path / "scalars").read_text()), str(path))
 
     def goes_on(self, path: Path, end: Path) -> dict:

@@ -20,9 +20,9 @@ def main(weights: str, folder: str) -> None:
     whole = []  # elements that are together at a time
     gathered = zero_inference.gathered
 
-    def noted(*parameters):
+    def noted(*parameters, **how):
         whole.append(sum(p.ds_numel for p in parameters))
-        return gathered(*parameters)
+        return gathered(*parameters, **how)
 
     zero_inference.gathered = noted
     zero = ZeroInference.of_launch(None)

@@ -30,7 +30,7 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
     config, h, compiled = work.config, work.half, work.compiled
     dim, block = config.dim, _block(work)
     # The fused norm of a compiled block keeps its input, as it came, and its scale.
-    final_norm = (h * dim + 4 if compiled else 8 * dim + 4) + h * dim
+    final_norm = (h * dim + 4 if compiled else _norm(work)) + h * dim
     # Log-probabilities in fp32, saved, with their gradient before and after the softmax; fused, the
     # logits as they are and their gradient.
     logits = config.vocab_size * (2 * h if compiled else 12)
@@ -44,6 +44,7 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
         if work.recompute == "selective" and not work.plain:  # what the kernel gave
             kept += config.n_layers * (h * dim + _scores(work))
         passing += block
+    kept += h * work.parameters.inner if work.recompute == "off" else 0
     return Activations(
         kept=work.tokens * (kept + final_norm + 16) + casts,
         logits=work.tokens * logits,
@@ -54,10 +55,14 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
 def _block(work: Workload) -> int:
     """All that backward needs of one block, per token."""
     config, h = work.config, work.half
-    # Each norm: its input and that over its root in fp32, and what it gives.
-    norms = 2 * (8 * config.dim + 4 + h * config.dim)
+    norms = 2 * (_norm(work) + h * config.dim)  # and what they give
     feed_forward = 4 * h * config.hidden_dim  # both halves of SwiGLU, silu of one, their product
     return norms + _attention(work) + feed_forward
+
+
+def _norm(work: Workload) -> int:
+    """Its input in fp32, its scale, and for the gradient of its weight the one over the other."""
+    return (4 if work.parameters.frozen_norms else 8) * work.config.dim + 4
 
 
 def _attention(work: Workload) -> int:

@@ -59,21 +59,22 @@ def traffic(kind: Kind, work: Workload) -> Traffic:
     Sources: Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 7; DeepSpeed 0.19's code.
     benchmarks/engines.py measures it at a network device.
     """
-    n, h, micro_batches = work.parameters.total, work.half, work.accumulation_steps
+    n, t = work.parameters.total, work.parameters.trained
+    h, micro_batches = work.half, work.accumulation_steps
     ring = (work.processes - 1) / work.processes
     moved = _moved(kind, work)
     if kind.stage is None:
-        return Traffic(in_backward=int(2 * ring * 4 * n))
+        return Traffic(in_backward=int(2 * ring * 4 * t))
     if kind.stage < 3:
         reductions = micro_batches if kind.stage == 2 else 1
-        gradients, weights = int(2 * ring * h * n) * reductions, int(ring * h * n)
+        gradients, weights = int(2 * ring * h * t) * reductions, int(ring * h * t)
         if kind.stage == 1 and h == 2:
             return Traffic(after=gradients + weights, moved=moved)
         return Traffic(in_backward=gradients, backwards=reductions, after=weights, moved=moved)
     small = persistent_parameters(kind, work)  # handed round once a step
     gathered = 2 * (n - small) - min(n - small, kind.reuse_distance // 2)
     return Traffic(
-        in_backward=int((2 if work.on_cpu else 1) * ring * h * n) * micro_batches,
+        in_backward=int((2 if work.on_cpu else 1) * ring * h * t) * micro_batches,
         backwards=micro_batches,
         in_step=int(ring * h * gathered) * micro_batches,
         after=int(ring * h * small),
@@ -85,12 +86,12 @@ def _moved(kind: Kind, work: Workload) -> int:
     """Bytes between GPU and RAM or NVMe in a step: the gradients of its share there, and its share
     of the new weights back; with parameters there, those for each forward and backward. On NVMe the
     optimizer's state comes and goes as well."""
-    share = work.parameters.total / work.processes
+    share = work.parameters.trained / work.processes
     if kind.optimizer_on == GPU or work.on_cpu:
         return 0
     moved = (4 + work.half) * share
     if kind.parameters_on != GPU:
-        moved += 2 * work.half * share * work.accumulation_steps
+        moved += 2 * work.half * work.parameters.total / work.processes * work.accumulation_steps
     if kind.optimizer_on == "nvme":
         moved += 2 * (12 * share)
     return int(moved)

@@ -67,21 +67,22 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
     its buckets. DeepSpeed in 16 bits has weights of 2 bytes, and fp32 weights to step and moments
     of 4 + 8, which ZeRO-1 divides among the processes; ZeRO-2 divides the sum of the gradients too
     (4, in fp32), ZeRO-3 the weights as well (Rajbhandari et al.,
-    https://arxiv.org/abs/1910.02054). What passes through besides is read in DeepSpeed 0.19
+    https://arxiv.org/abs/1910.02054). Of what is frozen there are the weights alone, in the
+    precision of forward and backward. What passes through besides is read in DeepSpeed 0.19
     (runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py), and measured by
     benchmarks/engines.py.
     """
-    n, h = work.parameters.total, work.half
-    moments = 8 * n - 4 * work.parameters.by_muon
+    t, h = work.parameters.trained, work.half
+    moments = 8 * t - 4 * work.parameters.by_muon
     accumulates = work.accumulation_steps > 1
     if kind.stage is None:
-        buckets = 0 if work.processes == 1 else 4 * n
-        sums = 4 * n if accumulates else 0  # no buckets until the last micro-batch
+        buckets = 0 if work.processes == 1 else 4 * t
+        sums = 4 * t if accumulates else 0  # no buckets until the last micro-batch
         parts = {
-            "parameters": 4 * n,
+            "parameters": 4 * t + h * work.parameters.frozen,
             "gradients": buckets + sums,
             "optimizer": moments,
-            "buffers": 0 if buckets or sums else 4 * n,
+            "buffers": 0 if buckets or sums else 4 * t,
         }
     elif kind.stage < 3:
         parts = _zero_1_2(kind, work, moments)
@@ -99,7 +100,7 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
         block=held.block,
         at_once=not work.on_cpu and kind.stage is not None and (kind.stage > 1 or h == 4),
         host=int(host),
-        checkpoint=4 * n + moments,
+        checkpoint=4 * t + moments,
         kept=int(_kept(kind, work)),
         nvme=int(nvme),
     )
@@ -112,8 +113,9 @@ def _kept(kind: Kind, work: Workload) -> float:
     processes: what was missing then lay within a third of this."""
     if not work.on_cpu or (work.processes == 1 and kind.stage is None):
         return 0
-    weights = work.half * work.parameters.total
-    copies = {None: 5 * work.parameters.total, 1: 5 * weights, 2: 5 * weights, 3: 7.5 * weights}
+    trained, whole = work.parameters.trained, work.half * work.parameters.total
+    stepped = work.half * trained
+    copies = {None: 5 * trained, 1: 5 * stepped, 2: 5 * stepped, 3: 7.5 * whole}
     return copies[kind.stage] + FIRST_STEP
 
 
@@ -124,45 +126,45 @@ def fits(kind: Kind, work: Workload, room: int) -> bool:
 
 def _zero_1_2(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
     """Parts under ZeRO-1 and 2; "host" is what the optimizer has where it is on the CPU."""
-    n, h, processes = work.parameters.total, work.half, work.processes
-    optimizer = (4 * n + moments) / processes
+    t, h, processes = work.parameters.trained, work.half, work.processes
+    optimizer = (4 * t + moments) / processes
     bucket = _bucket(kind, work)
-    copy = h * min(n, kind.reduce_bucket)  # of the bucket that is exchanged
+    copy = h * min(t, kind.reduce_bucket)  # of the bucket that is exchanged
     if kind.stage == 2:
-        gradients, own = 4 * n / processes, 0
+        gradients, own = 4 * t / processes, 0
         if h == 4:
-            own = 4 * n / processes  # its share of the gradients, once more
+            own = 4 * t / processes  # its share of the gradients, once more
     elif h == 2:
-        gradients, own, bucket, copy = 4 * n, 2 * n, 0, 6 * min(n, ZERO_1_BUCKET)
+        gradients, own, bucket, copy = 4 * t, 2 * t, 0, 6 * min(t, ZERO_1_BUCKET)
     else:
-        gradients, own = 4 * n, 4 * n / processes
+        gradients, own = 4 * t, 4 * t / processes
     # Kept from one micro-batch to the next; ZeRO-1 in 16 bits has a tensor of its own for them.
     held = gradients if work.accumulation_steps > 1 or (kind.stage, h) == (1, 2) else 0
     parts = {
-        "parameters": h * n,
+        "parameters": h * work.parameters.total,
         "gradients": held,
         "optimizer": optimizer,
         "buffers": bucket + copy + own + gradients - held,
     }
     if kind.optimizer_on != GPU:  # and there the gradients that it steps with, and what it sends
-        return parts | {"optimizer": 0, "host": optimizer + (4 + h) * n / processes}
+        return parts | {"optimizer": 0, "host": optimizer + (4 + h) * t / processes}
     return parts
 
 
 def _zero_3(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
     """Parts under ZeRO-3."""
-    n, h, processes = work.parameters.total, work.half, work.processes
-    own = h * n / processes
+    t, h, processes = work.parameters.trained, work.half, work.processes
+    own = h * work.parameters.total / processes
     whole = h * live_parameters(kind, work)
     optimizer = moments / processes
     if h == 2 or kind.offloads:
-        optimizer += 4 * n / processes
-    gradients = 4 * n / processes
+        optimizer += 4 * t / processes
+    gradients = 4 * t / processes
     parts = {
         "parameters": own + whole,
         "gradients": gradients,
         "optimizer": optimizer,
-        "buffers": _bucket(kind, work) + h * min(n, kind.reduce_bucket),
+        "buffers": _bucket(kind, work) + h * min(t, kind.reduce_bucket),
     }
     if kind.optimizer_on == GPU:
         return parts
@@ -179,7 +181,7 @@ def _bucket(kind: Kind, work: Workload) -> int:
     """Bytes of the buckets in which gradients are exchanged: two, where one can fill while the
     other is on its way. A GPU has them whole, a CPU what has been written to."""
     if work.on_cpu:
-        return work.half * min(work.parameters.total, kind.reduce_bucket)
+        return work.half * min(work.parameters.trained, kind.reduce_bucket)
     both = kind.stage < 3 and work.processes > 1
     return work.half * kind.reduce_bucket * (2 if both else 1)
 

@@ -1,6 +1,7 @@
 """How DeepSpeed ZeRO divides the fp32 weights among the processes."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,6 +32,14 @@ class Partition:
 def shape_of(parameter: nn.Parameter) -> torch.Size:
     """Its whole shape. ZeRO-3 leaves a parameter empty while nobody uses it."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
+    """In here parameters that ZeRO-3 divides are whole, on every process's device. With `writes`
+    they stay afterwards what they are then on the first process."""
+    import deepspeed  # seconds
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
 
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from formats.portable import load_weights, require_fit
 from model import Transformer
 from model.config import ConfigError
+from model.lora import add_lora, merged_weights
 from training.engine.launch import Engine, plain_module
-from training.engine.partition import partitions, shape_of
+from training.engine.partition import gathered, partitions, shape_of
 
 MUON_STATE = ("momentum_buffer",)
 ADAMW_STATE = ("exp_avg", "exp_avg_sq")
@@ -81,7 +82,7 @@ class TrainingState:
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """name → fp32 weights."""
+        """name → fp32 weights of what is trained."""
         whole = {}
         for name, parameter, held in self._shards():
             whole |= self._join(name, parameter, held.inside, held.fp32)
@@ -100,16 +101,18 @@ class TrainingState:
         copy on the main process's CPU and None elsewhere."""
         if not self.divides_model:
             return self.model
-        weights = self.weights()
+        weights = self.weights() | self._frozen()
         if not self.accelerator.is_main_process:
             return None
+        weights = merged_weights(weights, self.model.lora)
         with torch.random.fork_rng(devices=[]):  # of which dropout draws
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
 
     def scalars(self) -> dict:
-        """AdamW's step, which the correction of its bias depends on, and fp16's loss scale."""
+        """AdamW's step, which the correction of its bias depends on (0 where Muon steps all), and
+        fp16's loss scale."""
         scale = None
         if self.accelerator.mixed_precision == "fp16":
             if self.zero:
@@ -118,11 +121,11 @@ class TrainingState:
             else:
                 scale = self.accelerator.scaler.state_dict()
         steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
-        return {"optimizer_step": int(next(steps)), "loss_scale": scale}
+        return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Put all of it back, on every process. Raises ConfigError: names or shapes that do not fit
-        the model."""
+        """Put all of it back, on every process, with frozen weights. Raises ConfigError: names or
+        shapes that do not fit the model."""
         self.load_weights(weights, source)
         for name, parameter, held in self._shards(writes=True):
             for key, part in held.moments.items():
@@ -144,16 +147,35 @@ class TrainingState:
                 self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Put the fp32 weights back, on every process, and leave the optimizer as it is. Raises
-        ConfigError: names or shapes that do not fit the model."""
+        """Put the fp32 weights back, on every process, and leave the optimizer as it is; where they
+        are those of a base, adapters too. Raises ConfigError: names or shapes that do not fit the
+        model."""
         if self.divides_model:  # its own parameters are empty
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
+                if self.model.lora:
+                    add_lora(shapes, **vars(self.model.lora))
             require_fit(shapes, weights, source)
+            for name, parameter in self._frozen_parameters():
+                with gathered(parameter, writes=True):
+                    parameter.data.copy_(weights[name])
         else:
             load_weights(self.model, weights, source)
         for name, _, held in self._shards(writes=True):
-            held.fp32.copy_(weights[name].view(-1)[held.inside])
+            if name in weights:
+                held.fp32.copy_(weights[name].view(-1)[held.inside])
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """name → weights that are not trained, on the main process's CPU, of a divided model."""
+        whole = {}
+        for name, parameter in self._frozen_parameters():
+            with gathered(parameter):
+                if self.accelerator.is_main_process:
+                    whole[name] = parameter.data.to("cpu", torch.float32, copy=True)
+        return whole
+
+    def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     def _shards(self, writes: bool = False) -> Iterator[tuple[str, Tensor, Shard]]:
         """(name, parameter, what this process holds of it), in one order on every process; `writes`

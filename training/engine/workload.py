@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import LMConfig, Transformer
+from model.lora import LoRA, LoRALinear, add_lora
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
 
@@ -14,28 +15,41 @@ class Parameters:
     """What is counted in a model; sizes in elements."""
 
     total: int
-    matrices: int  # factors of matrix products: all but norms, and an embedding of its own
+    matrices: int  # trained factors of matrix products: no norms, and no embedding of its own
     block: int  # of one block
     sizes: dict[int, int]  # of a tensor → how many have it
     flops_per_token: int  # of the model, forward and backward
     by_muon: int = 0  # stepped by Muon
+    frozen: int = 0
+    frozen_norms: bool = False
+    inner: int = 0  # between the factors of all adapters, for a token
 
     @classmethod
-    def of(cls, config: LMConfig, muon: bool = False) -> "Parameters":
+    def of(cls, config: LMConfig, muon: bool = False, lora: LoRA | None = None) -> "Parameters":
         """Counted in a model that has shapes and no memory."""
         with torch.device("meta"):
             model = Transformer(config)
+            if lora:
+                add_lora(model, **vars(lora))
         sizes = [p.numel() for p in model.parameters()]
-        matrices = {id(m.weight): m.weight for m in model.modules() if type(m) is torch.nn.Linear}
-        by_muon = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+        layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        factors = {id(p): p for layer in layers for p in layer.parameters() if p.requires_grad}
+        in_blocks = [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
         return cls(
             total=sum(sizes),
-            matrices=sum(p.numel() for p in matrices.values()),
+            matrices=sum(p.numel() for p in factors.values()),
             block=sum(p.numel() for p in model.layers[0].parameters()),
             sizes={size: sizes.count(size) for size in set(sizes)},
             flops_per_token=model.flops_per_token(config.max_seq_len),
-            by_muon=by_muon if muon else 0,
+            by_muon=sum(p.numel() for p in in_blocks) if muon else 0,
+            frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
+            frozen_norms=not model.norm.weight.requires_grad,
+            inner=sum(lora.dim for layer in layers if isinstance(layer, LoRALinear)),
         )
+
+    @property
+    def trained(self) -> int:
+        return self.total - self.frozen
 
     def up_to(self, size: int) -> int:
         """Elements of the tensors that are no larger."""
@@ -64,12 +78,13 @@ class Workload:
         processes: int,
         device: torch.device,
         compiled: bool = False,
+        lora: LoRA | None = None,
     ) -> "Workload":
         """That of a run; asks PyTorch which attention the device has."""
         _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
         return cls(
             config=config,
-            parameters=Parameters.of(config, args.optimizer == "muon"),
+            parameters=Parameters.of(config, args.optimizer == "muon", lora),
             dtype=args.dtype,
             batch_size=args.batch_size,
             accumulation_steps=args.accumulation_steps,

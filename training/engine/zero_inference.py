@@ -8,7 +8,6 @@ https://arxiv.org/abs/2207.00032).
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +15,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from formats.portable import TensorFile, require_fit
+from formats.portable import require_fit
 from inference.decoder import Block, Decoder
 from model import ConfigError, Transformer
 from runs.weights import WeightsFolder
 from training.engine.deepspeed_config import offload_device, read_config
+from training.engine.partition import gathered
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ZeroInference:
         skip_compiled_communication()
         config, source = folder.config(), str(folder.path)
         try:
-            weights = TensorFile(folder.file)
+            weights = folder.tensors()
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{source}: no readable weights ({error})") from error
         with torch.device("meta"):
@@ -74,7 +74,7 @@ class ZeroInference:
         with deepspeed.zero.Init(config_dict_or_path=self.config):
             model = Transformer(config)
         for name, parameter in model.named_parameters():
-            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
+            with gathered(parameter, writes=True):
                 parameter.data.copy_(weights[name])
         engine, *_ = deepspeed.initialize(model=model, config=self.config)
         KEPT.append(engine)
@@ -106,10 +106,3 @@ class DividedDecoder(Decoder):
         logits = super()._logits(x)
         torch.distributed.broadcast(logits, src=0)
         return logits
-
-
-def gathered(*parameters: nn.Parameter) -> AbstractContextManager:
-    """In here they are whole, on this process's device."""
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters)

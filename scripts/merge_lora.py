@@ -1,0 +1,55 @@
+"""Add an adapter (LoRA) in PEFT's form to its base: weights that need neither any more.
+
+python -m scripts.merge_lora out/runs/NAME/base out/runs/NAME/adapter out/merged/NAME
+"""
+
+import argparse
+from pathlib import Path
+
+from common.errors import UsageError, one_line_errors
+from common.parser import OneLineParser
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = OneLineParser(prog="python -m scripts.merge_lora", description=__doc__)
+    add = parser.add_argument
+    add("base", metavar="BASE", help="run folder, RUN@best, checkpoint or folder of weights")
+    add("adapter", type=Path, metavar="ADAPTER", help="folder that a run or peft wrote")
+    add("out", type=Path, metavar="OUT", help="folder to write")
+    add("--overwrite", action="store_true", help="replace older weights")
+    return parser.parse_args(argv)
+
+
+def merge(args: argparse.Namespace) -> None:
+    import shutil
+    from collections import ChainMap
+
+    from common.atomic import new_folder
+    from formats.import_weights import is_import
+    from formats.peft import load_adapter
+    from formats.portable import save_portable
+    from model.lora import Merged
+    from runs.weights import load_trained
+
+    with new_folder(args.out, "folder of weights", is_import, args.overwrite) as folder:
+        trained = load_trained(args.base)
+        config = trained.model.config
+        base = {name: parameter.detach() for name, parameter in trained.model.named_parameters()}
+        adapter, scaling = load_adapter(args.adapter, config)
+        save_portable(folder, config, dict(Merged(ChainMap(adapter, base), scaling)))
+        tokenizer = Path(trained.tokenizer.path)
+        shutil.copyfile(tokenizer, folder / tokenizer.name)
+    print(f"{args.out}: {args.adapter} added to {trained.folder}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line_errors("merge_lora", UsageError):
+        args = parse_arguments(argv)
+    from model.config import ConfigError  # not above: --help need not wait seconds for torch
+
+    with one_line_errors("merge_lora", UsageError, ConfigError, OSError):
+        merge(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The base that adapters are added to, in the run's own folder."""
+
+import json
+from collections import ChainMap
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import adapted
+
+from common.errors import UsageError
+from formats.portable import load_portable
+from model.lora import Merged, is_adapter
+from runs.base import write_base
+from runs.checkpoint import OPTIMIZER, RANDOM, STATE, WEIGHTS, damage, write_checkpoint
+from runs.folder import RunFolder
+from runs.weights import WeightsFolder
+from training.arguments import TrainingArguments
+from training.resume import kept_base
+
+
+@pytest.fixture
+def model():
+    return adapted(only_lora=False)
+
+
+@pytest.fixture
+def base(model) -> dict:
+    """Another model's: what was trained is not in it."""
+    return {n: p.detach() + 1 for n, p in model.named_parameters() if not is_adapter(n)}
+
+
+@pytest.fixture
+def run(model, base, tmp_path) -> RunFolder:
+    """A run under way, with a checkpoint."""
+    run = RunFolder(tmp_path / "runs" / "mine")
+    tokenizer = tmp_path / "tokenizer.model"
+    tokenizer.write_bytes(b"of no matter")
+    write_base(run, model.config, base, tokenizer)
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    state = {"step": 3, "processes": 1, "optimizer_step": 3, "identity": {}}
+    state |= {"model": model.config.to_dict(), "lora": vars(model.lora)}
+    write_checkpoint(run, {WEIGHTS: trained, OPTIMIZER: {}, RANDOM: {}}, state)
+    return run
+
+
+def test_it_is_a_folder_of_weights_as_any_other(run, model, base):
+    loaded = dict(load_portable(run.base).named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in base.items())
+    folder = WeightsFolder.find(str(run.base))
+    assert folder.config() == model.config
+    assert folder.tokenizer.read_bytes() == b"of no matter"
+
+
+def test_a_checkpoint_is_read_with_its_adapters_added_to_the_base(run, model, base):
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    expected = dict(Merged(ChainMap(trained, base), model.lora.scaling))
+    for name in (run.path, run.checkpoint(3)):
+        folder = WeightsFolder.find(str(name))
+        loaded = dict(folder.load().named_parameters())
+        assert loaded.keys() == expected.keys() == set(folder.tensors())
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def flip(file: Path) -> None:
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda base: flip(base / "model.safetensors"), "the checksum of model.safetensors is"),
+        (lambda base: (base / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda base: base.rename(base.with_name("moved")), "no readable manifest.json"),
+    ],
+)
+def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, harm, message):
+    assert damage(run.checkpoint(3)) is None
+    harm(run.base)
+    problem = damage(run.checkpoint(3))
+    assert str(run.base) in problem
+    assert message in problem
+    assert "\n" not in problem
+    with pytest.raises(UsageError, match=r"every checkpoint .* is damaged"):
+        WeightsFolder.find(str(run.path))
+
+
+def test_adapters_that_cannot_be_are_damage(run):
+    path = run.checkpoint(3)
+    state = json.loads((path / STATE).read_text()) | {"lora": {"rank": 3}}
+    write_checkpoint(run, {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}, state)
+    assert "TypeError" in damage(path)
+
+
+def test_a_disk_that_refuses_is_one_line(run, model, base, monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("runs.base.save_portable", full)
+    with pytest.raises(UsageError, match="base cannot be written: No space left on device"):
+        write_base(run, model.config, base, tmp_path / "tokenizer.model")
+    assert damage(run.checkpoint(3)) is None  # what was there still is
+
+
+def test_a_run_that_goes_on_takes_its_own_base(run):
+    flags = {"out_dir": str(run.path.parent), "init_from": "gone"}
+    for resume in ("auto", str(run.path), str(run.checkpoint(3))):
+        found = kept_base(TrainingArguments(resume=resume, **flags))
+        assert Path(found).resolve() == run.base.resolve()
+    assert kept_base(TrainingArguments(**flags)) is None
+    new = {"out_dir": str(run.path.parent / "empty"), "resume": "auto"}
+    assert kept_base(TrainingArguments(**new)) is None
+    run.base.rename(run.base.with_name("moved"))
+    with pytest.raises(UsageError, match="damaged"):
+        kept_base(TrainingArguments(resume="auto", **flags))

@@ -1,0 +1,133 @@
+"""Adapters beside frozen matrices: what is chosen, what is trained, what is merged."""
+
+import math
+from collections import ChainMap
+
+import pytest
+import torch
+from small_model import adapted, opinionated
+
+from inference.decoder import Decoder
+from model import ConfigError, LMConfig, Transformer
+from model.lora import LoRA, Merged, add_lora, is_adapter, merged_weights, weight_of
+
+LAYERS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
+LAYERS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+
+
+TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def test_training_begins_with_what_the_base_computes():
+    model = opinionated(vocab_size=50, seq_len=16)
+    before = model(TOKENS).logits
+    assert torch.equal(add_lora(model, dim=4, alpha=6.0, only_lora=True)(TOKENS).logits, before)
+
+
+def test_the_first_values_are_those_of_peft():
+    model = add_lora(Transformer(LMConfig(dim=512, n_layers=1)), dim=8, alpha=8, only_lora=True)
+    wq = model.layers[0].attention.wq
+    assert not wq.lora_b.any()
+    assert 0.95 / math.sqrt(512) < wq.lora_a.abs().max() <= 1 / math.sqrt(512)
+
+
+def test_the_product_is_that_of_the_formula():
+    layer = adapted().layers[0].attention.wq
+    x = torch.randn(3, 5, layer.in_features)
+    expected = x @ (layer.weight + 6 / 4 * layer.lora_b @ layer.lora_a).T
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(x @ weight_of(layer).T, expected)
+
+
+@pytest.mark.parametrize(
+    ("module_name", "expected"),
+    [
+        ("layers", {f"layers.{i}.{layer}" for i in (0, 1) for layer in LAYERS}),
+        ("attention.wq", {"layers.0.attention.wq", "layers.1.attention.wq"}),
+        ("layers.1.feed", {f"layers.1.{layer}" for layer in LAYERS[4:]}),
+    ],
+)
+def test_layers_are_chosen_by_a_part_of_their_names(module_name, expected):
+    names = dict(adapted(module_name=module_name).named_parameters())
+    assert {name[:-7] for name in names if name.endswith(".lora_a")} == expected
+    assert {f"{name}.weight" for name in expected} <= names.keys()
+
+
+def test_only_what_is_asked_for_has_gradients():
+    for only_lora in (True, False):
+        model = adapted(only_lora)
+        model(TOKENS[:, :-1], TOKENS[:, 1:]).loss.backward()
+        have = {name for name, p in model.named_parameters() if p.grad is not None}
+        others = {n for n, p in model.named_parameters() if "norm" in n or "embed" in n}
+        adapters = {n for n, _ in model.named_parameters() if is_adapter(n)}
+        assert have == (adapters if only_lora else adapters | others)
+
+
+def test_weights_are_merged_into_those_of_a_model_without():
+    model = adapted()
+    plain = opinionated(vocab_size=50, seq_len=16)
+    merged = merged_weights(dict(model.named_parameters()), model.lora)
+    assert list(merged) == [name for name, _ in plain.named_parameters()]
+    assert len(merged) == len(list(plain.parameters()))
+    plain.load_state_dict(dict(merged), strict=False)
+    torch.testing.assert_close(plain(TOKENS).logits, model(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    assert merged_weights(merged, None) is merged
+
+
+def test_the_base_and_what_was_trained_may_come_apart():
+    weights = dict(adapted(only_lora=False).named_parameters())
+    base = {name: p.detach() for name, p in opinionated(50, 16).named_parameters()}
+    trained = {name: p for name, p in weights.items() if p.requires_grad}
+    apart, whole = Merged(ChainMap(trained, base), 1.5), Merged(weights, 1.5)
+    assert sorted(apart) == sorted(whole)
+    assert all(torch.equal(apart[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("module_name", ["layers", "feed_forward.w2"])
+def test_what_is_written_sees_the_adapters(module_name):
+    model = adapted(module_name=module_name)
+    logits = Decoder(model).read([TOKENS[0].tolist()], capacity=16)
+    torch.testing.assert_close(logits[0], model(TOKENS[:1]).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_frozen_weight_has_no_gradient_to_compute():
+    model = opinionated(50, 16)
+    whole, n = model.flops_per_token(16), model.num_parameters()
+    attention = whole - 6 * n
+    add_lora(model, dim=4, alpha=6.0, only_lora=True)
+    adapters = model.num_parameters() - n
+    assert model.flops_per_token(16) == 4 * n + 6 * adapters + attention
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (
+            {"module_name": "decoder.layers."},
+            "part of any layer's name: they are called layers.0.a",
+        ),
+        ({"module_name": "output"}, "the output layer too, which has its matrix in common"),
+        ({"module_name": ""}, "the output layer too"),
+        ({"dim": 0}, "lora_dim must be from 1 to dim, 32, not 0"),
+        ({"dim": 33}, "not 33"),
+        ({"alpha": 0.0}, "lora_alpha must be positive"),
+        ({"alpha": math.nan}, "lora_alpha must be positive and finite, not nan"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_changes_nothing(choices, message):
+    model = opinionated(50, 16)
+    with pytest.raises(ConfigError, match=message) as refused:
+        add_lora(model, **{"dim": 4, "alpha": 6.0, "only_lora": True} | choices)
+    assert "\n" not in str(refused.value)
+    assert model.lora is None
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_output_layer_of_its_own_may_have_an_adapter():
+    model = Transformer(LMConfig(dim=32, n_layers=1, n_heads=4, tie_embeddings=False))
+    add_lora(model, dim=4, alpha=6.0, module_name="output", only_lora=True)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        "output.lora_a",
+        "output.lora_b",
+    ]
+    assert model.lora == LoRA(4, 6.0, "output", True)
