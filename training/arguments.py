@@ -7,12 +7,12 @@ in README.md (`python tests/flag_table.py` prints it) are made of the same field
 import argparse
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from common.errors import UsageError
-from common.parser import OneLineParser
+from common.parser import OneLineParser, UnlessGiven
 from model.config import LMConfig, setting
 from model.recompute import RECOMPUTE
 
@@ -151,6 +151,11 @@ class TrainingArguments:
                 raise UsageError(f"--{item.name} must be {must.be}, not {value!r}")
 
     @property
+    def mixed_precision(self) -> str:
+        """Accelerate's name of --dtype."""
+        return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[self.dtype]
+
+    @property
     def trackers(self) -> list[str]:
         return split(self.log_with)
 
@@ -164,14 +169,16 @@ def flags_of(dataclass_type):
             yield item, group
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(only: Container[str] | None = None) -> argparse.ArgumentParser:
+    """Of all flags, or of `only` these of training and those of the model's shape."""
     parser = OneLineParser(
         prog="python train_pretrain_accelerate.py",
         description="Pretrain a small Llama-like model on packed tokens.",
         allow_abbrev=False,
     )
     groups = {}
-    for item, title in [*flags_of(TrainingArguments), *flags_of(LMConfig)]:
+    training = [each for each in flags_of(TrainingArguments) if not only or each[0].name in only]
+    for item, title in [*training, *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         # Defaults stay in the dataclasses, so that what comes back is what was typed.
         options = {"default": argparse.SUPPRESS, "help": _help(item)}
@@ -183,7 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
             metavar = None if choices else kind.__name__.upper()
             options |= {"type": kind, "choices": choices, "metavar": metavar}
         if (alone := item.metadata.get("alone")) is not None:  # the value of a flag without one
-            options |= {"nargs": "?", "const": alone}
+            options |= {"nargs": "?", "const": alone, "action": UnlessGiven}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
     # What DeepSpeed's launcher appends; the environment says it too.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
