@@ -132,6 +132,9 @@ OF_PREFLIGHT = pytest.mark.variant  # it says so, tests/test_preflight.py
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
         ("--optimizer muon", {"ENGINE": "zero3"}, "under ZeRO-3 no process has any"),
         pytest.param("", {"ENGINE": "fp16"}, "--dtype float16 needs a GPU", marks=OF_PREFLIGHT),
+        ("", {"STAGE": "dpo"}, "STAGE must be pretrain or sft, not dpo"),
+        ("", {"STAGE": "sft"}, "DATA names text to pretrain on: with STAGE=sft, CHAT="),
+        ("", {"CHAT": "my.jsonl"}, "CHAT names conversations to fine-tune on: give STAGE=sft"),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
         ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
         ("", {"ENGINE": "../accelerate_config"}, "no ENGINE is called ../accelerate_config"),
@@ -155,15 +158,22 @@ def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags
     assert not (clone / ".venv").exists()
 
 
-def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(
-    clone, tmp_path, path_without_compilers
-):
-    for tool in ("cc", "c++", "gcc", "g++", "clang", "ninja", "nvcc"):
-        assert shutil.which(tool, path=path_without_compilers) is None
-    text = tmp_path / "short.jsonl"
+@pytest.fixture(scope="module")
+def pretrained(clone, tmp_path_factory, path_without_compilers) -> Finished:
+    """A run called mine."""
+    text = tmp_path_factory.mktemp("text") / "short.jsonl"
     text.write_text('{"text": "very little text"}\n' * 50, encoding="utf-8")
     ended = run_accelerate(clone, text, f"{TINY} --run_name mine", PATH=path_without_compilers)
     assert ended.code == 0, ended.out
+    return ended
+
+
+def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(
+    clone, pretrained, path_without_compilers
+):
+    for tool in ("cc", "c++", "gcc", "g++", "clang", "ninja", "nvcc"):
+        assert shutil.which(tool, path=path_without_compilers) is None
+    ended = pretrained
     # a short text gets a smaller vocabulary
     assert 260 < int(re.search(r"vocabulary (\d+),", ended.out)[1]) < 300
     assert "engine: DeepSpeed ZeRO-2" in ended.out
@@ -178,6 +188,21 @@ def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(
     # the environment that was active was used as it is
     assert not (clone / ".venv").exists()
     assert "installing" not in ended.out
+
+
+def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path):
+    chat = tmp_path / "chat.jsonl"
+    asked = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
+    chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
+    flags = "--max_steps 2 --max_seq_len 64 --sample_tokens 4 --run_name tuned"
+    stage = {"STAGE": "sft", "CHAT": str(chat), "PREPARE_FLAGS": "--val_fraction 0.2"}
+    ended = run_accelerate(clone, Path(), flags, DATA="", **stage)
+    assert ended.code == 0, ended.out
+    assert "starts from: out/runs/mine/weights, with a new optimizer; max_seq_len" in ended.out
+    assert "before the first step: validation loss" in ended.out
+    tuned = clone / "out" / "runs" / "tuned"
+    assert f"-m scripts.chat {tuned.relative_to(clone)}" in ended.out
+    assert (tuned / "weights" / "chat_template.jinja").is_file()
 
 
 def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
