@@ -21,7 +21,7 @@ class LoRAArguments(TrainingArguments):
     )
     lora_alpha: float = setting(16.0, "adapters are scaled by lora_alpha / lora_dim", POSITIVE)
     lora_module_name: str = setting("layers", "part of the names of the layers that have one")
-    only_optimize_lora: bool = setting(False, "freeze all else too: embedding, norms, output")
+    only_optimize_lora: bool = setting(False, "freeze embedding, norms and output too")
 
     def __post_init__(self):
         super().__post_init__()
