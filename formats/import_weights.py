@@ -5,6 +5,7 @@ from pathlib import Path
 from common.atomic import new_folder
 from common.errors import UsageError
 from common.numbers import counted
+from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILES, copy_tokenizer, open_tokenizer, tokenizer_in
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_portable
@@ -53,7 +54,7 @@ def is_import(folder: Path) -> bool:
     except ConfigError:
         return False
     names = {path.name for path in folder.iterdir()}
-    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES}
+    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
 
 
 def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:

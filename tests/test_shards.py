@@ -98,7 +98,7 @@ def test_a_description_that_is_none_is_refused_by_name(copied, text):
         (lambda d: d["splits"]["train"].update(tokens=7), "train shards hold .* not what it says"),
         (lambda d: d["splits"]["val"]["shards"].clear(), "val shards hold 0 tokens"),
         (lambda d: d["splits"]["val"].update(bytes="many"), "bytes"),
-        (lambda d: d["splits"]["val"]["shards"][0].update(tokens=-1), "described as -1 tokens"),
+        (lambda d: d["splits"]["val"]["shards"][0].update(tokens=-1), "described as -1 items"),
         (lambda d: d["splits"]["val"]["shards"][0].update(file="x.bin"), "x.bin.* is missing"),
         (lambda d: d["splits"]["val"]["shards"][0].update(file="a\0b"), r"dataset\.json"),
     ],
