@@ -112,7 +112,7 @@ def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, weigh
     assert seed_of(f"{run}@best") == 10
     assert seed_of(run) == 30
     assert WeightsFolder.find(f"{run}@best").path == run / "checkpoints" / "step-00000010"
-    monkeypatch.setattr("runs.find.find_run.__defaults__", (run.parent,))
+    monkeypatch.setattr("runs.find.find_run.__defaults__", (run.parent, None))
     assert seed_of("auto@best") == 10
 
 
