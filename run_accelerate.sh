@@ -29,6 +29,8 @@ wrong() {
   exit 2
 }
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
+[ -n "${NUM_MACHINES:-}" ] || [ -z "${MACHINE_RANK:-}${MASTER_ADDR:-}" ] ||
+  wrong "MACHINE_RANK and MASTER_ADDR are for several machines: say how many by NUM_MACHINES"
 [[ $machines =~ ^[1-9][0-9]{0,4}$ ]] || wrong "NUM_MACHINES must be a number from 1 on, not $machines"
 [[ $machine =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((machine < machines)) ||
   wrong "MACHINE_RANK must be a number from 0 to NUM_MACHINES - 1 = $((machines - 1)), not $machine"
@@ -62,7 +64,7 @@ config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
 if [ -n "$engine" ]; then
   [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
   config=configs/$engine.yaml
-  if [ ! -f "$config" ]; then
+  if [[ $engine == */* || ! -f $config ]]; then
     engines=(configs/*.yaml)
     engines=("${engines[@]#configs/}")
     wrong "no ENGINE is called $engine: there are ${engines[*]%.yaml}"
@@ -110,21 +112,12 @@ elif ((gpus > 0)); then
   shape=(--dim 1024 --n_layers 32)
   [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$((24 * 32))
 else
-  # A small model that two cores train in a few minutes. Muon's validation loss ends
-  # at 0.6 below that of AdamW (--optimizer adamw --learning_rate 3e-3, cosine).
+  # A small model that two cores train in a few minutes.
   flags=(
     --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
     --grad_clip 1.0
   )
-  muon=(
-    --optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2
-    --lr_schedule wsd --decay_fraction 1 --min_lr_ratio 0 # from the peak straight down to zero
-  )
-  case $engine in
-    zero3* | *_offload | zero_infinity) flags+=(--optimizer adamw --learning_rate 3e-3) ;;
-    *) flags+=("${muon[@]}") ;;
-  esac
-  steps=$("$python" -m training.cpu_steps --data "$packed" "$@")
+  steps=$("$python" -m training.cpu_steps --config_file "$config" --data "$packed" "$@")
   flags+=($steps)
   shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi

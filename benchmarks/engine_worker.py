@@ -20,7 +20,6 @@ from benchmarks.matmul import synchronize
 from benchmarks.ours import arguments, build_run, compute_gradient
 from benchmarks.work import Work
 from training.engine.communication import traffic
-from training.engine.kinds import kind_of
 from training.engine.launch import Engine, build_engine
 from training.engine.memory import expect
 from training.engine.workload import Workload
@@ -74,7 +73,6 @@ def measure(work: Work, steps: int) -> dict:
         losses.append(float(loss))
     meet(engine)
     sent = loopback_bytes() - sent
-    kind = kind_of(engine.deepspeed and engine.deepspeed["zero_optimization"])
     work = Workload.of(run.args, work.config, processes=engine.processes, device=device)
     return {
         "rank": engine.accelerator.process_index,
@@ -82,10 +80,10 @@ def measure(work: Work, steps: int) -> dict:
         "losses": losses,
         "seconds": statistics.median(seconds[WARMUP:]),
         "sent": sent / engine.processes / (steps - WARMUP),
-        "sent_expected": traffic(kind, work).sent,
+        "sent_expected": traffic(engine.kind, work).sent,
         "libraries": engine.largest(libraries),
         "peak": engine.largest(peak_memory_bytes(device)),
-        "peak_expected": expect(kind, work).peak,
+        "peak_expected": expect(engine.kind, work).peak,
     }
 
 

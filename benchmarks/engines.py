@@ -27,7 +27,7 @@ from benchmarks.markdown import heading, table
 from benchmarks.work import Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
-from training.engine.kinds import ENGINES
+from training.engine.kinds import DDP, FILES
 from training.engine.memory import GIB
 
 PROGRAM = "benchmarks.engines"
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     """Raises UsageError, ConfigError: a value that cannot work."""
-    known = [kind.config for kind in ENGINES]
+    known = [DDP.config, *FILES]
     there = [name for name in known if config_file(name).exists()]
     parser = new_parser(PROGRAM, __doc__)
     add, number = parser.add_argument, at_least(1)
@@ -142,6 +142,9 @@ def describe(rows: list[dict], options: argparse.Namespace, on_gpu: bool) -> str
             "memory, GiB": f"{row['peak'] / GIB:.3f}",
             "expected, GiB": beside(
                 (row["libraries"] + row["peak_expected"]) / GIB, row["peak"] / GIB
+            ),
+            "without libraries": beside(
+                row["peak_expected"] / GIB, (row["peak"] - row["libraries"]) / GIB
             ),
             "sent, MB": "n/a" if obstacle else f"{row['sent'] / 1e6:.2f}",
             "expected, MB": f"{row['sent_expected'] / 1e6:.2f}"

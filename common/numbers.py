@@ -2,8 +2,9 @@
 
 
 def counted(n: int, plural: str) -> str:
-    """1 layer, 2 layers, 1,024 layers."""
-    return f"{n:,} {plural.removesuffix('s') if n == 1 else plural}"
+    """1 layer, 2 layers, 1 process, 1,024 processes."""
+    one = plural.removesuffix("es" if plural.endswith("sses") else "s")
+    return f"{n:,} {one if n == 1 else plural}"
 
 
 def size(n_bytes: float) -> str:

@@ -61,6 +61,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return action.help if named else f"{action.help} (default: %(default)s)"
 
 
+class UnlessGiven(argparse.Action):
+    """What a flag means alone, if that is nothing, leaves what was given before as it is."""
+
+    def __call__(self, parser, namespace, value, option_string=None):
+        if value or not getattr(namespace, self.dest, None):
+            setattr(namespace, self.dest, value)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are a UsageError, with a guess at what was meant."""
 

@@ -4,7 +4,9 @@
 #   DATA=my.jsonl sbatch configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
 #   sbatch --nodes 4 configs/slurm.sh ...                               options of sbatch win over those below
 #
-# Requeued or submitted again under the same --run_name, it goes on from the last checkpoint.
+# Not run yet. Five minutes before the end of its time it saves and ends: submit it again, with the --run_name of
+# before (job-NUMBER, unless you gave one), and it goes on. SLURM requeues it by itself only when a machine failed or
+# was taken from it; it then goes on from the last checkpoint.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -13,13 +15,13 @@
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# One task per machine starts a process per GPU. Five minutes before the end all are told to stop, which saves.
+# One task per machine starts a process per GPU.
 set -euo pipefail
 export NUM_MACHINES=$SLURM_NNODES
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${names%%$'\n'*} # of the first one
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a machine
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a save may take, instead of 30
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a save may take, instead of 30; before PyTorch 2.12 it stays 30
 name=()
 [[ " $*" == *" --run_name"* || " $*" == *" --resume"* ]] || name=(--run_name "job-$SLURM_JOB_ID")
 [[ " $*" == *" --resume"* ]] || name+=(--resume auto)

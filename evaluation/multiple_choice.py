@@ -6,6 +6,8 @@ from itertools import takewhile
 
 import torch
 
+from data.chat_template import encode_conversation
+from data.conversations import ASSISTANT, USER, Turn
 from data.corpus import Record
 from data.errors import DataError
 from data.tokenizer import Tokenizer
@@ -57,23 +59,40 @@ def encode_choices(
     return ids, n_context
 
 
+def encode_turns(question: Question, tokenizer: Tokenizer) -> tuple[list[list[int]], list[int]]:
+    """The same as a conversation: ids of the question and each choice as its answer, to the end
+    piece, and how many of them are context."""
+    all_ids, contexts = [], []
+    for choice in question.choices:
+        turns = [Turn(USER, question.text), Turn(ASSISTANT, choice)]
+        ids, counts = encode_conversation(tokenizer, turns)
+        contexts.append(counts.index(True))
+        all_ids.append(ids[: contexts[-1] + sum(counts)])
+    return all_ids, contexts
+
+
 def question_rows(
     records: Iterable[Record],
     tokenizer: Tokenizer,
     seq_len: int,
-    delimiter: str,
+    delimiter: str | None,
     counts: ChoiceCounts,
 ) -> Iterator[Row]:
     """One row per choice; the unit is its Question. Where a question with a choice is longer than
-    the context, its beginning is left out, and counted.
+    the context, its beginning is left out, and counted. Without a delimiter they are turns of a
+    conversation.
 
     Raises DataError: a line that is no question, or a choice that alone is longer than the context.
     """
     for record in records:
         question = parse_question(record)
-        all_ids, n_context = encode_choices(question, tokenizer, delimiter)
+        if delimiter is None:
+            all_ids, contexts = encode_turns(question, tokenizer)
+        else:
+            all_ids, n_context = encode_choices(question, tokenizer, delimiter)
+            contexts = [n_context] * len(all_ids)
         counts.truncated += max(map(len, all_ids)) > seq_len + 1
-        for choice, ids in zip(question.choices, all_ids, strict=True):
+        for choice, ids, n_context in zip(question.choices, all_ids, contexts, strict=True):
             n_scored = len(ids) - n_context
             if n_scored > seq_len:
                 raise DataError(

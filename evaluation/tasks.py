@@ -12,6 +12,9 @@ from tqdm import tqdm
 
 from common.errors import UsageError
 from common.progress import progress_bar
+from data.conversation_set import ConversationSet
+from data.conversations import KEYS as CONVERSATION_KEYS
+from data.conversations import conversation_records
 from data.corpus import (
     TEXT_COLUMN,
     Reading,
@@ -25,22 +28,24 @@ from data.corpus import (
 )
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.shards import DESCRIPTION_FILE, read_description
+from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, kind_of, read_description
 from data.tokenizer import tokenizer_hash
+from evaluation.conversations import CutCounts, conversation_rows, prepared_rows
 from evaluation.language_modelling import document_rows, packed_sums, summary, text_sums
 from evaluation.multiple_choice import ChoiceCounts, answer, question_rows
-from evaluation.scoring import Scorer
+from evaluation.scoring import Row, Scorer
 from runs.folder import RunFolder
 from runs.weights import Trained
 from training.engine.device import device_name
 from training.settings import saved_arguments
 
-FLAG_BELONGS_TO = {
-    "split": "packed",
-    "stride": "text",
-    "text_column": "text",
-    "delimiter": "choice",
+FLAGS_OF = {
+    "packed": ("split",),
+    "conversations": ("split",),
+    "text": ("stride", "text_column"),
+    "choice": ("delimiter", "template"),
 }
+PREPARED = {TEXT: "packed", CONVERSATIONS: "conversations"}  # folders, by what they hold
 
 
 @dataclass
@@ -48,18 +53,20 @@ class EvaluationSettings:
     """What is scored, and how; None where nothing was asked for. Raises UsageError: a flag that
     means nothing for this kind of data."""
 
-    data: str  # a prepared folder, or files of text or questions
-    task: str  # packed, text or choice
+    data: str  # a prepared folder, or files of text, conversations or questions
+    task: str  # one of FLAGS_OF
     split: str | None
     stride: int | None  # tokens from one window to the next
     delimiter: str | None  # between a question and a choice
     limit: int  # sequences, documents or questions; 0 takes all
     text_column: str | None = None  # of files of text
+    template: bool | None = None  # questions and choices as turns; None: if the model answers
 
     def __post_init__(self):
-        for name, task in FLAG_BELONGS_TO.items():
-            if getattr(self, name) is not None and self.task != task:
-                raise UsageError(f"--{name} is for --task {task}, but {self.data} is {self.task}")
+        for name in dict.fromkeys(name for names in FLAGS_OF.values() for name in names):
+            if getattr(self, name) is not None and name not in FLAGS_OF[self.task]:
+                tasks = " or ".join(task for task, names in FLAGS_OF.items() if name in names)
+                raise UsageError(f"--{name} is for --task {tasks}, but {self.data} is {self.task}")
         if self.text_column is not None:
             require_columns(find_files(self.data), self.text_column)
 
@@ -68,7 +75,12 @@ def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> 
     """All numbers, and what was scored with what, for who reads them a month later. Raises
     UsageError, DataError: there is nothing to score, or the model is broken."""
     start = time.perf_counter()
-    score = {"packed": score_packed, "text": score_text, "choice": score_choices}[settings.task]
+    score = {
+        "packed": score_packed,
+        "conversations": score_conversations,
+        "text": score_text,
+        "choice": score_choices,
+    }[settings.task]
     result = score(settings, trained, scorer)
     result["seconds"] = seconds = time.perf_counter() - start
     if "tokens" in result:
@@ -105,7 +117,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     """What the path is, by its files and the first line of the first. Raises DataError: nothing
     there that could be scored."""
     if (Path(data) / DESCRIPTION_FILE).exists():
-        return "packed"
+        return PREPARED[kind_of(read_description(data))]
     files, text = find_files(data), text_column or TEXT_COLUMN
     first = next(read_records(files, Reading(text)), None)
     if first is None:
@@ -115,27 +127,65 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     fields = load_json(first)
     if isinstance(fields, dict) and ("question" in fields or text in fields):
         return "choice" if "question" in fields else "text"
-    raise DataError(f'{first.place}: neither a "{text}" nor a "question"')
+    if isinstance(fields, dict) and fields.keys() & {*CONVERSATION_KEYS}:
+        return "conversations"
+    raise DataError(f'{first.place}: neither a "{text}" nor a "question" nor a conversation')
 
 
 def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
     """Sequences as training reads them. Raises DataError: prepared with another tokenizer, or
     shorter than one sequence."""
     data, split, seq_len = settings.data, settings.split or "val", trained.model.config.max_seq_len
-    tokenizer = trained.tokenizer
-    ours = tokenizer_hash(tokenizer.path)
-    if read_description(data).get("tokenizer_sha256") != ours:
-        raise DataError(
-            f"{data} was prepared with another tokenizer than that of {trained.folder}: prepare "
-            f"the text with --tokenizer {tokenizer.path}, or give the text itself"
-        )
+    require_same_tokenizer(settings, trained)
     if not PackedDataset.fits(data, split, seq_len):
         raise DataError(f"{data}: the {split} split is shorter than a sequence of {seq_len}")
     dataset = PackedDataset(data, split, seq_len)
     total = min(settings.limit or len(dataset), len(dataset))
     with progress(scorer, total, "sequence") as bar:
-        sums = packed_sums(scorer, dataset, settings.limit, tokenizer.bos_id, bar.update)
+        bos_id = trained.tokenizer.bos_id
+        sums = packed_sums(scorer, dataset, settings.limit, bos_id, bar.update)
     return {"split": split, "sequences": total} | summary(sums)
+
+
+def require_same_tokenizer(settings: EvaluationSettings, trained: Trained) -> None:
+    """Raises DataError: a folder was prepared with another tokenizer than the model's."""
+    data, tokenizer = settings.data, trained.tokenizer.path
+    if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):
+        raise DataError(
+            f"{data} was prepared with another tokenizer than that of {trained.folder}: prepare "
+            f"the text with --tokenizer {tokenizer}, or give the text itself"
+        )
+
+
+def score_conversations(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
+    """The answers in them, of a prepared folder or of files. Raises DataError: prepared with
+    another tokenizer, files that cannot be read, or no answer within the context."""
+    data, seq_len = settings.data, trained.model.config.max_seq_len
+    counts, facts = CutCounts(), {}
+    if (Path(data) / DESCRIPTION_FILE).exists():
+        require_same_tokenizer(settings, trained)
+        facts["split"] = split = settings.split or "val"
+        dataset = ConversationSet(data, split, seq_len)
+        counts.cut, counts.left_out = dataset.n_cut, dataset.n_left_out
+        total = min(settings.limit or len(dataset), len(dataset))
+        with progress(scorer, total, "conversation") as bar:
+            sums = text_sums(scorer, shown(prepared_rows(dataset, settings.limit), bar))
+    elif settings.split is not None:
+        raise UsageError(f"--split is for a prepared folder, and {data} is none")
+    else:
+        with records(settings, scorer, "conversation") as lines:
+            rows = conversation_rows(lines, trained.tokenizer, seq_len, counts)
+            sums = text_sums(scorer, rows)
+    if not sums.n:
+        raise DataError(f"{data}: no answer within the context of {seq_len} tokens")
+    return facts | vars(counts) | summary(sums) | {"unit": "conversations"}
+
+
+def shown(rows: Iterable[Row], bar: tqdm) -> Iterator[Row]:
+    """The rows, counted by a progress bar."""
+    for row in rows:
+        yield row
+        bar.update()
 
 
 def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
@@ -158,14 +208,19 @@ def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -
 def score_choices(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
     """Questions, answered with the likeliest choice. Raises DataError: files that cannot be read,
     or hold no questions."""
+    template = trained.chats if settings.template is None else settings.template
+    if template and settings.delimiter is not None:
+        raise UsageError("--delimiter is for questions without the template: --no-template")
     delimiter = " " if settings.delimiter is None else settings.delimiter
     counts, seq_len = ChoiceCounts(), trained.model.config.max_seq_len
+    how = None if template else delimiter
     with records(settings, scorer, "question") as lines:
-        answer(scorer, question_rows(lines, trained.tokenizer, seq_len, delimiter, counts), counts)
+        answer(scorer, question_rows(lines, trained.tokenizer, seq_len, how, counts), counts)
     if not counts.n:
         raise DataError(f"{settings.data}: no question in it")
     number = {"units": counts.n, "unit": "questions", "truncated": counts.truncated}
-    return {"delimiter": delimiter, **number, "metrics": counts.metrics()}
+    asked = {"delimiter": how, "template": template}
+    return {**asked, **number, "metrics": counts.metrics()}
 
 
 def progress(scorer: Scorer, total: int | None, unit: str, scale: bool = False) -> tqdm:
@@ -182,8 +237,11 @@ def records(settings: EvaluationSettings, scorer: Scorer, unit: str) -> Iterator
     with progress(scorer, total, unit, scale=not settings.limit) as bar:
 
         def read() -> Iterator[Record]:
-            reading = Reading(settings.text_column or TEXT_COLUMN)
-            for record in islice(read_records(files, reading), settings.limit or None):
+            if settings.task == "conversations":
+                found = conversation_records(files)
+            else:
+                found = read_records(files, Reading(settings.text_column or TEXT_COLUMN))
+            for record in islice(found, settings.limit or None):
                 yield record
                 bar.update(1 if settings.limit else len(record.raw))
 

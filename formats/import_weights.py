@@ -54,7 +54,7 @@ def is_import(folder: Path) -> bool:
     except ConfigError:
         return False
     names = {path.name for path in folder.iterdir()}
-    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES, TEMPLATE_FILE}
+    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
 
 
 def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:

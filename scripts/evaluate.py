@@ -3,6 +3,8 @@
     python -m scripts.evaluate RUN                          # on the validation split of the run
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window
     python -m scripts.evaluate RUN --data questions.jsonl   # {"question", "choices", "answer"}
+    python -m scripts.evaluate RUN --data chat.jsonl        # conversations: the answers in them
+    python -m scripts.evaluate BASE TUNED --data chat.jsonl # side by side
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN   # GPUs, and CPUs too
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
@@ -21,7 +23,8 @@ from data.corpus import BUILTIN, SUFFIXES
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.evaluate", description=__doc__)
     add = parser.add_argument
-    add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
+    what = "run folder, RUN@best, checkpoint, folder of weights, or 'auto'; several in one table"
+    add("runs", metavar="RUN", nargs="+", help=what)
     add(
         "--data",
         help=f"folder made by scripts.prepare_data, {', '.join(SUFFIXES)} file, folder of them, or "
@@ -29,7 +32,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     column = "name of the text in .jsonl, .csv and .parquet"
     add("--text_column", help=f"{column} (default: text)")
-    kinds = ("packed", "text", "choice")
+    kinds = ("packed", "text", "choice", "conversations")
     add("--task", choices=kinds, help="what --data is (default: as it looks)")
     add("--split", choices=("val", "train"), help="of prepared data (default: val)")
     add(
@@ -39,6 +42,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "token has at least max_seq_len - stride tokens of context, or all there are",
     )
     add("--delimiter", help="put between a question and a choice (default: one space)")
+    turns = "ask a question as a user's turn, the choices as answers (default: if the model chats)"
+    add("--template", action=argparse.BooleanOptionalAction, help=turns)
     add(
         "--limit",
         type=int,
@@ -66,25 +71,29 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def score(args: argparse.Namespace) -> None:
-    from evaluation.answer import report, write_json
+    from evaluation.answer import compare, report, write_json
     from evaluation.scoring import build_scorer
     from evaluation.tasks import EvaluationSettings, data_of_run, detect_task, evaluate
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
     zero = ZeroInference.of_launch(args.device)
-    trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
-    data = args.data or data_of_run(trained.folder)
-    names = ("split", "stride", "text_column", "delimiter", "limit")
+    names = ("split", "stride", "text_column", "delimiter", "limit", "template")
     asked = {name: getattr(args, name) for name in names}
-    task = args.task or detect_task(data, args.text_column)
-    settings = EvaluationSettings(data, task, **asked)
-    scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
-    result = evaluate(settings, trained, scorer) | {"zero_stage": 3 if zero else None}
+    results, settings = [], None
+    for name in args.runs:
+        trained = load_trained(name, zero.load if zero else WeightsFolder.load)
+        if settings is None:  # those of the first are for all
+            data = args.data or data_of_run(trained.folder)
+            task = args.task or detect_task(data, args.text_column)
+            settings = EvaluationSettings(data, task, **asked)
+        scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
+        found = evaluate(settings, trained, scorer)
+        results.append(found | {"zero_stage": 3 if zero else None})
     if scorer.accelerator.is_main_process:
-        print(report(result))
+        print(report(results[0]) if len(results) == 1 else compare(results))
         if args.json:
-            write_json(args.json, result)
+            write_json(args.json, results)
     scorer.accelerator.end_training()
 
 

@@ -4,22 +4,31 @@
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
     python -m scripts.plan ... --num_processes 8,64,1024     # who can share this global batch
 
-Flags are the training script's, and those under "plan". Nothing is loaded or started; neither a GPU
-nor weights are needed. Figures are those of training/engine/memory.py and communication.py.
+Flags are those of the training script that a plan depends on, and those under "plan". Nothing is
+loaded or started; neither a GPU nor weights are needed. Figures are those of
+training/engine/memory.py and communication.py.
 """
 
 import argparse
 import math
+import os
 
 from common.errors import UsageError, one_line_errors
 from model.config import ConfigError
 from training.arguments import build_parser
 from training.plan_page import describe
 
+LARGEST = 1e18
+# Of training, what a plan depends on besides the model's shape.
+TRAINING_FLAGS = (
+    *("accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"),
+    *("keep_last", "max_steps", "optimizer", "tf32"),
+)
+
 
 def whole_numbers(text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
+    if not all(part.strip().isdecimal() and 0 < int(part) <= LARGEST for part in parts):
         raise argparse.ArgumentTypeError(f"whole numbers from 1 on, not {text!r}")
     return [int(part) for part in parts]
 
@@ -29,8 +38,8 @@ def positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"a positive number, not {text!r}")
+    if not 0 < value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"a positive number, at most {LARGEST:g}, not {text!r}")
     return value
 
 
@@ -43,7 +52,7 @@ def share(text: str) -> float:
 
 def parse_options(argv: list[str] | None = None) -> dict:
     """What was typed, of all flags; those of "plan" with their defaults."""
-    parser = build_parser()
+    parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
     numbers = "processes that share the global batch, one number or several: 8,64,1024"
@@ -73,7 +82,9 @@ def parse_options(argv: list[str] | None = None) -> dict:
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("plan", UsageError, ConfigError):
-        print(describe(parse_options(argv)))
+        options = parse_options(argv)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
+        print(describe(options))
 
 
 if __name__ == "__main__":

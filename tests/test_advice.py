@@ -1,13 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
 from model import LMConfig
-from training.engine.advice import faster_engine, lighter_engine
-from training.engine.communication import traffic
-from training.engine.kinds import ENGINES, kind_of
-from training.engine.memory import OVERHEAD, expect
+from training.engine.advice import choices, faster_engine, lighter_engine
+from training.engine.kinds import engines, kind_of
+from training.engine.memory import needs as needed
 from training.engine.workload import Parameters, Workload
 
-KINDS = {kind.config: kind for kind in ENGINES}
+KINDS = {kind.config: kind for kind in engines(LMConfig().dim)}
 N = 10**9
 COUNTED = Parameters(N, N, N // 4, {N // 4: 4}, flops_per_token=6 * N)
 
@@ -18,7 +19,7 @@ def workload(**changes) -> Workload:
 
 
 def needs(name: str, work: Workload) -> int:
-    return expect(KINDS[name], work).peak + OVERHEAD
+    return needed(KINDS[name], work)
 
 
 def advice(name: str = "zero2", room: int | None = 10**12, **changes) -> str | None:
@@ -28,8 +29,7 @@ def advice(name: str = "zero2", room: int | None = 10**12, **changes) -> str | N
 def test_the_fastest_engine_that_fits_is_named():
     line = advice()
     assert line.startswith("DDP would be faster")
-    assert "not in each of 8 micro-batches (4,000 MB sent per process and step instead" in line
-    assert "of 17,000) and fits" in line
+    assert "sends 4,000 MB per process and step, not 17,000, and fits" in line
     assert "--config_file configs/ddp.yaml" in line
     assert "ENGINE=ddp " in line
     assert "\n" not in line
@@ -41,7 +41,7 @@ def test_where_it_does_not_fit_the_next_one_is():
     assert room < needs("ddp", work)
     line = faster_engine(KINDS["zero2"], work, room)
     assert line.startswith("ZeRO-1 would be faster")
-    assert "(5,250 MB sent" in line  # 2 bytes of gradients there and back and of weights, 7 / 8
+    assert "sends 5,250 MB" in line  # 2 bytes of gradients there and back and of weights, 7 / 8
     assert faster_engine(KINDS["zero2"], work, needs("zero2", work) - 1) is None
 
 
@@ -50,8 +50,8 @@ def test_a_gpu_is_given_the_same_order():
 
 
 def test_what_gathers_or_moves_weights_for_nothing_is_told_so():
-    assert "gathers no weights" in advice("zero3")
-    assert "keeps everything where it is computed" in advice("zero2_offload")
+    assert "it sends " in advice("zero3")
+    assert "it moves nothing to the CPU, sends " in advice("zero2_offload")
     room = needs("zero1", workload(on_cpu=False)) - 1
     room = max(room, needs("zero2", workload(on_cpu=False)))
     assert advice("zero3_offload", room, on_cpu=False) is not None
@@ -78,7 +78,7 @@ def test_an_engine_that_fits_is_named_where_the_one_in_use_does_not():
     sizes = {name: needs(name, work) for name in KINDS}
     assert sizes["zero3"] < sizes["zero2"] < sizes["ddp"]
     line = lighter_engine(KINDS["zero2"], work, sizes["zero3"])
-    assert line.startswith(f"; ZeRO-3 needs {expect(KINDS['zero3'], work).peak / 2**30:.1f} GiB: ")
+    assert line.startswith(f"; ZeRO-3 needs {sizes['zero3'] / 2**30:.1f} GiB: ")
     assert "configs/zero3.yaml" in line
     assert "ZeRO-2 needs" in lighter_engine(KINDS["ddp"], work, sizes["zero2"])
     assert lighter_engine(KINDS["zero2"], work, 0) == ""
@@ -86,7 +86,17 @@ def test_an_engine_that_fits_is_named_where_the_one_in_use_does_not():
 
 
 def test_a_configuration_that_has_no_name_is_compared_too():
-    mixture = kind_of({"stage": 3, "offload_param": {"device": "cpu"}})
-    assert mixture.name == "ZeRO-3"
+    mixture = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
     assert faster_engine(mixture, workload(), 10**12).startswith("DDP would be faster")
-    assert traffic(mixture, workload()).sent == traffic(KINDS["zero3"], workload()).sent
+    assert lighter_engine(mixture, workload(), 10**12).startswith("; DDP needs")
+
+
+def test_with_muon_none_is_named_that_refuses_it():
+    muon = replace(COUNTED, by_muon=N // 2)
+    work = workload(on_cpu=False, processes=8, parameters=muon)
+    room = needs("zero3_offload", work)
+    assert "ZeRO-3, all on the CPU needs" in lighter_engine(
+        KINDS["zero2"], work.but(parameters=COUNTED), room
+    )
+    assert lighter_engine(KINDS["zero2"], work, room) == ""
+    assert [kind.config for kind in choices(work)] == ["ddp", "zero1", "zero2"]

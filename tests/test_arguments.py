@@ -170,6 +170,7 @@ def test_unknown_trackers_are_refused(value):
     [
         "--deepspeed ds.json",
         "--deepspeed_config=ds.json",
+        "--deepspeed_config ds.json --deepspeed",
         "--deepspeed --deepspeed_config ds.json",  # as DeepSpeed's own programs have it
         "--local_rank=1 --deepspeed ds.json",
         "--deepspeed ds.json --local-rank 1",

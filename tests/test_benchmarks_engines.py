@@ -30,7 +30,8 @@ def test_what_is_measured_stands_beside_what_was_expected(namespaces):
     title, _, first, second, _, note = engines.describe(rows, OPTIONS, on_gpu=False).split("\n")
     assert title.startswith("| engine | first loss | last loss | seconds per step | memory, GiB |")
     assert first == (
-        "| DDP | 6.50000 | 6.25000 | 0.500 | 1.000 | 0.750 (-25.0%) | 2.00 | 2.10 (+5.0%) |"
+        "| DDP | 6.50000 | 6.25000 | 0.500 | 1.000 | 0.750 (-25.0%) | 0.250 (-50.0%) | 2.00 "
+        "| 2.10 (+5.0%) |"
     )
     assert second.startswith("| DeepSpeed ZeRO-2 | 6.50000 | 6.25010 |")
     assert "of 20 steps" in note.replace("last of", "of")

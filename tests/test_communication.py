@@ -2,9 +2,10 @@ import pytest
 
 from model import LMConfig
 from training.engine.communication import Traffic, traffic
-from training.engine.kinds import ENGINES, Kind
+from training.engine.kinds import Kind, engines
 from training.engine.workload import Parameters, Workload
 
+ENGINES = engines(dim=8)
 KINDS = {kind.config: kind for kind in ENGINES}
 # Two small tensors of 10 and two of 490.
 N = 1000
@@ -38,12 +39,12 @@ def test_bytes_of_rings_by_hand(engine, processes, accumulation_steps, dtype, se
 
 
 def test_weights_that_zero_3_lets_go_of_in_forward_come_again_in_backward():
-    far = Kind("", "", 3, reuse_distance=0, persistence=0)
-    once = Kind("", "", 3, reuse_distance=2 * N, persistence=0)
+    far = Kind("", 3, reuse_distance=0, persistence=0)
+    once = Kind("", 3, reuse_distance=2 * N, persistence=0)
     work = workload()
     assert traffic(far, work).in_step == 4 * 2 * N * 2 // 2
     assert traffic(once, work).in_step == 4 * N * 2 // 2
-    half = Kind("", "", 3, reuse_distance=N, persistence=0)
+    half = Kind("", 3, reuse_distance=N, persistence=0)
     assert traffic(half, work).in_step == 4 * 3 * N // 2 * 2 // 2
 
 
@@ -60,12 +61,47 @@ def test_one_process_has_nobody_to_send_to():
 def test_what_is_offloaded_goes_to_the_cpu_and_back():
     moved = {name: traffic(kind, workload()).moved for name, kind in KINDS.items()}
     assert [moved[name] for name in ("ddp", "zero1", "zero2", "zero3")] == [0] * 4
-    # fp32 gradients there and 16-bit weights back, of half of them
-    assert moved["zero2_offload"] == N // 2 * (4 + 2)
-    # and the weights for 4 times forward and backward
-    assert moved["zero3_offload"] == N // 2 * (4 + 2 + 4 * 2 * 2)
-    assert moved["zero_infinity"] == moved["zero3_offload"] + N // 2 * 2 * 12
+    half = N // 2  # the share of one
+    # ZeRO-2 adds up on the GPU: at the end of the step fp32 gradients go, 16-bit weights come.
+    assert moved["zero2_offload"] == half * (4 + 2)
     assert traffic(KINDS["zero3_offload"], workload(on_cpu=True)).moved == 0
+    # stage3.py, partition_grads: the buffer of sums is in RAM. First micro-batch: copied there, and
+    # taken to the GPU for what follows; each other one: taken to the GPU, and copied back. At the
+    # boundary once more, to where the optimizer steps. Weights stay in RAM, and are taken to the
+    # GPU once in each micro-batch, for they come again so soon that they stay for backward; the
+    # small ones once a step.
+    first, other, boundary = 4 + 4, 4 + 4, 4
+    weights = 2 * (4 * 980 + 20) // 2
+    everything = half * (first + 3 * other + boundary) + weights
+    assert moved["zero3_offload"] == everything
+    # NVMe: gradients go; they and the state come to be stepped; state and weights go.
+    assert moved["zero_infinity"] - everything == half * (4 + (4 + 12) + (12 + 2))
+    # Sums in the precision of the model are added up in RAM under ZeRO-2 too.
+    rough = Kind("", 2, "cpu", fp32_sums=False)
+    assert traffic(rough, workload()).moved == half * (2 * 4 + 2 * 3 + 4 + 2)
+    assert traffic(rough, workload(accumulation_steps=1)).moved == half * (4 + 2)
+
+
+def test_weights_alone_may_be_offloaded():
+    mixture = Kind("", 3, parameters_on="cpu", reuse_distance=0, persistence=0)
+    # twice in each of 4 micro-batches, 2 bytes, of half
+    # and the new ones back
+    assert traffic(mixture, workload()).moved == N // 2 * (4 * 2 * 2 + 2)
+    on_gpu = Kind("", 3, "cpu", reuse_distance=0, persistence=0)
+    assert traffic(on_gpu, workload()).moved == N // 2 * (4 * 8 + 4 + 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "after_backward"),
+    [
+        ("bfloat16", Kind("", 1), True),
+        ("float16", Kind("", 1), False),
+        ("bfloat16", Kind("", 1, fp32_sums=False), False),
+        ("bfloat16", Kind("", 1, "cpu"), False),
+    ],
+)
+def test_zero_1_sends_behind_backward_but_in_bf16_with_fp32_sums(dtype, kind, after_backward):
+    assert (traffic(kind, workload(dtype=dtype)).in_backward == 0) == after_backward
 
 
 def waiting(sent: Traffic, seconds: float = 3.0, micro_batches: int = 1) -> float:

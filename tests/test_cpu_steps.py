@@ -2,10 +2,12 @@ import json
 import sys
 
 import pytest
-from conftest import run
+from conftest import REPOSITORY, run
 
 from training.arguments import parse_arguments
-from training.cpu_steps import intervals, main, suited_steps
+from training.cpu_steps import ADAMW, MUON, intervals, main, optimizer, suited_steps
+from training.engine.deepspeed_config import read_config, resolve
+from training.engine.kinds import FILES, engines
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,8 @@ def test_steps_by_the_text_go_to_stdout_and_are_said_in_one_line(packed, capfd):
     tokens = json.loads((packed / "dataset.json").read_text())["splits"]["train"]["tokens"]
     steps = suited_steps(tokens, segmentations=1)
     out, said = capfd.readouterr()
-    assert out.split() == ["--max_steps", str(steps), *intervals(steps).split()]
+    flags = f"--max_steps {steps} {intervals(steps)} {MUON}"
+    assert out.split() == flags.split()
     assert (
         said == f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another\n"
     )
@@ -64,7 +67,7 @@ def test_steps_that_are_typed_decide(packed, capfd, typed, steps):
     assert said == ""
     assert "--max_steps" not in out
     if steps:
-        assert out.split() == intervals(steps).split()
+        assert out.split() == [*intervals(steps).split(), *MUON.split()]
 
 
 def test_epochs_that_are_typed_are_not_cut_short(packed, capfd):
@@ -72,6 +75,33 @@ def test_epochs_that_are_typed_are_not_cut_short(packed, capfd):
     args, _ = parse_arguments([*capfd.readouterr().out.split(), "--epochs", "3"])
     assert args.max_steps is None
     assert args.epochs == 3
+
+
+@pytest.mark.parametrize("name", ["ddp", *FILES])
+def test_muon_is_given_to_the_engines_that_take_it(name, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    kind = next(kind for kind in engines(dim=192) if kind.config == name)
+    expected = MUON if kind.takes_muon else ADAMW
+    assert optimizer(f"configs/{name}.yaml", None) == expected
+    if name in FILES:
+        assert optimizer("accelerate_config.yaml", FILES[name]) == expected
+        args, _ = parse_arguments([*expected.split(), "--deepspeed", FILES[name]])
+        resolve(read_config(FILES[name]), args, 1, name)
+
+
+def test_a_launchers_own_fields_and_old_names_count_too(tmp_path):
+    yaml, ds = tmp_path / "launch.yaml", tmp_path / "ds.json"
+    for field, flags in (("zero_stage: 3", ADAMW), ("zero_stage: 2", MUON)):
+        yaml.write_text(f"deepspeed_config:\n  {field}\n")
+        assert optimizer(str(yaml), None) == flags
+    yaml.write_text("deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}")
+    assert optimizer(str(yaml), None) == ADAMW
+    ds.write_text('{"zero_optimization": {"stage": 2, "cpu_offload": true}}')
+    assert optimizer("nowhere", str(ds)) == ADAMW
+    for nonsense in ("[1]", "deepspeed_config: 3", "a: b: c", "deepspeed_config: {x: 1}"):
+        yaml.write_text(nonsense)
+        assert optimizer(str(yaml), None) == MUON
+    assert optimizer("nowhere", None) == optimizer(None, "nowhere") == MUON
 
 
 def test_data_that_is_none_ends_in_one_line(tmp_path):

@@ -18,7 +18,7 @@ from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine import deepspeed_config
 from training.engine.deepspeed_config import fill_by_width, read_config, resolve
-from training.engine.deepspeed_keys import FLAGS, KNOWN, OF_NO_USE, OF_STAGE_3
+from training.engine.deepspeed_keys import FLAGS, KNOWN, NOT_FOLLOWED, OF_NO_USE, OF_STAGE_3
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.json"))
@@ -355,6 +355,59 @@ def test_a_section_that_would_do_nothing_is_refused_unless_it_is_off(key):
     assert message == told(f'remove "{key}": {OF_NO_USE[key]}')
     for off in ({"enabled": False, "max_out_tokens": 512}, {"profile": False}, False, None):
         assert key not in settled(zero2() | {key: off})
+
+
+REASONS = {key: why for why, keys in NOT_FOLLOWED.items() for key in keys}
+
+
+@pytest.mark.parametrize("key", REASONS)
+def test_what_this_project_does_not_follow_is_refused_unless_it_is_off(key):
+    base = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {}}
+    base["fp16"] = {}
+    on, off = {"zenflow": ({"topk_ratio": 0.1}, None), "ratio": (0.5, 1)}.get(
+        key.rpartition(".")[2], (True, False)
+    )
+    assert refused(put(base, key, on)) == told(f'remove "{key}": {REASONS[key]}')
+    settled(put(base, key, off))
+    if off is not False:  # these are on, or off, by other values too
+        assert key in refused(put(base, key, 0 if off else {}))
+
+
+HARMLESS = """
+    stage contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions
+    use_multi_rank_bucket_allreduce allgather_bucket_size overlap_comm compute_grad_norm
+    load_from_fp32_weights elastic_checkpoint offload_optimizer cpu_offload cpu_offload_param
+    cpu_offload_use_pin_memory ignore_unused_parameters round_robin_gradients parameter_alignment
+    pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks
+    save_muon_momentum_buffer_in_memory device nvme_path buffer_count buffer_size max_in_cpu
+    pin_memory pipeline_read pipeline_write fast_init cpuadam_cores_perc
+"""
+
+
+def test_every_field_of_deepspeeds_zero_is_one_that_was_judged():
+    """What it brings anew may keep state of its own, which checkpoints would miss."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    judged = {
+        *HARMLESS.split(),
+        *OF_STAGE_3.split(),
+        *(key.rpartition(".")[2] for key in REASONS),
+    }
+    found = {
+        name
+        for section in (
+            DeepSpeedZeroConfig,
+            DeepSpeedZeroOffloadOptimizerConfig,
+            DeepSpeedZeroOffloadParamConfig,
+        )
+        for name, item in section.model_fields.items()
+        if not (item.alias or name).startswith("stage3_")
+    }
+    assert found <= judged
 
 
 @pytest.mark.parametrize(

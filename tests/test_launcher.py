@@ -1,9 +1,22 @@
 """What run_accelerate.sh's launcher says where nothing could be launched."""
 
+import inspect
+
 import pytest
 import torch
 
 from training import launcher
+
+
+def test_pytorchs_launcher_waits_for_no_other_machine(monkeypatch):
+    """The name is PyTorch's own and private: where it is another, this says so."""
+    waits = launcher.SimpleElasticAgent._exit_barrier
+    assert "self._exit_barrier()" in inspect.getsource(launcher.SimpleElasticAgent._invoke_run)
+    monkeypatch.setattr(launcher.SimpleElasticAgent, "_exit_barrier", waits)
+    monkeypatch.setattr(launcher, "main", lambda: None)
+    assert launcher.launch() == 0
+    assert launcher.SimpleElasticAgent._exit_barrier is not waits
+    assert launcher.SimpleElasticAgent._exit_barrier(None) is None
 
 
 @pytest.mark.parametrize(

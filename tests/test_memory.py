@@ -2,11 +2,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import REPOSITORY
 
 from model import LMConfig
 from training.engine import memory
 from training.engine.communication import traffic
-from training.engine.kinds import DDP, ENGINES, kind_of
+from training.engine.deepspeed_config import read_config
+from training.engine.kinds import DDP, FILES, Kind, engines, kind_of
 from training.engine.memory import (
     FIRST_STEP,
     OVERHEAD,
@@ -14,11 +16,14 @@ from training.engine.memory import (
     available_memory,
     expect,
     fits,
+    live_parameters,
+    needs,
 )
 from training.engine.workload import Parameters, Workload
 
-KINDS = {kind.config: kind for kind in ENGINES}
 CONFIG = LMConfig(dim=64, n_layers=2, n_heads=4, vocab_size=100, max_seq_len=32)
+ENGINES = engines(CONFIG.dim)
+KINDS = {kind.config: kind for kind in ENGINES}
 N = 1_000_000
 COUNTED = Parameters(N, N, N // 4, {100: 40, N // 4: 4}, flops_per_token=6 * N)
 FROZEN = replace(COUNTED, matrices=N // 100, frozen=N - N // 100)  # all but adapters
@@ -57,6 +62,23 @@ def test_weights_gradients_and_moments_by_hand(dtype, engine, processes, bytes_p
         whole = N * (4 if dtype == "float32" else 2)
     parts = (plan.parameters - whole, plan.gradients, plan.optimizer)
     assert parts == pytest.approx(tuple(N * each for each in bytes_per_parameter))
+
+
+def test_the_table_of_docs_engines_is_what_is_reckoned():
+    text = (REPOSITORY / "docs" / "engines.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:6]] for line in text.splitlines()]
+    table = {row[0]: row[2:] for row in rows if row and row[0] in KINDS}
+    assert table.keys() == KINDS.keys()
+    for name, kind in KINDS.items():
+        for processes in (1, 4, 16):
+            work = workload(processes=processes)
+            plan, whole = expect(kind, work), 2 * live_parameters(kind, work)
+            buffers = 5 * 2 * 50_000_000 + 4 * 4 * N // processes if name == "zero_infinity" else 0
+            held = plan.held - (whole if kind.stage == 3 else 0)
+            if (name, processes) == ("ddp", 1):
+                held += 4 * N  # it has no buckets then
+            said = [eval(cell, {"P": processes}) for cell in table[name]]
+            assert [held, plan.host - buffers, plan.nvme] == pytest.approx([N * s for s in said])
 
 
 def test_muon_keeps_one_moment_less():
@@ -144,8 +166,10 @@ def test_offload_moves_master_and_moments_into_ram_or_to_nvme():
     assert all_of_it.host == (12 + 2 * 4 + 2) * N // 4
     assert all_of_it.parameters < on_gpu.parameters + N
     on_nvme = expect(KINDS["zero_infinity"], workload(**values))
-    assert on_nvme.nvme == (12 + 2) * N // 4
-    assert on_nvme.host == 2 * N + 5 * 50_000_000 * 2  # gradients, and DeepSpeed's five buffers
+    # State, weights, and the gradients that it is stepped with; their sums stay in RAM, beside the
+    # buffers of the file: five of 50 million elements for weights, four for fp32 state.
+    assert on_nvme.nvme == (12 + 2 + 4) * N // 4
+    assert on_nvme.host == 4 * N // 4 + 5 * 50_000_000 * 2 + 4 * 4 * N // 4
     # On a CPU it would only move from the memory into the memory.
     here = expect(KINDS["zero2_offload"], workload(**values, on_cpu=True))
     assert (here.host, here.optimizer) == (0, offloaded.host)
@@ -153,10 +177,11 @@ def test_offload_moves_master_and_moments_into_ram_or_to_nvme():
 
 def test_a_gpu_has_two_whole_buckets_and_a_cpu_what_is_written_into_them():
     on_gpu, on_cpu = (expect(KINDS["zero2"], workload(on_cpu=each)) for each in (False, True))
-    assert on_gpu.buffers == 2 * 50_000_000 * 2 + 2 * N
+    assert on_gpu.buffers == 2 * 2 * N + 2 * N  # made no larger than all gradients
     assert on_cpu.buffers == 2 * N + 2 * N
-    alone = expect(KINDS["zero2"], workload(processes=1))
-    assert alone.buffers == 50_000_000 * 2 + 2 * N
+    assert expect(KINDS["zero2"], workload(processes=1)).buffers == 2 * N + 2 * N
+    small = Kind("", 2, reduce_bucket=1000)
+    assert expect(small, workload()).buffers == 3 * 2 * 1000
 
 
 def test_a_checkpoint_is_weights_and_moments_whoever_has_them():
@@ -172,24 +197,117 @@ def test_what_is_recomputed_needs_less():
 
 def test_what_fits_leaves_room_for_libraries():
     plan = expect(DDP, workload())
-    assert fits(DDP, workload(), plan.peak + OVERHEAD)
-    assert not fits(DDP, workload(), plan.peak + OVERHEAD - 1)
+    # On a GPU what comes and goes may take a third more.
+    assert needs(DDP, workload()) == plan.held + (plan.peak - plan.held) * 4 // 3 + OVERHEAD
+    on_cpu = workload(on_cpu=True)
+    assert needs(DDP, on_cpu) == expect(DDP, on_cpu).peak + OVERHEAD
+    assert fits(DDP, on_cpu, needs(DDP, on_cpu))
+    assert not fits(DDP, on_cpu, needs(DDP, on_cpu) - 1)
 
 
-@pytest.mark.parametrize("kind", ENGINES[1:], ids=lambda kind: kind.config)
-def test_an_engine_is_recognised_in_its_file(kind):
-    section = {"stage": kind.stage, "reduce_bucket_size": 7, "stage3_max_reuse_distance": 8}
-    section |= {"stage3_param_persistence_threshold": "auto"}
-    for part, place in (("optimizer", kind.optimizer_on), ("param", kind.parameters_on)):
-        section[f"offload_{part}"] = {"device": place.replace("gpu", "none")}
-    found = kind_of(section)
-    assert found == replace(kind, reduce_bucket=7, reuse_distance=8)
+PLACES = [
+    ("zero1", 1, "gpu", "gpu"),
+    ("zero2", 2, "gpu", "gpu"),
+    ("zero3", 3, "gpu", "gpu"),
+    ("zero2_offload", 2, "cpu", "gpu"),
+    ("zero3_offload", 3, "cpu", "cpu"),
+    ("zero_infinity", 3, "nvme", "nvme"),
+]
+
+
+def test_the_engines_are_those_of_their_files_and_no_others():
+    found = [(k.config, k.stage, k.optimizer_on, k.parameters_on) for k in ENGINES]
+    assert found == [("ddp", None, "gpu", "gpu"), *PLACES]
+    for name, file in FILES.items():
+        zero = read_config(file)["zero_optimization"]
+        assert KINDS[name].reduce_bucket == zero["reduce_bucket_size"]
+        assert KINDS[name].fp32_sums
+    for name in ("zero3", "zero3_offload", "zero_infinity"):
+        zero = read_config(FILES[name])["zero_optimization"]
+        assert KINDS[name].live == zero["stage3_max_live_parameters"]
+        assert KINDS[name].reuse_distance == zero["stage3_max_reuse_distance"]
+        assert KINDS[name].persistence == 10 * CONFIG.dim  # as "auto" is filled
+
+
+def test_what_a_file_leaves_out_is_deepspeeds_own_default():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig as Theirs
+
+    offload = {"device": "nvme", "nvme_path": "/nvme"}
+    theirs = Theirs(stage=3, offload_param=offload, offload_optimizer=offload)
+    ours = kind_of({"zero_optimization": {"stage": 3}})
+    assert not ours.fp32_sums
+    assert ours.reduce_bucket == theirs.reduce_bucket_size
+    assert ours.reuse_distance == theirs.max_reuse_distance
+    assert ours.live == theirs.max_live_parameters
+    assert ours.persistence == theirs.param_persistence_threshold
+    assert ours.sub_group == theirs.sub_group_size
+    assert ours.optimizer_buffers == theirs.offload_optimizer.buffer_count
+    assert ours.parameter_buffers == theirs.offload_param.buffer_count
+    assert ours.parameter_buffer == theirs.offload_param.buffer_size
+    assert ours.in_ram == theirs.offload_param.max_in_cpu
+
+
+def test_an_engine_is_named_by_what_is_where():
+    names = [kind.name for kind in ENGINES]
+    assert names[:5] == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2, optimizer on the CPU"]
+    assert names[5:] == ["ZeRO-3, all on the CPU", "ZeRO-3, all on NVMe"]
+    mixture = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    assert mixture.name == "ZeRO-3, parameters on the CPU"
     assert kind_of(None) == DDP
 
 
-def test_a_mixture_that_has_no_file_is_named_by_its_stage():
-    assert kind_of({"stage": 3, "offload_param": {"device": "cpu"}}).name == "ZeRO-3"
-    assert kind_of({"stage": 3, "offload_param": {"device": "cpu"}}).parameters_on == "cpu"
+def test_parameters_may_be_offloaded_without_the_optimizer():
+    mixture, work = Kind("", 3, parameters_on="cpu"), workload(dtype="bfloat16")
+    plan, whole = expect(mixture, work), 2 * live_parameters(mixture, work)
+    assert (plan.parameters, plan.gradients, plan.optimizer) == (whole, N, 3 * N)
+    assert plan.host == 2 * N // 4
+    assert expect(Kind("", 3), work).parameters == plan.parameters + plan.host
+    on_nvme = expect(Kind("", 3, parameters_on="nvme", in_ram=N // 8, parameter_buffer=10), work)
+    assert (on_nvme.nvme, on_nvme.host) == (2 * N // 8, 2 * N // 8 + 5 * 10 * 2)
+
+
+def test_zero_3_lets_go_of_weights_and_a_larger_model_is_divided():
+    larger = Parameters(10**9, 10**9, 10**7, {10**7: 100}, flops_per_token=1)
+    work = workload(parameters=larger)
+    assert live_parameters(KINDS["zero3"], work) == 10**8
+    assert live_parameters(Kind("", 3), work) == 10**9  # by DeepSpeed's defaults all of it
+    assert expect(KINDS["zero3"], work).held < expect(KINDS["zero2"], work).held
+    block = Kind("", 3, live=0, reuse_distance=0, persistence=0)
+    assert live_parameters(block, work) == 10**7
+    assert live_parameters(Kind("", 3, live=0, reuse_distance=10**8, persistence=0), work) == (
+        5 * 10**7
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "gradients", "more"),
+    [
+        # Kept between micro-batches, and beside buckets: once more its share, where the sum has the
+        # model's precision
+        (2, "bfloat16", 2 / 4, 2 / 4),
+        (2, "float32", 4 / 4, 4 / 4),
+        (1, "bfloat16", 2, 2 / 4),
+        (1, "float16", 2, 2 / 4),
+    ],
+)
+def test_gradients_may_be_added_up_in_the_precision_of_the_model(stage, dtype, gradients, more):
+    kind = Kind("", stage, fp32_sums=False, reduce_bucket=1000)
+    plan = expect(kind, workload(dtype=dtype))
+    assert plan.gradients == gradients * N
+    assert plan.buffers == more * N + 3 * 1000 * (4 if dtype == "float32" else 2)
+
+
+def test_zero_1_has_a_class_of_its_own_for_bf16_with_fp32_sums_alone():
+    plan = expect(KINDS["zero1"], workload(accumulation_steps=1))
+    assert (plan.gradients, plan.at_once) == (4 * N, False)
+    for kind, dtype in (
+        (KINDS["zero1"], "float16"),
+        (KINDS["zero1"], "float32"),
+        (Kind("", 1, optimizer_on="cpu"), "bfloat16"),
+        (Kind("", 1, fp32_sums=False), "bfloat16"),
+    ):
+        plan = expect(kind, workload(dtype=dtype, accumulation_steps=1))
+        assert (plan.gradients, plan.at_once) == (0, True)
 
 
 CPU = torch.device("cpu")
@@ -226,7 +344,7 @@ def test_where_the_system_does_not_say_nothing_is_known(monkeypatch):
         ("zero2_offload", "bfloat16", 18 / 2 + 12),  # half of 8 processes are here
         ("zero3_offload", "bfloat16", 22 / 2 + 12),
         ("zero3_offload", "float32", 24 / 2 + 12),
-        ("zero_infinity", "bfloat16", 8 / 2 + 12),
+        ("zero_infinity", "bfloat16", (4 + 16) / 2 + 12),  # sums, four buffers of all state
     ],
 )
 def test_ram_that_will_not_do_is_said_before_anything_is_built(

@@ -3,6 +3,7 @@ from common.numbers import counted, size
 
 def test_one_of_a_kind_is_singular():
     assert [counted(n, "kv heads") for n in (0, 1, 2)] == ["0 kv heads", "1 kv head", "2 kv heads"]
+    assert [counted(n, "processes") for n in (1, 2)] == ["1 process", "2 processes"]
     assert counted(12345, "documents") == "12,345 documents"
 
 

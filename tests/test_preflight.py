@@ -19,8 +19,9 @@ from runs.folder import RunFolder
 from training import preflight
 from training.arguments import parse_arguments
 from training.engine import workload
+from training.engine.deepspeed_config import read_config
 from training.engine.kinds import kind_of
-from training.engine.memory import GIB, OVERHEAD, expect
+from training.engine.memory import GIB, needs
 from training.engine.workload import Parameters, Workload
 from training.preflight import check_launch
 from training.resume import run_identity
@@ -311,15 +312,14 @@ def test_another_number_of_processes_resumes_where_it_can_make_the_global_batch(
 
 
 RECIPE = LMConfig(dim=1024, n_layers=32, max_seq_len=1024)
-ZERO = {"stage": 2}
+ZERO = read_config("ds_config.json")
 
 
 def needed(sequences: int) -> int:
-    """Bytes of a micro-batch under ZeRO-2 with four processes, what comes and goes a third more."""
+    """Bytes of a micro-batch under ZeRO-2 with four processes."""
     values = {"dtype": "bfloat16", "processes": 4, "accumulation_steps": 768 // sequences}
     work = Workload(RECIPE, Parameters.of(RECIPE), batch_size=sequences, **values)
-    plan = expect(kind_of(ZERO), work)
-    return plan.held + (plan.peak - plan.held) * 4 // 3 + OVERHEAD
+    return needs(kind_of(ZERO), work)
 
 
 @pytest.fixture

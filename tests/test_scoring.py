@@ -54,9 +54,9 @@ def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
     """It would make a plan for every length."""
     asked, forward = [], scorer.model.forward
 
-    def model(*args):
+    def model(*asked_for):
         asked.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return forward(*args)
+        return forward(*asked_for)
 
     monkeypatch.setattr(scorer.model, "forward", model)
     for _ in scorer.rows(random_rows(5)):

@@ -16,8 +16,6 @@ SEQ_LEN = 16
 class Numbered(Dataset):
     """Sample i is made of the number i."""
 
-    lengths = None
-
     def __init__(self, n: int):
         self.n = n
 
@@ -104,8 +102,6 @@ def test_the_loss_is_the_plain_mean_over_all_tokens(packed, accelerator):
 class Lines(Dataset):
     """Sequences of which only the targets given count."""
 
-    lengths = None
-
     def __init__(self, targets: list[list[int]]):
         self.targets = torch.tensor(targets)
 
@@ -142,10 +138,6 @@ def test_of_nothing_but_ignored_targets_there_is_no_loss(accelerator):
     assert result["samples"] == 3
 
 
-class Samples(list):
-    lengths = None
-
-
 def test_a_model_that_ignores_targets_has_the_loss_of_the_others(packed, accelerator):
     """Every other target of real text, against the losses of each alone."""
     dataset = PackedDataset(packed, "val", SEQ_LEN)
@@ -153,7 +145,7 @@ def test_a_model_that_ignores_targets_has_the_loss_of_the_others(packed, acceler
     model = Transformer(
         LMConfig(dim=32, n_layers=1, n_heads=4, vocab_size=dataset.vocab_size, max_seq_len=SEQ_LEN)
     )
-    samples = Samples((tokens, targets.clone()) for tokens, targets in dataset)
+    samples = [(tokens, targets.clone()) for tokens, targets in dataset]
     for i, (_, targets) in enumerate(samples):
         targets[i % SEQ_LEN :: 2] = IGNORE_INDEX
     loader = validation_loader(samples, 5, 0, accelerator)

@@ -8,12 +8,12 @@ the same fields.
 import argparse
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from common.errors import UsageError
-from common.parser import OneLineParser
+from common.parser import OneLineParser, UnlessGiven
 from data.dataset import PackedDataset
 from model.config import LMConfig, setting
 from model.recompute import RECOMPUTE
@@ -158,6 +158,11 @@ class TrainingArguments:
                 raise UsageError(f"--{item.name} must be {must.be}, not {value!r}")
 
     @property
+    def mixed_precision(self) -> str:
+        """Accelerate's name of --dtype."""
+        return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[self.dtype]
+
+    @property
     def trackers(self) -> list[str]:
         return split(self.log_with)
 
@@ -180,12 +185,16 @@ def flags_of(dataclass_type):
             yield item, group
 
 
-def build_parser(kind: type[TrainingArguments] = TrainingArguments) -> argparse.ArgumentParser:
+def build_parser(
+    kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
+) -> argparse.ArgumentParser:
+    """Of all flags of a program, or of `only` these and those of the model's shape."""
     parser = OneLineParser(
         prog=f"python {kind.program}", description=kind.about, allow_abbrev=False
     )
     groups = {}
-    for item, title in [*flags_of(kind), *flags_of(LMConfig)]:
+    training = [each for each in flags_of(kind) if not only or each[0].name in only]
+    for item, title in [*training, *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         # Defaults stay in the dataclasses, so that what comes back is what was typed.
         options = {"default": argparse.SUPPRESS, "help": _help(item)}
@@ -197,7 +206,7 @@ def build_parser(kind: type[TrainingArguments] = TrainingArguments) -> argparse.
             metavar = None if choices else kind.__name__.upper()
             options |= {"type": kind, "choices": choices, "metavar": metavar}
         if (alone := item.metadata.get("alone")) is not None:  # the value of a flag without one
-            options |= {"nargs": "?", "const": alone}
+            options |= {"nargs": "?", "const": alone, "action": UnlessGiven}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
     # What DeepSpeed's launcher appends; the environment says it too.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)

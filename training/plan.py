@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from itertools import product
 
+from training.engine.advice import choices
 from training.engine.communication import traffic
-from training.engine.kinds import ENGINES, GPU, Kind
+from training.engine.kinds import GPU, NVME, Kind
 from training.engine.memory import OVERHEAD, expect, fits
 from training.engine.workload import Workload
 
@@ -24,18 +25,6 @@ class Machine:
     flops: float | None  # that a process reaches per second, peak × MFU; None if unknown
 
 
-def largest_batch(kind: Kind, work: Workload, room: int) -> int:
-    """Sequences of the largest micro-batch that fits, up to LARGEST_BATCH; 0 if none does."""
-    fitting, too_large = 0, LARGEST_BATCH + 1
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(kind, work.but(batch_size=middle), room):
-            fitting = middle
-        else:
-            too_large = middle
-    return fitting
-
-
 def ram_of_machine(kind: Kind, work: Workload, per_machine: int) -> int:
     """Bytes of RAM on one machine: libraries and what is offloaded, of each of its processes, and a
     checkpoint on its way to the disk."""
@@ -44,11 +33,29 @@ def ram_of_machine(kind: Kind, work: Workload, per_machine: int) -> int:
     return min(per_machine, work.processes) * each + plan.checkpoint
 
 
+def enough(kind: Kind, work: Workload, machine: Machine) -> bool:
+    """Whether a GPU's memory and the machine's RAM suffice, as far as they are known."""
+    in_ram = machine.ram is None or ram_of_machine(kind, work, machine.per_machine) <= machine.ram
+    return in_ram and (machine.room is None or fits(kind, work, machine.room))
+
+
+def largest_batch(kind: Kind, work: Workload, machine: Machine) -> int:
+    """Sequences of the largest micro-batch that fits, up to LARGEST_BATCH; 0 if none does."""
+    fitting, too_large = 0, LARGEST_BATCH + 1
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if enough(kind, work.but(batch_size=middle), machine):
+            fitting = middle
+        else:
+            too_large = middle
+    return fitting
+
+
 @dataclass(frozen=True)
 class Choice:
     kind: Kind
-    work: Workload  # with the micro-batch that fits, perhaps recomputing
-    most: int  # sequences of the largest one
+    work: Workload  # perhaps recomputing
+    most: int  # sequences of the largest micro-batch
 
 
 def fastest(work: Workload, machine: Machine) -> Choice | None:
@@ -61,20 +68,11 @@ def fastest(work: Workload, machine: Machine) -> Choice | None:
     sizes = [work.batch_size >> halved for halved in range(work.batch_size.bit_length())]
     recomputing = work.but(recompute=WHOLE_BLOCKS)
     for offloads, each, least in product((False, True), (work, recomputing), sizes):
-        for kind in (kind for kind in ENGINES if kind.offloads is offloads):
-            if found := _choice(kind, each, least, machine):
-                return found
+        for kind in (kind for kind in choices(work) if kind.offloads is offloads):
+            most = largest_batch(kind, each, machine)
+            if most >= least:
+                return Choice(kind, each, most)
     return None
-
-
-def _choice(kind: Kind, work: Workload, least: int, machine: Machine) -> Choice | None:
-    """This engine, if it takes so many sequences, and the machine's RAM is enough too."""
-    most = largest_batch(kind, work, machine.room)
-    asked = work.but(batch_size=max(1, min(most, work.batch_size)))
-    enough = machine.ram is None or (
-        ram_of_machine(kind, asked, machine.per_machine) <= machine.ram
-    )
-    return Choice(kind, asked, most) if most >= least and enough else None
 
 
 def shared(work: Workload, sequences: int, processes: int) -> Workload | None:
@@ -84,14 +82,25 @@ def shared(work: Workload, sequences: int, processes: int) -> Workload | None:
     own = sequences // processes
     if own == 0:
         return None
-    size = max(n for n in range(1, min(own, work.batch_size) + 1) if own % n == 0)
-    return work.but(processes=processes, batch_size=size, accumulation_steps=own // size)
+    steps = next(n for n in range(-(-own // work.batch_size), own + 1) if own % n == 0)
+    return work.but(processes=processes, batch_size=own // steps, accumulation_steps=steps)
+
+
+def recomputed(work: Workload) -> int:
+    """FLOPs per token of what --gradient_checkpointing computes again, forward: the blocks, or all
+    but attention where its kernel's output is kept."""
+    config = work.config
+    if work.recompute == "off":
+        return 0
+    attention = 4 * config.n_heads * config.head_dim * config.max_seq_len
+    kept = work.recompute == "selective" and not work.plain
+    return config.n_layers * (2 * work.parameters.block + (0 if kept else attention))
 
 
 def step_seconds(kind: Kind, work: Workload, machine: Machine) -> tuple[float, float]:
     """Of computing, and of waiting besides. The machine's `flops` must be known."""
     tokens = work.tokens * work.accumulation_steps
-    computing = tokens * work.parameters.flops_per_token / machine.flops
+    computing = tokens * (work.parameters.flops_per_token + recomputed(work)) / machine.flops
     waiting = traffic(kind, work).waiting(
         seconds=computing,
         micro_batches=work.accumulation_steps,
@@ -101,35 +110,27 @@ def step_seconds(kind: Kind, work: Workload, machine: Machine) -> tuple[float, f
     return computing, waiting
 
 
-def stops_scaling(kind: Kind, work: Workload, sequences: int, machine: Machine) -> Workload | None:
-    """From how many processes on, doubling those there are, a step is more waiting than computing;
-    None if that never comes while each process has a sequence."""
-    processes = work.processes
-    while each := shared(work, sequences, processes):
-        computing, waiting = step_seconds(kind, each, machine)
-        if waiting > computing:
-            return each
-        processes *= 2
-    return None
-
-
-def deepspeed_states(kind: Kind, work: Workload, per_machine: int) -> tuple[float, float] | None:
+def deepspeed_states(kind: Kind, work: Workload, per_machine: int) -> tuple[int, int] | None:
     """DeepSpeed's own estimate of weights, gradients and optimizer, in bytes: of a GPU, and of a
-    machine's RAM. None where it has none: it is of ZeRO-2 and 3 in 16 bits.
-
-    The formulas of its `estimate_zero2_model_states_mem_needs` and `estimate_zero3_...`, with
-    zero.Init; importing it takes seconds. https://deepspeed.readthedocs.io/en/latest/memory.html
-    """
-    if kind.stage not in (2, 3):
+    machine's RAM. None where it has none: it is of ZeRO-2 and 3 in 16 bits, without NVMe.
+    https://deepspeed.readthedocs.io/en/latest/memory.html"""
+    if (
+        kind.stage not in (2, 3)
+        or work.half == 4
+        or NVME in (kind.optimizer_on, kind.parameters_on)
+    ):
         return None
-    n, largest = work.parameters.total, max(work.parameters.sizes)
-    here = min(per_machine, work.processes)
-    machines = -(-work.processes // here)
-    divided = int(18 * n / (here * machines))
-    if kind.stage == 2 and kind.optimizer_on == GPU:
-        return 2 * n + divided, 1.5 * 4 * n * here
+    # Seconds to import.
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    n, here = work.parameters.total, min(per_machine, work.processes)
+    layout = {"num_gpus_per_node": here, "num_nodes": -(-work.processes // here)}
+    layout["cpu_offload"] = kind.optimizer_on != GPU
     if kind.stage == 2:
-        return 2 * n, 1.5 * n * max(4 * here * machines, 16)
-    if kind.optimizer_on == GPU:
-        return 4 * largest + divided, 1.5 * 4 * largest * here
-    return 4 * largest, 1.5 * 18 * n / machines
+        ram, gpu = estimate_zero2_model_states_mem_needs(n, **layout)
+    else:
+        layout["cpu_offload_params"] = kind.parameters_on != GPU
+        largest = max(work.parameters.sizes)
+        ram, gpu, _ = estimate_zero3_model_states_mem_needs(n, largest, **layout)
+    return gpu, ram

@@ -7,26 +7,25 @@ from common.errors import UsageError
 from common.numbers import counted
 from model import LMConfig
 from training.arguments import TrainingArguments, as_arguments
-from training.engine.advice import how_to_choose
+from training.engine.advice import choices, how_to_choose
 from training.engine.communication import traffic
 from training.engine.device import PEAKS, peak_flops
-from training.engine.kinds import DDP, ENGINES, Kind
-from training.engine.memory import GIB, OVERHEAD, available_memory, expect, fits, free_memory
-from training.engine.workload import Parameters, Workload
+from training.engine.kinds import DDP, Kind
+from training.engine.memory import GIB, OVERHEAD, available_memory, expect, free_memory
+from training.engine.workload import Workload
 from training.plan import (
     WHOLE_BLOCKS,
     Machine,
     deepspeed_states,
+    enough,
     fastest,
     largest_batch,
     ram_of_machine,
     shared,
     step_seconds,
-    stops_scaling,
 )
 
 TOKENS_PER_PARAMETER = 20  # https://arxiv.org/abs/2203.15556
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 PLAN_FLAGS = (
     *("num_processes", "vocab_size", "gpu_memory", "ram", "processes_per_machine", "device"),
     *("mfu", "tokens", "bandwidth", "host_bandwidth"),
@@ -45,15 +44,18 @@ def describe(values: dict) -> str:
     args, model_settings = as_arguments(values)
     config = LMConfig(**model_settings, vocab_size=asked["vocab_size"])
     counts = asked["num_processes"]
-    device = torch.device("cpu")
-    if asked["gpu_memory"] or torch.cuda.is_available():
-        device = torch.device("cuda")
+    on_gpu = bool(asked["gpu_memory"] or asked["device"] or torch.cuda.is_available())
+    device = torch.device("cuda" if on_gpu else "cpu")
+    for_gpu = args.tf32 or args.dtype == "float16"
+    if (for_gpu and not on_gpu) or (args.tf32 and args.dtype != "float32"):
+        raise UsageError("--dtype float16 and --tf32, which is for float32, take a GPU")
     name = asked["device"] or (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
     machine = _machine(asked, args, device, name)
-    work = _workload(args, config, counts[0], device)
+    compiled = args.compile == "on" or (args.compile == "auto" and on_gpu)
+    work = Workload.of(args, config, processes=counts[0], device=device, compiled=compiled)
     sequences = args.batch_size * args.accumulation_steps * counts[0]
     batch = sequences * config.max_seq_len
-    n = work.parameters.total
+    n, kinds = work.parameters.total, choices(work)
     tokens = asked["tokens"] or (args.max_steps or 0) * batch or TOKENS_PER_PARAMETER * n
     lines = [
         f"model: {n / 1e6:.2f} million parameters (dim {config.dim}, "
@@ -67,7 +69,7 @@ def describe(values: dict) -> str:
         _disk_line(work, args.keep_last),
         "",
         _memory_line(work, machine, asked),
-        columns([_memory_row(kind, work, machine) for kind in ENGINES]),
+        columns([_memory_row(kind, work, machine) for kind in kinds]),
         MEMORY_NOTE,
         "",
         _choice_line(work, machine),
@@ -75,51 +77,35 @@ def describe(values: dict) -> str:
         _time_line(asked, machine, name),
         columns(
             [
-                _time_row(kind, shared(work, sequences, count), count, tokens, machine)
+                _time_row(kind, shared(work, sequences, count), count, sequences, tokens, machine)
                 for count in counts
-                for kind in (ENGINES if count <= sequences else ENGINES[:1])
+                for kind in (kinds if count <= sequences else kinds[:1])
             ]
         ),
         TIME_NOTE,
     ]
-    if machine.flops:
-        lines += ["", *(_scaling_line(kind, work, sequences, machine) for kind in ENGINES)]
     return "\n".join(lines)
 
 
 MEMORY_NOTE = (
     "GiB of one process. The peak is less than the sum: logits are gone when a block is at its "
     "backward. batch: sequences of the largest micro-batch that fits. RAM: of a machine, with a "
-    f"checkpoint on its way and {OVERHEAD // GIB} GiB per process for libraries. DeepSpeed: its "
-    "own estimate of weights, gradients and optimizer, GPU + RAM."
+    f"checkpoint on its way and {OVERHEAD // GIB} GiB per process for libraries, which has to fit "
+    "beside the peak too; so has, on a GPU, a third more of what comes and goes, which is not "
+    "measured yet. DeepSpeed: its own estimate of weights, gradients and optimizer, GPU + RAM."
 )
 TIME_NOTE = (
     "sent: by one process in a step. Gradients travel behind backward and ZeRO-3's weights behind "
-    "both passes, and are waited for as far as they take longer; the rest is waited for. Without "
-    "the CPU's own time to step what is offloaded to it."
+    "both passes, and are waited for as far as they take longer; the rest is waited for. Computing "
+    "is shared by the processes and what is sent is not: where waiting passes 50%, more of them do "
+    "not help. Without the CPU's own time to step what is offloaded to it."
 )
-
-
-def _workload(
-    args: TrainingArguments, config: LMConfig, processes: int, device: torch.device
-) -> Workload:
-    if device.type == "cpu" or torch.cuda.is_available():
-        return Workload.of(args, config, processes=processes, device=device)
-    return Workload(  # of a GPU that is not here, and taken to have a fused kernel
-        config=config,
-        parameters=Parameters.of(config, args.optimizer == "muon"),
-        dtype=args.dtype,
-        batch_size=args.batch_size,
-        accumulation_steps=args.accumulation_steps,
-        processes=processes,
-        recompute=args.gradient_checkpointing,
-    )
 
 
 def _machine(
     asked: dict, args: TrainingArguments, device: torch.device, name: str | None
 ) -> Machine:
-    """Raises UsageError: a device that is not in the table of peaks."""
+    """Raises UsageError: a device whose peak, or memory, is not known."""
     (per_machine, *more) = asked["processes_per_machine"]
     if more:
         raise UsageError("--processes_per_machine takes one number")
@@ -127,16 +113,18 @@ def _machine(
     here = min(per_machine, asked["num_processes"][0])
     if asked["gpu_memory"]:
         room = int(asked["gpu_memory"] * GIB)
-    elif device.type == "cuda":
+    elif torch.cuda.is_available():
         room = available_memory(device, here)
     else:
         room = None if ram is None else int(ram) // here
-    precision = "tf32" if args.tf32 else PRECISIONS[args.dtype]
+    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
     peak = peak_flops(name, precision) if name else None
     if asked["device"] and peak is None:
         raise UsageError(
             f"--device {name}: its peak in {precision} is not known, but that of {', '.join(PEAKS)}"
         )
+    if asked["device"] and not asked["gpu_memory"]:
+        raise UsageError(f"--device {name}: say its --gpu_memory too, in GiB")
     return Machine(
         room=room,
         ram=None if ram is None else int(ram),
@@ -176,7 +164,7 @@ def _memory_row(kind: Kind, work: Workload, machine: Machine) -> dict[str, str]:
     states = deepspeed_states(kind, work, machine.per_machine)
 
     def batch(of: Workload) -> str:
-        return "?" if machine.room is None else str(largest_batch(kind, of, machine.room))
+        return "?" if machine.room is None else str(largest_batch(kind, of, machine))
 
     return {
         "engine": kind.name,
@@ -223,49 +211,42 @@ def _time_line(asked: dict, machine: Machine, name: str | None) -> str:
 
 
 def _time_row(
-    kind: Kind, work: Workload | None, count: int, tokens: float, machine: Machine
+    kind: Kind,
+    work: Workload | None,
+    count: int,
+    sequences: int,
+    tokens: float,
+    machine: Machine,
 ) -> dict[str, str]:
     """One engine with so many processes, among which the global batch is shared."""
-    titles = ("batch", "peak", "fits", "sent, MB", "exchange, s", "step, s", "waiting", "hours")
+    titles = ("batch", "peak", "fits", "sent, MB", "exchange, s", "mostly")
+    titles += ("step, s", "waiting", "hours")
     row = {"engine": kind.name, "processes": f"{count:,}"} | dict.fromkeys(titles, "-")
     if work is None:
         return row | {"engine": "any: more than the batch has sequences"}
-    exchange = traffic(kind, work)
-    seconds = exchange.sent / machine.bandwidth + exchange.moved / machine.host_bandwidth
+    exchange, batch = traffic(kind, work), work.batch_size * work.accumulation_steps * count
+    seconds = {
+        "gradients": exchange.in_backward / machine.bandwidth,
+        "weights": exchange.in_step / machine.bandwidth,
+        "end of step": exchange.after / machine.bandwidth,
+        "RAM or NVMe": exchange.moved / machine.host_bandwidth,
+    }
     row |= {
-        "batch": f"{work.batch_size} × {work.accumulation_steps}",
+        "batch": f"{work.batch_size} × {work.accumulation_steps}"
+        + (f" ({batch:,} in all)" if batch < sequences else ""),
         "peak": gib(expect(kind, work).peak),
         "sent, MB": f"{exchange.sent / 1e6:,.0f}",
-        "exchange, s": f"{seconds:.3g}",
+        "exchange, s": f"{sum(seconds.values()):.3g}",
+        "mostly": max(seconds, key=seconds.get) if any(seconds.values()) else "-",
     }
     if machine.room is not None:
-        row["fits"] = "yes" if fits(kind, work, machine.room) else "no"
+        row["fits"] = "yes" if enough(kind, work, machine) else "no"
     if machine.flops:
         computing, waiting = step_seconds(kind, work, machine)
-        steps = tokens / (work.tokens * work.accumulation_steps * count)
+        steps = tokens / (batch * work.config.max_seq_len)
         row |= {
             "step, s": f"{computing + waiting:.3g}",
             "waiting": f"{waiting / (computing + waiting):.0%}",
             "hours": f"{steps * (computing + waiting) / 3600:,.3g}",
         }
     return row
-
-
-def _scaling_line(kind: Kind, work: Workload, sequences: int, machine: Machine) -> str:
-    """From where on more processes do not help, and why."""
-    end = stops_scaling(kind, work, sequences, machine)
-    if end is None:
-        return f"{kind.name}: scales to the {sequences:,} sequences of the global batch"
-    sent = traffic(kind, end)
-    parts = {
-        "gradients": sent.in_backward / machine.bandwidth,
-        "weights for forward and backward": sent.in_step / machine.bandwidth,
-        "gradients and weights after backward": sent.after / machine.bandwidth,
-        "what goes to the CPU and comes from it": sent.moved / machine.host_bandwidth,
-    }
-    what = max(parts, key=parts.get)
-    computing, _ = step_seconds(kind, end, machine)
-    return (
-        f"{kind.name}: waits longer than it computes from {end.processes:,} processes on: {what} "
-        f"take {parts[what]:.3g} s however many share the batch, its part of that {computing:.3g} s"
-    )

@@ -23,7 +23,7 @@ from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin
-from training.engine.memory import GIB, OVERHEAD, MemoryPlan, available_memory, expect
+from training.engine.memory import GIB, available_memory, fits, needs
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
 from training.lora_arguments import LoRAArguments
@@ -58,7 +58,7 @@ def check_launch(
     require_trackers(args.trackers)
     require_usable_gpus()
     check_precision(args, torch.cuda.is_available())
-    zero = None
+    deepspeed = None
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -80,7 +80,7 @@ def check_launch(
     name_configuration(args)
     if config.distributed_type == "DEEPSPEED" or args.deepspeed:
         os.environ["WORLD_SIZE"] = processes
-        zero = deepspeed_plugin(args).deepspeed_config["zero_optimization"]
+        deepspeed = deepspeed_plugin(args).deepspeed_config
     initial = InitialWeights.find(starting_weights(args), model_settings)
     args = with_data(args, initial)
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
@@ -91,9 +91,9 @@ def check_launch(
     start = find_starting_point(args, quiet=True)
     if sequences:
         args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(
-            args, sequences, model, zero, int(processes)
+            args, sequences, model, deepspeed, int(processes)
         )
-        if zero:
+        if deepspeed:
             deepspeed_plugin(args)  # its file may hold a micro-batch as well
     if start.checkpoint:
         resumed_arguments(start, args, model, train_set, int(processes))
@@ -116,31 +116,29 @@ def micro_batch_as_saved(
 
 
 def fit_micro_batch(
-    args: TrainingArguments, sequences: int, config: LMConfig, zero: dict | None, processes: int
+    args: TrainingArguments,
+    sequences: int,
+    config: LMConfig,
+    deepspeed: dict | None,
+    processes: int,
 ) -> TrainingArguments:
     """--batch_size and --accumulation_steps so that a process takes so many sequences in a step,
     in micro-batches as large as the GPU with the least memory free allows.
 
     Args:
-        zero: section of the DeepSpeed configuration; None without DeepSpeed.
+        deepspeed: its configuration; None without DeepSpeed.
     """
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
-    kind, work = kind_of(zero), Workload.of(args, config, processes=processes, device=gpus[0])
-
-    def expected(size: int) -> MemoryPlan:
-        return expect(kind, work.but(batch_size=size, accumulation_steps=sequences // size))
-
-    def fits(size: int) -> bool:
-        plan = expected(size)  # what is not held is not measured on GPUs yet: a third more
-        return plan.held + (plan.peak - plan.held) * 4 // 3 + OVERHEAD <= room
-
-    divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
-    size = max((n for n in divisors if fits(n)), default=1)
-    steps = sequences // size
+    kind = kind_of(deepspeed, config.dim)
+    work = Workload.of(args, config, processes=processes, device=gpus[0])
+    sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
+    shared = [work.but(batch_size=n, accumulation_steps=sequences // n) for n in sizes]
+    found = next((each for each in shared if fits(kind, each, room)), shared[-1])
+    size, steps = found.batch_size, found.accumulation_steps
     print(
         f"micro-batch: {size} of {sequences} sequences, {steps} accumulation steps "
-        f"(about {expected(size).peak / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; "
+        f"(up to {needs(kind, found) / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; "
         "--batch_size and --accumulation_steps override it)"
     )
     return replace(args, batch_size=size, accumulation_steps=steps)

@@ -17,7 +17,6 @@ from model.lora import LoRA
 from model.transformer import flops_per_token
 from training.arguments import Arguments, TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
-from training.engine.kinds import kind_of
 from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.engine.memory import ram_warning
@@ -169,11 +168,10 @@ def build_model(
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
     engine.fit_to(config.dim, n_trained)
-    kind = kind_of(engine.deepspeed and engine.deepspeed["zero_optimization"])
     work = Workload.of(
         args, config, processes=engine.processes, device=accelerator.device, lora=shapes.lora
     )
-    if accelerator.is_local_main_process and (warning := ram_warning(kind, work)):
+    if accelerator.is_local_main_process and (warning := ram_warning(engine.kind, work)):
         print(warning, flush=True)
     claim_folders(engine)
     compile_operations(engine)

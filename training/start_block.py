@@ -9,8 +9,15 @@ from training.engine.advice import faster_engine, lighter_engine
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
 from training.engine.failures import less_memory
-from training.engine.kinds import Kind, kind_of
-from training.engine.memory import GIB, OVERHEAD, MemoryPlan, available_memory, expect
+from training.engine.kinds import GPU, Kind
+from training.engine.memory import (
+    GIB,
+    MemoryPlan,
+    available_memory,
+    expect,
+    needs,
+    sum_bytes,
+)
 from training.engine.state import is_deepspeeds
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
@@ -36,7 +43,7 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         "engine": engine.name,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
-        "precision": _precision(run.accelerator.mixed_precision),
+        "precision": _precision(run.accelerator.mixed_precision, sum_bytes(kind, work)),
         "attention": attention,
         "compiled": str(built.compilation),
         "parameters": f"{built.n_parameters / 1e6:.2f} million (dim {config.dim}, "
@@ -83,10 +90,11 @@ def _trained(run: Run) -> str:
     )
 
 
-def _precision(mixed_precision: str) -> str:
-    """Of forward and backward."""
+def _precision(mixed_precision: str, sums: int) -> str:
+    """Of forward and backward, and of sums of gradients, which have so many bytes."""
     precision = matrix_precision(mixed_precision)
-    return "fp32, matrix products in TF32" if precision == "tf32" else precision
+    said = "fp32, matrix products in TF32" if precision == "tf32" else precision
+    return said if sums == 4 else f"{said}, gradients added up in 16 bits too"
 
 
 def _checkpoints(run: Run) -> str:
@@ -116,11 +124,11 @@ def warnings(run: Run) -> list[str]:
             "batch (--batch_size, --accumulation_steps), more --epochs or more text give more"
         )
     kind, work = in_use(run)
-    expected, room = expect(kind, work).peak + OVERHEAD, _room(run)
-    if room is not None and expected > room:
+    needed, room = needs(kind, work), _room(run)
+    if room is not None and needed > room:
         found.append(
-            f"WARNING: a process is expected to need {expected / GIB:.1f} GiB of memory and can "
-            f"have {room / GIB:.1f}: {less_memory(run.args, run.built.config.use_flash_attn)}"
+            f"WARNING: a process may need {needed / GIB:.1f} GiB of memory and can have "
+            f"{room / GIB:.1f}: {less_memory(run.args, run.built.config.use_flash_attn)}"
             f"{lighter_engine(kind, work, room)}"
         )
     if run.engine.total(int(not run.folder.path.exists())):
@@ -144,7 +152,7 @@ def _optimizer(run: Run) -> str:
     """Who steps what."""
     args, built = run.args, run.built
     if args.optimizer == "adamw":
-        if not run.engine.optimizer_offload:
+        if run.engine.kind.optimizer_on == GPU:
             return "AdamW"
         is_own = is_deepspeeds(built.state.optimizer)
         return f"AdamW on the CPU, {'DeepSpeed' if is_own else 'PyTorch'}'s"
@@ -156,7 +164,6 @@ def _optimizer(run: Run) -> str:
 
 def in_use(run: Run) -> tuple[Kind, Workload]:
     """The engine of a run, and what a process of it does in a step."""
-    deepspeed = run.engine.deepspeed
     work = Workload.of(
         run.args,
         run.built.config,
@@ -165,7 +172,7 @@ def in_use(run: Run) -> tuple[Kind, Workload]:
         compiled=run.built.compilation.on,
         lora=run.built.lora,
     )
-    return kind_of(deepspeed and deepspeed["zero_optimization"]), work
+    return run.engine.kind, work
 
 
 def _memory(plan: MemoryPlan) -> str:

@@ -17,7 +17,7 @@ def validation_loader(
 ) -> DataLoader:
     """This process's batches of at most max_samples sequences (0: all), spread over the split."""
     chosen = spread(len(dataset), max_samples)
-    if dataset.lengths is not None:  # so that little is padding
+    if getattr(dataset, "lengths", None) is not None:  # so that little is padding
         chosen.sort(key=lambda i: dataset.lengths[i])
     # With a generator of its own the loader draws nothing from the global one, which drives
     # dropout.

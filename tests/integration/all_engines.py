@@ -24,7 +24,10 @@ from training.arguments import TrainingArguments
 from training.engine import launch as launch_engine
 from training.engine.compilation import Compilation
 from training.engine.deepspeed_config import read_config
+from training.engine.kinds import kind_of
 from training.engine.launch import build_engine, plain_module
+from training.engine.memory import live_parameters
+from training.engine.workload import Workload
 from training.interruption import leave
 from training.optimizer import set_learning_rate
 from training.setup import build_model
@@ -71,8 +74,11 @@ class Recorder:
 
 
 def with_torch_adam(path: str) -> dict:
+    """And with numbers by which even this model is let go of, block by block."""
     config = read_config(path)
     config["optimizer"]["params"]["torch_adam"] = True
+    for key in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"):
+        config["zero_optimization"][f"stage3_{key}"] = 1000
     return config
 
 
@@ -106,6 +112,10 @@ class Trainee:
         built = build_model(CONFIG, args, self.engine, compilation, **options)
         self.model, self.optimizer, self.state = built.model, built.optimizer, built.state
         self.n_parameters = built.n_parameters
+        kind = kind_of(self.engine.deepspeed)
+        work = Workload.of(args, CONFIG, processes=1, device=self.accelerator.device)
+        self.live = live_parameters(kind, work) if kind.stage == 3 else self.n_parameters
+        self.whole = 0  # elements that were there between a forward and its backward, at most
         base = built.optimizer.optimizer
         getattr(base, "optimizer", base).register_step_pre_hook(self._note_stepped)
         if name == "ddp":
@@ -135,6 +145,8 @@ class Trainee:
             tokens = (first + torch.arange(17)) % CONFIG.vocab_size  # that can be learned
             with self.accelerator.accumulate(self.model):
                 loss = self.model(tokens[:, :-1], tokens[:, 1:]).loss
+                here = sum(p.numel() for p in plain_module(self.model).parameters())
+                self.whole = max(self.whole, here)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
@@ -210,6 +222,7 @@ def main(folder: Path, names: list[str]) -> None:
         trainee.save(folder / name)
         facts["losses"] += [trainee.step(number) for number in range(SAVED + 1, STEPS + 1)]
         trainee.save(folder / f"{name}-end")
+        facts |= {"whole": trainee.whole, "expected whole": trainee.live}
         result["fp32"][name] = facts
     for name in names:
         trainee = Trainee(name, "float32", recorder)

@@ -3,8 +3,8 @@ for."""
 
 from dataclasses import dataclass
 
-from training.engine.kinds import GPU, Kind
-from training.engine.memory import persistent_parameters
+from training.engine.kinds import GPU, NVME, Kind
+from training.engine.memory import is_bf16_optimizer, persistent_parameters, sum_bytes
 from training.engine.workload import Workload
 
 # Of the time of a micro-batch: forward takes one part, backward two (their matrix products).
@@ -51,7 +51,7 @@ def traffic(kind: Kind, work: Workload) -> Traffic:
     twice that.
 
     DDP all-reduces fp32 gradients once a step, behind the last backward pass. ZeRO-1 does so in the
-    training precision and hands round the new weights, in 16 bits all of it after backward. ZeRO-2
+    training precision and hands round the new weights, in bf16 all of it after backward. ZeRO-2
     all-reduces gradients in each micro-batch (DeepSpeed's "use_multi_rank_bucket_allreduce") and
     keeps its share. ZeRO-3 reduce-scatters them, which gloo does by an all-reduce, and gathers the
     weights for forward and again for backward, but those that it has not let go of.
@@ -62,13 +62,13 @@ def traffic(kind: Kind, work: Workload) -> Traffic:
     n, t = work.parameters.total, work.parameters.trained
     h, micro_batches = work.half, work.accumulation_steps
     ring = (work.processes - 1) / work.processes
-    moved = _moved(kind, work)
     if kind.stage is None:
         return Traffic(in_backward=int(2 * ring * 4 * t))
     if kind.stage < 3:
         reductions = micro_batches if kind.stage == 2 else 1
         gradients, weights = int(2 * ring * h * t) * reductions, int(ring * h * t)
-        if kind.stage == 1 and h == 2:
+        moved = _moved(kind, work)
+        if is_bf16_optimizer(kind, work):
             return Traffic(after=gradients + weights, moved=moved)
         return Traffic(in_backward=gradients, backwards=reductions, after=weights, moved=moved)
     small = persistent_parameters(kind, work)  # handed round once a step
@@ -78,20 +78,31 @@ def traffic(kind: Kind, work: Workload) -> Traffic:
         backwards=micro_batches,
         in_step=int(ring * h * gathered) * micro_batches,
         after=int(ring * h * small),
-        moved=moved,
+        moved=_moved(kind, work, gathered * micro_batches + small),
     )
 
 
-def _moved(kind: Kind, work: Workload) -> int:
-    """Bytes between GPU and RAM or NVMe in a step: the gradients of its share there, and its share
-    of the new weights back; with parameters there, those for each forward and backward. On NVMe the
-    optimizer's state comes and goes as well."""
-    share = work.parameters.trained / work.processes
-    if kind.optimizer_on == GPU or work.on_cpu:
+def _moved(kind: Kind, work: Workload, gathered: int = 0) -> int:
+    """Bytes between GPU and RAM or NVMe in a step, of its share, as DeepSpeed's code has them.
+
+    To an optimizer that is there go gradients in fp32; new weights go where they are kept. Below
+    ZeRO-3 sums in fp32 are added up on the GPU, all others are sent to RAM in each micro-batch, and
+    come back before the next one adds to them (under ZeRO-3 in every one). On NVMe state and
+    gradients come and go. Weights come each time that they are `gathered`.
+    """
+    if work.on_cpu or not kind.offloads:
         return 0
-    moved = (4 + work.half) * share
-    if kind.parameters_on != GPU:
-        moved += 2 * work.half * work.parameters.total / work.processes * work.accumulation_steps
-    if kind.optimizer_on == "nvme":
-        moved += 2 * (12 * share)
-    return int(moved)
+    h, sums, micro_batches = work.half, sum_bytes(kind, work), work.accumulation_steps
+    moved = 0
+    if kind.optimizer_on != GPU:
+        moved += 4
+        if kind.stage == 3:
+            moved += 2 * sums * micro_batches
+        elif sums == h and micro_batches > 1:
+            moved += sums * (2 * micro_batches - 1)
+    if kind.optimizer_on == NVME:
+        moved += 2 * (12 + 4)
+    if kind.parameters_on == NVME or (kind.optimizer_on == GPU) != (kind.parameters_on == GPU):
+        moved += h
+    weights = h * gathered if kind.parameters_on != GPU else 0
+    return int((moved * work.parameters.trained + weights) / work.processes)

@@ -101,7 +101,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
             raise UsageError(
                 f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
             )
-    _check_by_deepspeed(config, source)
+    check_by_deepspeed(config, source)
     # It would wait for the GPU at every forward pass; the log measures throughput itself.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     if args.optimizer == "muon":
@@ -164,7 +164,7 @@ def _leave_to_muon(config: dict, source: str) -> None:
     config["zero_allow_untested_optimizer"] = True
 
 
-def _check_by_deepspeed(config: dict, source: str) -> None:
+def check_by_deepspeed(config: dict, source: str) -> None:
     """What it would say at its start, below a traceback."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # seconds to import
 

@@ -49,6 +49,24 @@ OF_NO_USE = {
     "vocabulary_size": "the vocabulary comes with the data",
     "weight_quantization": "it is for inference",
 }
+# What DeepSpeed does and this project does not follow, by the reason.
+NOT_FOLLOWED = {
+    "checkpoints would miss some of its state": (
+        "zero_optimization.zenflow",
+        "zero_optimization.offload_optimizer.ratio",  # below 1
+        "zero_optimization.offload_optimizer.super_offload",
+    ),
+    "what is stepped is fp32 here": (
+        *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+        "fp16.fp16_master_weights_and_grads",
+    ),
+    "it rounds what is sent to 8 bits or 4": (
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "zero_optimization.zero_quantized_gradients",
+    ),
+    "DeepSpeed has it no more": ("zero_optimization.legacy_stage1",),
+}
 # Besides those that begin with stage3_
 OF_STAGE_3 = (
     "offload_param sub_group_size memory_efficient_linear override_module_apply leaf_module "
@@ -80,6 +98,13 @@ def settle_keys(config: dict, args: TrainingArguments, source: str) -> None:
         if not _is_off(config.pop(key, None)):
             raise UsageError(f'{source}: remove "{key}": {why}')
     _check_stage(config["zero_optimization"], source)
+    for why, keys in NOT_FOLLOWED.items():
+        for key in keys:
+            value = config
+            for name in key.split("."):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value not in ((None, 1) if name == "ratio" else (None, False)):
+                raise UsageError(f'{source}: remove "{key}": {why}')
     if "scheduler" in config:
         _answer_scheduler(config.pop("scheduler"), args, source)
     for name, known in KNOWN.items():

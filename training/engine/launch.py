@@ -33,9 +33,9 @@ from training.engine.deepspeed_config import (
 )
 from training.engine.environment import take_launch
 from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
+from training.engine.kinds import Kind, kind_of
 from training.engine.network import listen_where_others_reach
 
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 # Process groups, and what holds one, to the end of the process: gloo's waits for its thread when it
 # is deleted, and that thread may wait for the interpreter's lock, to let go of a tensor. (Seen: a
 # rank that had finished never left.)
@@ -67,14 +67,8 @@ class Engine:
         return self.zero_stage == 3
 
     @property
-    def optimizer_offload(self) -> str | None:
-        """Where the optimizer's state is, "cpu" or "nvme"; None: where the model is."""
-        return offload_device(self.deepspeed, "optimizer")
-
-    @property
-    def parameter_offload(self) -> str | None:
-        """The same for the weights that are not in use just now."""
-        return offload_device(self.deepspeed, "param")
+    def kind(self) -> Kind:
+        return kind_of(self.deepspeed)
 
     @property
     def processes(self) -> int:
@@ -154,7 +148,7 @@ def build_engine(args: TrainingArguments) -> Engine:
     listen_where_others_reach()
     try:
         accelerator = Accelerator(
-            mixed_precision=PRECISIONS[args.dtype],
+            mixed_precision=args.mixed_precision,
             gradient_accumulation_steps=args.accumulation_steps,
             deepspeed_plugin=plugin,
             # DDP's gradients are parts of its buckets, and not copied into them.
@@ -184,11 +178,7 @@ def build_engine(args: TrainingArguments) -> Engine:
 
 def _name(deepspeed: dict | None, processes: int) -> str:
     if deepspeed is not None:
-        name = f"DeepSpeed ZeRO-{deepspeed['zero_optimization']['stage']}"
-        for what, title in (("optimizer", "optimizer"), ("param", "parameters")):
-            if device := offload_device(deepspeed, what):
-                name += f", {title} on {'the CPU' if device == 'cpu' else 'NVMe'}"
-        return name
+        return f"DeepSpeed {kind_of(deepspeed).name}"
     if processes > 1:
         return f"DDP, not DeepSpeed ({ZERO_2_HINT})"
     return "single process, no engine"
@@ -200,7 +190,7 @@ def _check_launch(args: TrainingArguments, deepspeed: bool, has_gpu: bool) -> No
     launched = environ.get(
         "ACCELERATE_MIXED_PRECISION", "no"
     )  # "no" is also what a silent launcher sets
-    if launched not in ("no", PRECISIONS[args.dtype]):
+    if launched not in ("no", args.mixed_precision):
         raise UsageError(
             f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from training.engine.activations import activations
-from training.engine.kinds import GPU, NVME, Kind
+from training.engine.kinds import CPU, GPU, NVME, Kind
 from training.engine.workload import Workload
 
 GIB = 2**30
@@ -18,9 +18,6 @@ ZERO_1_BUCKET = 500_000_000  # elements that DeepSpeed exchanges at once in 16 b
 # What the first step of several processes takes on a CPU whatever the model: threads of backward
 # and of the exchange, compiled kernels. Measured (20 to 38 MB, under every engine), not derived.
 FIRST_STEP = 30_000_000
-# On NVMe: parameters pass through so many buffers of so many elements in RAM, DeepSpeed's number
-# and "buffer_size" in configs/zero_infinity.json.
-SWAP_BUFFERS, SWAP_ELEMENTS = 5, 50_000_000
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
     Without DeepSpeed all state is fp32: 4 + 4 + 8 bytes per parameter; under DDP gradients live in
     its buckets. DeepSpeed in 16 bits has weights of 2 bytes, and fp32 weights to step and moments
     of 4 + 8, which ZeRO-1 divides among the processes; ZeRO-2 divides the sum of the gradients too
-    (4, in fp32), ZeRO-3 the weights as well (Rajbhandari et al.,
+    (4, where it is in fp32), ZeRO-3 the weights as well (Rajbhandari et al.,
     https://arxiv.org/abs/1910.02054). Of what is frozen there are the weights alone, in the
     precision of forward and backward. What passes through besides is read in DeepSpeed 0.19
     (runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py), and measured by
@@ -88,6 +85,8 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
         parts = _zero_1_2(kind, work, moments)
     else:
         parts = _zero_3(kind, work, moments)
+    if kind.stage == 3:  # which --compile auto leaves alone
+        work = work.but(compiled=False)
     held = activations(work, autocast=kind.stage is None and h == 2)
     host, nvme = parts.pop("host", 0), parts.pop("nvme", 0)
     if work.on_cpu:  # to a CPU's own memory nothing can be moved out of it
@@ -98,7 +97,7 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
         activations=held.kept,
         logits=held.logits,
         block=held.block,
-        at_once=not work.on_cpu and kind.stage is not None and (kind.stage > 1 or h == 4),
+        at_once=not (work.on_cpu or kind.stage is None or is_bf16_optimizer(kind, work)),
         host=int(host),
         checkpoint=4 * t + moments,
         kept=int(_kept(kind, work)),
@@ -119,27 +118,45 @@ def _kept(kind: Kind, work: Workload) -> float:
     return copies[kind.stage] + FIRST_STEP
 
 
+def needs(kind: Kind, work: Workload) -> int:
+    """Bytes that a process must be able to have, libraries included. What comes and goes on a GPU
+    is not measured yet: a third more of it."""
+    plan = expect(kind, work)
+    passing = plan.peak - plan.held
+    return plan.held + (passing if work.on_cpu else passing * 4 // 3) + OVERHEAD
+
+
 def fits(kind: Kind, work: Workload, room: int) -> bool:
     """Whether a process that can have so many bytes has enough."""
-    return expect(kind, work).peak + OVERHEAD <= room
+    return needs(kind, work) <= room
+
+
+def is_bf16_optimizer(kind: Kind, work: Workload) -> bool:
+    """Whether DeepSpeed takes its class of that name: whole fp32 gradients on each process, and
+    nothing sent before backward ends (runtime/engine.py)."""
+    own = kind.stage == 1 and kind.fp32_sums and kind.optimizer_on == GPU
+    return own and work.dtype == "bfloat16"
+
+
+def sum_bytes(kind: Kind, work: Workload) -> int:
+    """Of an element of the gradients that are added up."""
+    return 4 if kind.fp32_sums else work.half
 
 
 def _zero_1_2(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
     """Parts under ZeRO-1 and 2; "host" is what the optimizer has where it is on the CPU."""
     t, h, processes = work.parameters.trained, work.half, work.processes
-    optimizer = (4 * t + moments) / processes
-    bucket = _bucket(kind, work)
-    copy = h * min(t, kind.reduce_bucket)  # of the bucket that is exchanged
-    if kind.stage == 2:
-        gradients, own = 4 * t / processes, 0
-        if h == 4:
-            own = 4 * t / processes  # its share of the gradients, once more
-    elif h == 2:
+    optimizer, sums = (4 * t + moments) / processes, sum_bytes(kind, work)
+    apart = is_bf16_optimizer(kind, work)
+    if apart:
         gradients, own, bucket, copy = 4 * t, 2 * t, 0, 6 * min(t, ZERO_1_BUCKET)
     else:
-        gradients, own = 4 * t, 4 * t / processes
-    # Kept from one micro-batch to the next; ZeRO-1 in 16 bits has a tensor of its own for them.
-    held = gradients if work.accumulation_steps > 1 or (kind.stage, h) == (1, 2) else 0
+        gradients, own = sums * t / (processes if kind.stage == 2 else 1), 0
+        if kind.stage == 1 or sums == h:
+            own = sums * t / processes  # its share of the gradients, once more
+        bucket, copy = _bucket(kind, work), h * min(t, kind.reduce_bucket)  # that is exchanged
+    # Kept from one micro-batch to the next; the class for bf16 has a tensor of its own for them.
+    held = gradients if work.accumulation_steps > 1 or apart else 0
     parts = {
         "parameters": h * work.parameters.total,
         "gradients": held,
@@ -152,51 +169,54 @@ def _zero_1_2(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
 
 
 def _zero_3(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
-    """Parts under ZeRO-3."""
+    """Parts under ZeRO-3; on NVMe, "host" has the buffers through which it comes and goes, and the
+    sums of the gradients."""
     t, h, processes = work.parameters.trained, work.half, work.processes
-    own = h * work.parameters.total / processes
-    whole = h * live_parameters(kind, work)
-    optimizer = moments / processes
-    if h == 2 or kind.offloads:
-        optimizer += 4 * t / processes
-    gradients = 4 * t / processes
+    own, sums = work.parameters.total / processes, sum_bytes(kind, work) * t / processes
+    optimizer = (moments + (4 * t if h == 2 or kind.offloads else 0)) / processes
     parts = {
-        "parameters": own + whole,
-        "gradients": gradients,
-        "optimizer": optimizer,
+        "parameters": h * live_parameters(kind, work),
+        "gradients": 0,
+        "optimizer": 0,
         "buffers": _bucket(kind, work) + h * min(t, kind.reduce_bucket),
+        "host": 0,
+        "nvme": 0,
     }
+    if kind.parameters_on == NVME:
+        in_ram = min(own, kind.in_ram)
+        parts["nvme"] += h * (own - in_ram)
+        parts["host"] += h * (in_ram + kind.parameter_buffers * kind.parameter_buffer)
+    else:
+        parts["parameters" if kind.parameters_on == GPU else "host"] += h * own
     if kind.optimizer_on == GPU:
-        return parts
-    parts |= {"optimizer": 0, "gradients": 0, "host": optimizer + 2 * gradients}
-    if kind.parameters_on != GPU:
-        parts |= {"parameters": whole, "host": parts["host"] + own}
+        return parts | {"gradients": sums, "optimizer": optimizer}
+    stepped = 4 * t / processes  # gradients, as the optimizer takes them
+    parts["host" if kind.optimizer_on == CPU else "nvme"] += optimizer + stepped
     if kind.optimizer_on == NVME:
-        swap = SWAP_BUFFERS * SWAP_ELEMENTS * h
-        parts |= {"nvme": optimizer + own, "host": 2 * gradients + swap}
+        parts["host"] += 4 * kind.optimizer_buffers * min(t / processes, kind.sub_group)
+    parts["host"] += sums
     return parts
 
 
 def _bucket(kind: Kind, work: Workload) -> int:
-    """Bytes of the buckets in which gradients are exchanged: two, where one can fill while the
-    other is on its way. A GPU has them whole, a CPU what has been written to."""
-    if work.on_cpu:
-        return work.half * min(work.parameters.trained, kind.reduce_bucket)
-    both = kind.stage < 3 and work.processes > 1
-    return work.half * kind.reduce_bucket * (2 if both else 1)
+    """Bytes of the buckets in which gradients are exchanged, which are made no larger than all of
+    these: two, where one can fill while the other is on its way. A GPU has them whole, a CPU what
+    has been written to."""
+    both = kind.stage < 3 and work.processes > 1 and not work.on_cpu
+    return work.half * min(work.parameters.trained, kind.reduce_bucket) * (2 if both else 1)
 
 
 def persistent_parameters(kind: Kind, work: Workload) -> int:
     """Elements in tensors so small that ZeRO-3 leaves them on every process."""
-    most = 10 * work.config.dim if kind.persistence is None else kind.persistence
-    return work.parameters.up_to(most)
+    return work.parameters.up_to(kind.persistence)
 
 
 def live_parameters(kind: Kind, work: Workload) -> int:
-    """Elements that ZeRO-3 does not let go of between forward and backward: small tensors and those
-    that come again within the reuse distance, there and back, but a block at least."""
+    """Elements that ZeRO-3 has whole at a time, at most: small tensors, those that it fetches ahead
+    or does not let go of, for they come again within the reuse distance, there and back; and a
+    block at least."""
     n, small = work.parameters.total, persistent_parameters(kind, work)
-    return small + min(n - small, max(kind.reuse_distance // 2, work.parameters.block))
+    return small + min(n - small, max(kind.live, kind.reuse_distance // 2, work.parameters.block))
 
 
 def ram_warning(kind: Kind, work: Workload) -> str | None:

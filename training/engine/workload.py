@@ -80,8 +80,11 @@ class Workload:
         compiled: bool = False,
         lora: LoRA | None = None,
     ) -> "Workload":
-        """That of a run; asks PyTorch which attention the device has."""
-        _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
+        """That of a run; asks PyTorch which attention the device has. A GPU that is not here is
+        taken to have a fused kernel."""
+        keeps_scores = False
+        if device.type == "cpu" or torch.cuda.is_available():
+            _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
         return cls(
             config=config,
             parameters=Parameters.of(config, args.optimizer == "muon", lora),

@@ -19,7 +19,9 @@ from formats.portable import require_fit
 from inference.decoder import Block, Decoder
 from model import ConfigError, Transformer
 from runs.weights import WeightsFolder
-from training.engine.deepspeed_config import offload_device, read_config
+from training.arguments import TrainingArguments
+from training.engine.deepspeed_config import check_by_deepspeed, offload_device, read_config
+from training.engine.deepspeed_keys import settle_keys
 from training.engine.partition import gathered
 
 
@@ -30,30 +32,34 @@ class ZeroInference:
     @classmethod
     def of_launch(cls, device: str | None) -> "ZeroInference | None":
         """None where the launcher asked for something else than ZeRO-3: every process then has the
-        whole model. Raises UsageError: its DeepSpeed configuration cannot be read, or the device
-        that was named is not the one that DeepSpeed takes."""
+        whole model. Raises UsageError: its DeepSpeed configuration cannot be read or is refused, as
+        in training, or the device that was named is not the one that DeepSpeed takes."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if path == "none":  # the launcher's own flags, such as --zero_stage
             from accelerate.utils import DeepSpeedPlugin  # seconds to import, as the others below
 
-            section = DeepSpeedPlugin().deepspeed_config["zero_optimization"]
+            config, path = DeepSpeedPlugin().deepspeed_config, "accelerate launch"
         else:
-            section = read_config(path)["zero_optimization"]
-        if section.get("stage") != 3:
+            config = read_config(path)
+        if config["zero_optimization"].get("stage") != 3:
             return None
         own = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", own):
             raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
-        if offload_device({"zero_optimization": section}, "param") == "nvme":
+        # An "auto" is for training, which knows what to write there.
+        section = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
+        settle_keys(config, TrainingArguments(), path)
+        section.pop("offload_optimizer", None)
+        check_by_deepspeed(config, path)
+        if offload_device(config, "param") == "nvme":
             raise UsageError(
                 "only training keeps parameters on NVMe: pass --config_file "
                 "configs/zero3_offload.yaml, which keeps them in RAM"
             )
-        # An "auto" is for training, which knows what to write there.
-        section = {k: v for k, v in section.items() if k != "offload_optimizer" and v != "auto"}
-        return cls({"train_micro_batch_size_per_gpu": 1, "zero_optimization": section})
+        return cls(config)
 
     def load(self, folder: WeightsFolder) -> Transformer:
         """As `WeightsFolder.load`, in shares; all processes must call it. No process holds more
