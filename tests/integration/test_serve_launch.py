@@ -321,6 +321,8 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, hello, 
     assert answer.startswith(hello[1])
     assert texts(browser, "user") == ["1 + 1"]
     assert texts(browser, "note") == ["Stopped."]
+    place = "document.querySelector('.note').getBoundingClientRect().bottom"
+    assert browser.run(f"{place} < innerHeight")  # the end is what one sees
     wait_until(lambda: server.load() == {"running": 0, "waiting": 0})
 
 
