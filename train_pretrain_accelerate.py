@@ -8,6 +8,7 @@ step always means an optimizer step; a micro-batch is what one process feeds for
 """
 
 import time
+from dataclasses import replace
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
@@ -64,7 +65,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     initial = on_main_process(
         accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
     )
-    args = on_main_process(accelerator, lambda: with_data(args, initial))
+    prepared = on_main_process(accelerator, lambda: with_data(args, initial))
+    args = replace(args, data=args.data or prepared.data)  # each process keeps its own flags
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)
     sets = {"train_set": train_set, "val_set": val_set}
     return start_run(args, engine, initial, **sets, started=started)
