@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from data.errors import DataError
 from data.shards import read_description
-from data.tokenizer import TOKENIZER_FILE
+from data.tokenizer import tokenizer_in
 
 SCAN_BYTES = 1 << 30  # a split up to this size is checked whole at start, in well under a second
 
@@ -38,7 +38,7 @@ class PackedDataset(Dataset):
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
         self.vocab_size = self.description["vocab_size"]
-        self.tokenizer_path = self.folder / TOKENIZER_FILE
+        self.tokenizer_path = tokenizer_in(self.folder)
         # starts[i] is the position in the stream at which shard i begins, starts[-1] the length of
         # the stream
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])

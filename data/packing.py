@@ -10,7 +10,6 @@ import json
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import zlib
 from collections import deque
@@ -32,7 +31,14 @@ from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
 from data.sizes import suited_to
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, train_tokenizer
+from data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_hash,
+)
+from data.tokenizer_training import train_tokenizer
 
 BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
 SHARD_TOKENS = 100_000_000
@@ -102,7 +108,7 @@ def prepare(
     with whole_folder(out) as partial:
         # They start while the tokenizer is trained.
         with _encoders(options.workers, text_size(files)) as pool:
-            tokenizer = _make_tokenizer(files, options, partial / TOKENIZER_FILE)
+            tokenizer = _make_tokenizer(files, options, partial)
             written = _write_shards(files, partial, tokenizer, pool, options, progress)
         description = {
             "format": FORMAT,
@@ -110,7 +116,7 @@ def prepare(
             "vocab_size": tokenizer.vocab_size,
             "bos_id": tokenizer.bos_id,
             "eos_id": tokenizer.eos_id,
-            "tokenizer_sha256": hashlib.sha256((partial / TOKENIZER_FILE).read_bytes()).hexdigest(),
+            "tokenizer_sha256": tokenizer_hash(tokenizer.path),
             **written,
             "prepared_from": fingerprint,
         }
@@ -120,26 +126,25 @@ def prepare(
     return description
 
 
-def _make_tokenizer(files: list[str], options: PackingOptions, path: Path) -> Tokenizer:
+def _make_tokenizer(files: list[str], options: PackingOptions, folder: Path) -> Tokenizer:
     may_shrink = options.vocab_size is None
     if options.tokenizer is None:
         train_tokenizer(
             _sample(files, options),
             suited_to(text_size(files)).vocab_size if may_shrink else options.vocab_size,
-            path,
+            folder / TOKENIZER_FILE,
             may_shrink=may_shrink,
         )
     else:
-        shutil.copyfile(options.tokenizer, path)
-    return Tokenizer(path)
+        copy_tokenizer(options.tokenizer, folder)
+    return open_tokenizer(folder)
 
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """What a prepared folder was made from; equal descriptions make equal shards."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     if options.tokenizer is not None:
-        Tokenizer(options.tokenizer)  # a wrong file is refused before the work
-    tokenizer = options.tokenizer and hashlib.sha256(Path(options.tokenizer).read_bytes())
+        open_tokenizer(options.tokenizer)  # a wrong file is refused before the work
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {
         "source": os.path.commonpath([path for path, _ in stats]),
@@ -147,7 +152,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "bytes_on_disk": sum(stat.st_size for _, stat in stats),
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
         "vocab_size": options.vocab_size if options.tokenizer is None else None,
-        "tokenizer": tokenizer and tokenizer.hexdigest(),
+        "tokenizer": options.tokenizer and tokenizer_hash(options.tokenizer),
         "val_fraction": options.share(files),
         "skip_bad_lines": options.skip_bad_lines,
         "text_column": options.text_column,
@@ -328,7 +333,7 @@ def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
 @lru_cache(maxsize=1)
 def _tokenizer(path: str) -> tuple[Tokenizer, Splitter]:
     """One per process: loading it again for every batch would cost more than encoding."""
-    tokenizer = Tokenizer(path)
+    tokenizer = open_tokenizer(path)
     return tokenizer, Splitter(tokenizer)
 
 
@@ -345,14 +350,14 @@ def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded
         if text:
             texts.append(text)
     dtype = token_dtype(tokenizer.vocab_size)
+    # One marker may do both: then the next document's beginning ends this one.
+    end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
     documents = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         digest = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
         random = np.random.default_rng(digest)  # the same text is always cut in the same ways
         others = (splitter.split(ids, random) for _ in range(segmentations - 1))
-        tokens = [
-            np.array([tokenizer.bos_id, *way, tokenizer.eos_id], dtype) for way in (ids, *others)
-        ]
+        tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         documents.append(Document(tokens, len(raw), digest / 2**64))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))

@@ -1,13 +1,12 @@
 """What a folder of prepared data was made from: whether it serves again, or may be replaced."""
 
-import hashlib
 from pathlib import Path
 
 from common.errors import UsageError
 from data.errors import DataError
 from data.packing import PackingOptions, describe_sources
 from data.shards import DESCRIPTION_FILE, read_description
-from data.tokenizer import TOKENIZER_FILE
+from data.tokenizer import tokenizer_hash
 
 
 def find_prepared(
@@ -46,8 +45,7 @@ def prepared_from(out: Path, vocab_size: int | None) -> dict:
     tokenizer of `vocab_size` pieces was trained, it is as if so many had been asked for."""
     try:
         description = read_description(out)
-        tokenizer = hashlib.sha256((out / TOKENIZER_FILE).read_bytes()).hexdigest()
-        if description["tokenizer_sha256"] != tokenizer:
+        if description["tokenizer_sha256"] != tokenizer_hash(out):
             return {}
         source = description["prepared_from"]
         if source["tokenizer"] is None and description["vocab_size"] == vocab_size:

@@ -1,21 +1,26 @@
-"""SentencePiece tokenizer: lossless BPE with byte fallback, trained on a sample of the corpus."""
+"""Tokenizers: SentencePiece's lossless BPE with byte fallback, which is trained here, and the
+byte-level BPE in a tokenizer.json that most models of others come with.
+"""
 
-import io
-import re
-from collections import Counter
-from collections.abc import Iterable
+import hashlib
+import json
+import os
 from functools import cached_property
 from pathlib import Path
 
 import sentencepiece
+import tokenizers
+from tokenizers import decoders, models
 
 from data.errors import DataError
 
-TOKENIZER_FILE = "tokenizer.model"
-UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
-RESERVED_PIECES = 3 + 256  # unknown, begin, end of document; one piece per byte
-LEAST_VOCABULARY = RESERVED_PIECES + 3
+TOKENIZER_FILE = "tokenizer.model"  # SentencePiece's
+TOKENIZER_JSON = "tokenizer.json"
+MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
+TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
+# Who prepares data has processes enough, and threads of the package do not outlive a fork.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -69,9 +74,11 @@ class Tokenizer:
         )
         return {model.id_to_piece(id): id for id in ids}
 
-    def byte_of(self, id: int) -> int | None:
-        """The byte that this piece stands for; None for a piece of text or a marker."""
-        return int(self._model.id_to_piece(id)[3:5], 16) if self._model.is_byte(id) else None
+    def bytes_of(self, id: int) -> bytes | None:
+        """What this piece stands for, where it is bytes that are no text by themselves; None for a
+        piece of text or a marker, before which a character that has begun is broken off."""
+        model = self._model
+        return bytes.fromhex(model.id_to_piece(id)[3:5]) if model.is_byte(id) else None
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without begin and end pieces."""
@@ -103,79 +110,141 @@ class Tokenizer:
         return self._model.decode(ids)
 
 
-def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
-) -> None:
-    """Train a BPE tokenizer on texts and write it to path.
+class JsonTokenizer(Tokenizer):
+    """The same of a tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, with the ids
+    that transformers gives. The begin and end pieces are named in MARKERS_FILE beside it.
 
-    At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese
-    corpus has ten thousand) are spelled in bytes, so that nothing is ever unknown.
-
-    Args:
-        may_shrink: where the texts do not suffice for vocab_size pieces, take as many as they do.
-
-    Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
+    A marker's name in a text is text. Decoding returns the text exactly, unless the tokenizer
+    normalizes it or has no pieces for some bytes. Raises DataError: a file is missing, or of
+    another kind.
     """
-    if vocab_size < LEAST_VOCABULARY:
-        raise DataError(
-            f"vocab_size {vocab_size} is too small, for {RESERVED_PIECES} pieces are bytes and "
-            "markers: pass --vocab_size 300 or more"
-        )
-    texts = list(texts)
-    if not any(texts):
-        raise DataError("there is no text in these files")
-    size = vocab_size
-    model = _train(texts, vocab_size)
-    while isinstance(model, int) and model >= LEAST_VOCABULARY:
-        size = model
-        model = _train(texts, model)  # fewer characters get pieces: it may be too many
-    if isinstance(model, int):
-        raise DataError("too little text to train a tokenizer on")
-    if size < vocab_size and not may_shrink:
-        raise DataError(
-            f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
-        )
-    Path(path).write_bytes(model)
+
+    def __init__(self, path: str | Path):
+        if not Path(path).is_file():
+            raise DataError(f"{path}: no such tokenizer file")
+        self.path = str(path)
+        try:
+            self._model = tokenizers.Tokenizer.from_file(self.path)
+        except Exception as error:  # the package knows no other class
+            raise DataError(f"{path}: not a tokenizer.json ({error})") from error
+        parts = self._model.model, self._model.decoder
+        if not isinstance(parts[0], models.BPE) or not isinstance(parts[1], decoders.ByteLevel):
+            raise DataError(f"{path}: of all kinds of tokenizer.json only byte-level BPE is read")
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True  # as text
+        self._markers = {}
+        for role, name in read_markers(path).items():
+            self._markers[role] = self._model.token_to_id(name)
+            if self._markers[role] is None:
+                raise DataError(f"{path}: has no piece {name!r}, which {MARKERS_FILE} names")
+        self._added = self._model.get_added_tokens_decoder()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return max(self._model.get_vocab().values()) + 1
+
+    @property
+    def bos_id(self) -> int:
+        return self._markers["bos_token"]
+
+    @property
+    def eos_id(self) -> int:
+        return self._markers["eos_token"]
+
+    @cached_property
+    def ids_with_space(self) -> list[int]:
+        space = next(char for char, byte in BYTE_ALPHABET.items() if byte == ord(" "))
+        return sorted(id for text, id in self.pieces_of_text.items() if text.startswith(space))
+
+    @property
+    def pieces_of_text(self) -> dict[str, int]:
+        """In BYTE_ALPHABET: a piece may begin or end within a character."""
+        return {text: id for text, id in self._model.get_vocab().items() if id not in self._added}
+
+    def bytes_of(self, id: int) -> bytes | None:
+        piece = self._model.id_to_token(id)
+        if piece is None or (id in self._added and self._added[id].special):
+            return b""  # decoding leaves it out, and joins what is around it
+        content = bytes(BYTE_ALPHABET.get(char, 0) for char in piece)
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            return content
+        return None
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
 
 
-def _train(texts: list[str], vocab_size: int) -> bytes | int:
-    """The model, or how many pieces the texts suffice for."""
-    counts = Counter()
-    for text in texts:
-        counts.update(text)
-    room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    # SentencePiece reserves NUL for itself, and a literal U+2581 is spelled in bytes (see
-    # Tokenizer).
-    rare = {ord(char): "\n" for char, _ in counts.most_common()[room:]} | {
-        0: "\n",
-        ord(SPACE_SYMBOL): "\n",
-    }
-    model = io.BytesIO()
+def _byte_alphabet() -> dict[str, int]:
+    """Character → byte, as byte-level BPE writes bytes: those that can be seen as themselves, the
+    others as the characters from 256 on. Source: GPT-2, `bytes_to_unicode` in
+    https://github.com/openai/gpt-2/blob/master/src/encoder.py."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+def tokenizer_in(folder: Path) -> Path:
+    """The tokenizer of a folder of data, weights or a run; where there is none, the file that would
+    be it."""
+    has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
+    return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
+
+
+def _file(path: str | Path) -> Path:
+    return tokenizer_in(Path(path)) if Path(path).is_dir() else Path(path)
+
+
+def open_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a file, or of a folder that holds one. Raises DataError: missing, or of a
+    kind that cannot serve."""
+    path = _file(path)
+    return JsonTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
+
+
+def read_markers(path: str | Path) -> dict[str, str]:
+    """The names of the pieces that begin ("bos_token") and end ("eos_token") a document; one may do
+    both. Raises DataError: they are not said beside the tokenizer.json."""
+    beside = Path(path).with_name(MARKERS_FILE)
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(
-                line for text in texts for line in text.translate(rare).splitlines(True)
-            ),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            character_coverage=1.0,
-            required_chars=SPACE_SYMBOL,  # without a piece of its own, a space decodes to U+2581
-            byte_fallback=True,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            max_sentence_length=1 << 16,
-            unk_id=UNK_ID,
-            bos_id=BOS_ID,
-            eos_id=EOS_ID,
-            pad_id=-1,
-            minloglevel=2,
-        )
-    except (RuntimeError, ValueError) as error:
-        limit = re.search(r"value <= (\d+)", str(error))
-        if limit:
-            return int(limit[1])
-        raise DataError(f"SentencePiece cannot train on this text: {error}") from error
-    return model.getvalue()
+        values = json.loads(beside.read_text(encoding="utf-8"))
+        named = [values.get(role) for role in ("bos_token", "eos_token")]
+        begin, end = (name["content"] if isinstance(name, dict) else name for name in named)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path} does not say which pieces begin and end a document, and {MARKERS_FILE} beside "
+            f"it cannot be read ({error})"
+        ) from error
+    if not isinstance(end, str) or not isinstance(begin, str | None):
+        raise DataError(f"{beside}: no eos_token, the piece that ends a document")
+    return {"bos_token": begin or end, "eos_token": end}
+
+
+def tokenizer_files(path: str | Path) -> dict[str, bytes]:
+    """Name → content of the files that make a tokenizer, given as to `open_tokenizer`; they are the
+    same wherever it lies. Raises DataError, OSError: a file is missing, or says nothing."""
+    path = _file(path)
+    if path.suffix != ".json":
+        return {TOKENIZER_FILE: path.read_bytes()}
+    markers = json.dumps(read_markers(path), ensure_ascii=False)
+    return {TOKENIZER_JSON: path.read_bytes(), MARKERS_FILE: f"{markers}\n".encode()}
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    """SHA-256 of `tokenizer_files`."""
+    return hashlib.sha256(b"".join(tokenizer_files(path).values())).hexdigest()
+
+
+def copy_tokenizer(path: str | Path, folder: Path) -> None:
+    """Raises DataError, OSError: see `tokenizer_files`; or the disk is full."""
+    for name, content in tokenizer_files(path).items():
+        (folder / name).write_bytes(content)

@@ -65,10 +65,9 @@ class Scorer:
         autocast = torch.autocast(device, torch.bfloat16, self.dtype == torch.bfloat16)
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
-                logits = self.model(tokens).logits  # (B, T, vocab_size)
-                nll = self.model.token_loss(logits, targets, "none").double()  # (B, T)
-                hits, counted = logits.argmax(dim=-1) == targets, targets != IGNORE_INDEX
-                sums = torch.stack([nll.sum(1), hits.sum(1), counted.sum(1)], dim=1)
+                scored = self.model(tokens, targets, "hits")
+                nll, counted = scored.loss.double(), targets != IGNORE_INDEX  # (B, T)
+                sums = torch.stack([nll.sum(1), scored.hits.sum(1), counted.sum(1)], dim=1)
             # The last batches are filled up with rows from the start, so that every process has
             # equally many; gather_for_metrics drops them again.
             sums = self.accelerator.gather_for_metrics(sums)

@@ -1,6 +1,5 @@
 """The kinds of data that can be scored: prepared sequences, raw text, multiple-choice questions."""
 
-import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from data.corpus import (
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.shards import DESCRIPTION_FILE, read_description
+from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import document_rows, packed_sums, summary, text_sums
 from evaluation.multiple_choice import ChoiceCounts, answer, question_rows
 from evaluation.scoring import Scorer
@@ -123,7 +123,7 @@ def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer)
     shorter than one sequence."""
     data, split, seq_len = settings.data, settings.split or "val", trained.model.config.max_seq_len
     tokenizer = trained.tokenizer
-    ours = hashlib.sha256(Path(tokenizer.path).read_bytes()).hexdigest()
+    ours = tokenizer_hash(tokenizer.path)
     if read_description(data).get("tokenizer_sha256") != ours:
         raise DataError(
             f"{data} was prepared with another tokenizer than that of {trained.folder}: prepare "

@@ -16,8 +16,9 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from common.atomic import whole_file
 from common.errors import UsageError
 from data.errors import DataError
-from data.tokenizer import Tokenizer
+from data.tokenizer import JsonTokenizer, Tokenizer
 from model.config import LMConfig
+from model.rotary import rotary_frequencies
 from model.transformer import Transformer
 
 TYPES = ("f32", "f16", "q8_0")
@@ -69,9 +70,13 @@ def rounding(values: np.ndarray, kind: str) -> np.ndarray | float:
 
 
 def read_tensors(model: Transformer, wanted: str) -> dict[str, Tensor]:
-    """The parameters by their names in GGUF, a tied matrix once. Norms stay f32, and with q8_0 rows
-    that are not whole blocks become f16."""
-    tensors = {}
+    """The parameters by their names in GGUF, a tied matrix once, and by what scaled rotations are
+    slowed down. Norms stay f32, and with q8_0 rows that are not whole blocks become f16."""
+    tensors, config = {}, model.config
+    if config.rope_scaling:
+        rope = config.head_dim, config.rope_theta
+        slower = rotary_frequencies(*rope) / rotary_frequencies(*rope, config.rope_scaling)
+        tensors["rope_freqs.weight"] = Tensor(slower.numpy(), "f32")
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
         kind = "f16" if wanted == "q8_0" and values.shape[-1] % BLOCK else wanted
@@ -82,6 +87,11 @@ def read_tensors(model: Transformer, wanted: str) -> dict[str, Tensor]:
 def read_vocabulary(tokenizer: Tokenizer) -> ModelProto:
     """The tokenizer's pieces, and how it was made. Raises DataError: not a tokenizer that llama.cpp
     can follow."""
+    if isinstance(tokenizer, JsonTokenizer):
+        raise DataError(
+            f"{tokenizer.path}: only SentencePiece is written into GGUF here: export with "
+            "scripts.export_hf, and have llama.cpp's convert_hf_to_gguf.py make the file of that"
+        )
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer = model.trainer_spec
     if trainer.model_type != trainer.BPE:
@@ -100,6 +110,8 @@ def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
     writer.add_feed_forward_length(config.hidden_dim)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)

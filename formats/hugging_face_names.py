@@ -10,7 +10,7 @@ import re
 
 from torch import Tensor
 
-from model.config import ConfigError, LMConfig
+from model.config import ConfigError, LMConfig, RopeScaling
 
 # Ours (Llama's own release) → Hugging Face's.
 OUTER = {
@@ -85,9 +85,23 @@ def our_rotation(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tens
     return {n: join_halves(w, heads[n]) if heads[n] else w for n, w in weights.items()}
 
 
+# Ours → Hugging Face's, in what it calls rope_type "llama3".
+SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+
+
 def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
-    """config.json for transformers. The base of the rotary frequencies and the dtype stand there
+    """config.json for transformers. What is about rotary frequencies and the dtype stand there
     twice: where version 5 looks for them, and where version 4 does."""
+    rope = {"rope_type": "default"}
+    if scaling := config.rope_scaling:
+        rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
+        rope["rope_type"] = "llama3"
+    rope["rope_theta"] = config.rope_theta
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -104,7 +118,8 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": config.max_seq_len,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope,
+        "rope_scaling": rope if config.rope_scaling else None,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -128,24 +143,20 @@ def config_from_llama(values: dict) -> LMConfig:
     needed = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"}
     if missing := needed - values.keys():
         raise ConfigError(f"{min(missing)} is missing")
-    config = LMConfig(
+    return LMConfig(
         dim=values["hidden_size"],
         n_layers=values["num_hidden_layers"],
         n_heads=values["num_attention_heads"],
         n_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
         vocab_size=values["vocab_size"],
+        head_dim=values.get("head_dim"),
         hidden_dim=values.get("intermediate_size", 11008),
         norm_eps=values.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta") or values.get("rope_theta", 10000.0),
+        rope_scaling=rope_scaling(rope),
         max_seq_len=values.get("max_position_embeddings", 2048),
         tie_embeddings=values.get("tie_word_embeddings", False),
     )
-    if values.get("head_dim") not in (None, config.head_dim):
-        raise ConfigError(
-            f"head_dim is {values['head_dim']}, but this model computes with dim / n_heads = "
-            f"{config.head_dim}"
-        )
-    return config
 
 
 def refuse_other_arithmetic(values: dict, rope: dict) -> None:
@@ -162,6 +173,18 @@ def refuse_other_arithmetic(values: dict, rope: dict) -> None:
     for name, allowed in plain.items():
         if values.get(name, allowed[0]) not in allowed:
             raise ConfigError(f"{name} is {values[name]!r}: this model has {allowed[0]!r} only")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rope_scaling is {kind!r}: this model does not scale its positions")
+    if (kind := rope_type(rope)) not in ("default", "llama3"):
+        raise ConfigError(f"rope_scaling is {kind!r}: this model has 'llama3' only")
+
+
+def rope_type(rope: dict) -> str:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def rope_scaling(rope: dict) -> RopeScaling | None:
+    """Raises ConfigError: a number is missing, or cannot be."""
+    if rope_type(rope) == "default":
+        return None
+    if missing := set(SCALING.values()) - rope.keys():
+        raise ConfigError(f"rope_scaling: {min(missing)} is missing")
+    return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})

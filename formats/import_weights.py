@@ -1,13 +1,12 @@
 """A Llama of others as portable weights: what its files say, what was asked for, its tokenizer."""
 
-import shutil
 from pathlib import Path
 
 from common.atomic import new_folder
 from common.errors import UsageError
 from common.numbers import counted
 from data.errors import DataError
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import TOKENIZER_FILES, copy_tokenizer, open_tokenizer, tokenizer_in
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_portable
 from formats.state_dicts import DEFAULTS, SETTINGS, read_foreign, to_ours
 from model.config import ConfigError
@@ -19,7 +18,7 @@ def import_weights(
     """Read somebody's weights and write this project's; returns what to tell.
 
     Args:
-        tokenizer: a SentencePiece model; None takes the one beside the weights, if there is one.
+        tokenizer: a file or a folder with one; None takes what is beside the weights, if anything.
         settings: those of SETTINGS that the files leave open; None is as good as none.
 
     Raises UsageError: no such source, a place that must not be replaced, or see `choose_settings`.
@@ -35,7 +34,7 @@ def import_weights(
         settings, said = choose_settings(source, settings, foreign.settings)
         config, weights = to_ours(foreign, settings, str(source))
         save_portable(folder, config, weights)
-        copied = copy_tokenizer(source, tokenizer, config.vocab_size, folder)
+        copied = take_tokenizer(source, tokenizer, config.vocab_size, folder)
     millions = sum(weight.numel() for weight in weights.values()) / 1e6
     layers, kv_heads = counted(config.n_layers, "layers"), counted(config.n_kv_heads, "kv heads")
     shape = f"dim {config.dim}, {layers}, {kv_heads}, vocabulary {config.vocab_size:,}"
@@ -54,7 +53,7 @@ def is_import(folder: Path) -> bool:
     except ConfigError:
         return False
     names = {path.name for path in folder.iterdir()}
-    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, TOKENIZER_FILE}
+    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, *TOKENIZER_FILES}
 
 
 def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:
@@ -78,20 +77,20 @@ def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[
     return settings, said
 
 
-def copy_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Path) -> str:
+def take_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Path) -> str:
     """Put the tokenizer beside the weights if there is one; says what was done. Raises DataError:
     the file that was asked for is none, or one has more pieces than the model."""
-    path = asked or (source if source.is_dir() else source.parent) / TOKENIZER_FILE
+    path = asked or tokenizer_in(source if source.is_dir() else source.parent)
     need = "text needs one: pass --tokenizer FILE"
     if asked is None and not path.exists():
-        return f"none: there is no {path} (SentencePiece); {need}"
+        return f"none: there is no {path} and no tokenizer.json; {need}"
     try:
-        tokenizer = Tokenizer(path)
+        tokenizer = open_tokenizer(path)
     except DataError as error:
         if asked:
             raise
         return f"none: {error}; {need}"
     if tokenizer.vocab_size > vocab_size:
         raise DataError(f"{path} has {tokenizer.vocab_size} pieces, the model only {vocab_size}")
-    shutil.copyfile(path, folder / TOKENIZER_FILE)
-    return f"{path}, {tokenizer.vocab_size:,} pieces"
+    copy_tokenizer(path, folder)
+    return f"{tokenizer.path}, {tokenizer.vocab_size:,} pieces"

@@ -132,7 +132,10 @@ def read_state_dicts(paths: list[Path]) -> Foreign:
     if (params := paths[0].with_name("params.json")).exists():
         settings |= read_json(params)
     if settings.get("use_scaled_rope"):
-        raise ConfigError(f"{params}: use_scaled_rope: this model does not scale its positions")
+        raise ConfigError(
+            f"{params}: use_scaled_rope does not say by how much (8 in Llama 3.1, 32 in 3.2): "
+            "import the model's Hugging Face folder, whose config.json does"
+        )
     weights = parts[0] if len(parts) == 1 else merge_shards(parts, paths[0].parent)
     settings = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
     for name, value in settings.items():
@@ -193,21 +196,23 @@ def config_from_shapes(weights: dict[str, Tensor], settings: dict) -> LMConfig:
     """The shape of the model that has these weights (our names). Raises ConfigError: a weight that
     says it is missing."""
     needed = ["tok_embeddings.weight"]
-    needed += [f"layers.0.{name}.weight" for name in ("attention.wk", "feed_forward.w1")]
+    in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
+    needed += [f"layers.0.{name}.weight" for name in in_block]
     for name in needed:
         if name not in weights or weights[name].dim() != 2:
             raise ConfigError(f"{name} is missing or no matrix: not a Llama")
-    embedding, wk, w1 = (weights[name] for name in needed)
+    embedding, wq, wk, w1 = (weights[name] for name in needed)
     n_heads = settings["n_heads"]
-    if type(n_heads) is not int or not 0 < n_heads <= embedding.shape[1]:
-        raise ConfigError(f"{n_heads} heads do not divide a width of {embedding.shape[1]}")
-    head_dim = embedding.shape[1] // n_heads
+    if type(n_heads) is not int or n_heads < 1 or wq.shape[0] % n_heads:
+        raise ConfigError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
+    head_dim = wq.shape[0] // n_heads
     output = weights.get("output.weight")
     layers = {int(n.split(".")[1]) for n in weights if re.match(r"layers\.\d+\.", n)}
     return LMConfig(
         dim=embedding.shape[1],
         n_layers=len(layers),
         n_kv_heads=max(1, wk.shape[0] // head_dim),
+        head_dim=head_dim,
         vocab_size=embedding.shape[0],
         hidden_dim=w1.shape[0],
         tie_embeddings=output is None or torch.equal(output, embedding),

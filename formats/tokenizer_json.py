@@ -20,7 +20,6 @@ from tokenizers import decoders, models, normalizers, processors
 from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
-TOKENIZER_JSON = "tokenizer.json"
 Kind = ModelProto.SentencePiece.Type
 # The places before which a dummy prefix goes: the beginning of the text, and of each part of it
 # between literal U+2581, for data.tokenizer encodes these parts one by one.

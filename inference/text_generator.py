@@ -44,9 +44,9 @@ class TextGenerator:
 
     def _is_strange(self, prompt: str) -> bool:
         """Whether the tokenizer has so seldom seen most of the characters that it spells them."""
-        spelled = map(self.tokenizer.byte_of, self.tokenizer.encode(prompt))
+        spelled = map(self.tokenizer.bytes_of, self.tokenizer.encode(prompt))
         # Bytes of 0b10...... go on with a character of UTF-8 that another has begun.
-        begun = sum(byte is not None and byte >> 6 != 0b10 for byte in spelled)
+        begun = sum(bool(part) and part[0] >> 6 != 0b10 for part in spelled)
         return 2 * begun > len(prompt)
 
     def write(self, prompts: list[str]) -> None:

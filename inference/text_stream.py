@@ -31,11 +31,11 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that is now certain, often just that of the token."""
         self._waiting.append(token)
-        byte = self._tokenizer.byte_of(token)
-        if byte is None:
+        part = self._tokenizer.bytes_of(token)
+        if part is None:
             self._utf8.reset()
         else:
-            self._utf8.decode(bytes([byte]))
+            self._utf8.decode(part)
         unfinished = self._utf8.getstate()[0]  # the first bytes of a character
         return "" if self.stopped or unfinished else self._give(self._decode())
 

@@ -1,7 +1,7 @@
 """A small Llama-like transformer in plain PyTorch."""
 
 from model.attention import Attention, repeat_kv
-from model.config import ConfigError, LMConfig
+from model.config import ConfigError, LMConfig, RopeScaling
 from model.feed_forward import FeedForward
 from model.norm import RMSNorm
 from model.rotary import apply_rotary_emb, precompute_pos_cis

@@ -17,26 +17,51 @@ def setting(default, help_text: str, must=None, **metadata):
     return field(default=default, metadata={"help": help_text, "must": must, **metadata})
 
 
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3 stretches its rotary positions beyond the context that it was trained with first;
+    see `rotary_frequencies`. Raises ConfigError: numbers that cannot be."""
+
+    factor: float  # by which slow rotations are slowed down
+    low_freq_factor: float  # turns in the original context up to which they are slow
+    high_freq_factor: float  # and from which they are fast, and left as they are
+    original_max_seq_len: int
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise ConfigError(f"rope_scaling: {name} must be positive, not {value!r}")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope_scaling: low_freq_factor {self.low_freq_factor} must be below "
+                f"high_freq_factor {self.high_freq_factor}"
+            )
+
+
 @dataclass
 class LMConfig:
     """Shape of a Llama-style decoder.
 
     `hidden_dim` left at None becomes 2/3 of 4·dim rounded up to `multiple_of`, as in Llama's
     release: SwiGLU has three matrices where a plain feed-forward has two, so two thirds keep the
-    parameters equal.
+    parameters equal. `head_dim` left at None becomes dim / n_heads.
 
     Raises ConfigError: a size that is not positive, or sizes that do not divide each other.
     """
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
-    n_heads: int = setting(8, "query heads; dim must be divisible by it")
+    n_heads: int = setting(8, "query heads; dim must be divisible by it, or head_dim be given")
     n_kv_heads: int = setting(2, "key/value heads, shared by query heads (grouped-query attention)")
     vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # comes with the data
+    head_dim: int | None = setting(None, "channels of a head, even (default: dim / n_heads)")
     hidden_dim: int | None = setting(None, "inner width of the feed-forward (default: from dim)")
     multiple_of: int = setting(64, "hidden_dim computed from dim is rounded up to this")
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
+    rope_scaling: RopeScaling | None = setting(  # noqa: RUF009  (a field); comes with weights
+        None, "Llama 3's scaling of rotary frequencies", flag=False
+    )
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
     dropout: float = setting(0.0, "dropout after embedding, attention and feed-forward")
     tie_embeddings: bool = setting(True, "share the matrix of input embedding and output layer")
@@ -59,16 +84,18 @@ class LMConfig:
                     raise ConfigError(f"{item.name} must be a number, not {value!r}")
             elif item.type is bool and type(value) is not bool:
                 raise ConfigError(f"{item.name} must be true or false, not {value!r}")
-        if self.dim % self.n_heads:
-            raise ConfigError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+        if self.head_dim is None:
+            if self.dim % self.n_heads:
+                raise ConfigError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+            self.head_dim = self.dim // self.n_heads
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
             )
         if self.head_dim % 2:
             raise ConfigError(
-                f"head_dim is dim / n_heads = {self.head_dim}: it must be even, for rotary "
-                "embedding turns pairs of channels"
+                f"head_dim {self.head_dim} must be even, for rotary embedding turns pairs of "
+                "channels"
             )
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
@@ -79,10 +106,8 @@ class LMConfig:
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be positive and finite, not {value!r}")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            self.rope_scaling = RopeScaling(**self.rope_scaling)  # as it stands in a file
 
     def to_dict(self) -> dict:
         return asdict(self)

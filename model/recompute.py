@@ -23,16 +23,16 @@ ATTENTION = [
 ]
 
 
-def recomputed(block: Callable[..., Tensor], x: Tensor, pos_cis: Tensor, what: str) -> Tensor:
-    """block(x, pos_cis), with "blocks" computed again in backward as a whole, with "selective" all
+def recomputed(block: Callable, x: Tensor, other: Tensor, what: str) -> Tensor | tuple[Tensor, ...]:
+    """block(x, other), with "blocks" computed again in backward as a whole, with "selective" all
     but what attention's kernel gave, which is kept; with "off" not at all.
 
     Random numbers are drawn as the first time, so that gradients are what they are with "off".
     """
     if what == "off" or not torch.is_grad_enabled():
-        return block(x, pos_cis)
+        return block(x, other)
     options = {"context_fn": keep_attention} if what == "selective" else {}
-    return checkpoint(block, x, pos_cis, use_reentrant=False, **options)
+    return checkpoint(block, x, other, use_reentrant=False, **options)
 
 
 def keep_attention():

@@ -8,28 +8,51 @@ https://arxiv.org/abs/2104.09864; interleaved pairs as in Llama's own release (H
 pairs channel j with j + head_dim/2 instead).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from model.config import RopeScaling
 
-def precompute_pos_cis(dim: int, end: int, theta: float = 1e6) -> Tensor:
+
+def precompute_pos_cis(
+    dim: int, end: int, theta: float = 1e6, scaling: RopeScaling | None = None
+) -> Tensor:
     """The table of rotations: complex64 of shape (end, dim/2), every entry of modulus 1.
 
     Args:
         dim: head_dim, even.
         end: number of positions.
         theta: base of the frequencies.
+        scaling: Llama 3's, see `rotary_frequencies`.
 
     Integer ranges and methods are used on purpose: under `deepspeed.zero.Init` torch.arange(…,
     dtype=float32) and torch.ones come out in bf16, which would round the angles to 8 bits.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
-    exponents = torch.arange(0, dim, 2).to(torch.float32) / dim  # (dim/2,)
-    frequencies = torch.pow(float(theta), -exponents)
     positions = torch.arange(end).to(torch.float32)
-    angles = torch.outer(positions, frequencies)  # (end, dim/2)
+    angles = torch.outer(positions, rotary_frequencies(dim, theta, scaling))  # (end, dim/2)
     return torch.complex(angles.cos(), angles.sin())
+
+
+def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Radians per position of each pair of channels, fp32 of shape (dim/2,).
+
+    Llama 3.1's scaling leaves rotations as they are that turn often within the original context,
+    makes those `factor` times slower that turn seldom, and takes a line between both for the rest.
+    Source: `apply_scaling` in
+    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
+    """
+    exponents = torch.arange(0, dim, 2).to(torch.float32) / dim
+    frequencies = torch.pow(float(theta), -exponents)
+    if scaling is None:
+        return frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    fast = ((turns - low) / (high - low)).clamp(0, 1)  # 1: left as it is
+    return fast * frequencies + (1 - fast) * frequencies / scaling.factor
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor]:

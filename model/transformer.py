@@ -9,21 +9,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from model.attention import Attention
 from model.config import LMConfig
 from model.feed_forward import FeedForward
+from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
 from model.norm import RMSNorm
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
-
-IGNORE_INDEX = -100  # a target with this id does not count in the loss
 
 
 class TransformerOutput(NamedTuple):
     logits: Tensor | None  # (B, T, vocab_size); None when a loss was asked for
     loss: Tensor | None  # fp32; None when no targets were given
+    hits: Tensor | None = None  # (B, T), whether the target was the likeliest, where asked for
 
 
 class TransformerBlock(nn.Module):
@@ -42,19 +41,6 @@ class TransformerBlock(nn.Module):
     def _forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), pos_cis)
         return x + self.feed_forward(self.ffn_norm(x))
-
-
-class TokenLoss(nn.Module):
-    """Cross-entropy in fp32; a module without parameters, so that it can be compiled on its own."""
-
-    def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
-            targets.flatten(),
-            ignore_index=IGNORE_INDEX,
-            reduction=reduction,
-        )
-        return loss if reduction == "mean" else loss.view_as(targets)
 
 
 def flops_per_token(config: LMConfig) -> int:
@@ -99,12 +85,14 @@ class Transformer(nn.Module):
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one
                 out.
-            reduction: "mean" over the targets that count, or "none" for the loss of each position.
+            reduction: "mean" over the targets that count, "none" for the loss of each position, or
+                "hits" for that and whether its target was the likeliest.
 
         Returns:
             Without targets (logits, None), logits of shape (B, T, vocab_size). With targets (None,
             loss): the cross-entropy in nats, in fp32, a scalar or (B, T) by reduction. The logits
-            are the largest tensor of a training step, so that step does not hand them out.
+            are the largest tensor of a training step, so that step does not hand them out, and of
+            a large vocabulary they are never there together: see model/loss.py.
 
         Raises ValueError: the sequence is longer than max_seq_len.
         """
@@ -120,10 +108,29 @@ class Transformer(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer in self.layers:
             x = layer(x, pos_cis)
-        logits = self.output(self.norm(x))  # (B, T, vocab_size)
+        x = self.norm(x)
         if targets is None:
-            return TransformerOutput(logits, None)
-        return TransformerOutput(None, self.token_loss(logits, targets, reduction))
+            return TransformerOutput(self.output(x), None)
+        return self._loss(x, targets, reduction)
+
+    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
+        """From (B, T, dim) before the output layer, `tokens_at_once` at a time."""
+        size = tokens_at_once(self.config.vocab_size, targets.numel())
+        whole = size == targets.numel()
+        if whole and reduction == "mean":
+            return TransformerOutput(None, self.token_loss(self.output(x), targets, reduction))
+
+        def score(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+            logits = self.output(x)  # (tokens, vocab_size)
+            loss = self.token_loss(logits[None], targets[None], "none")[0]
+            return (loss, logits.argmax(dim=-1) == targets) if reduction == "hits" else (loss,)
+
+        chunks = zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
+        scored = [recomputed(score, *chunk, "off" if whole else "blocks") for chunk in chunks]
+        loss, *hits = (torch.cat(each).view_as(targets) for each in zip(*scored, strict=True))
+        if reduction == "mean":
+            loss = loss.sum() / (targets != IGNORE_INDEX).sum()
+        return TransformerOutput(None, loss, *hits)
 
     def num_parameters(self) -> int:
         """All parameters, a tied matrix counted once."""
@@ -163,7 +170,9 @@ class Transformer(nn.Module):
         if self.norm.weight.is_meta:
             shape = config.max_seq_len, config.head_dim // 2
             return torch.empty(shape, dtype=torch.complex64, device="meta")
-        return precompute_pos_cis(config.head_dim, config.max_seq_len, config.rope_theta)
+        return precompute_pos_cis(
+            config.head_dim, config.max_seq_len, config.rope_theta, config.rope_scaling
+        )
 
     def _apply(self, fn, recurse=True):
         """Everything that moves or casts a module comes through here; pos_cis is moved, but never

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from data.tokenizer import TOKENIZER_FILE
+from data.tokenizer import tokenizer_in
 
 
 class RunFolder:
@@ -11,7 +11,6 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.settings = path / "settings.json"
-        self.tokenizer = path / TOKENIZER_FILE
         self.metrics = path / "metrics.jsonl"
         self.lock = path / "lock"
         self.checkpoints = path / "checkpoints"
@@ -23,6 +22,10 @@ class RunFolder:
         self.sample = path / "sample.txt"
         self.samples = path / "samples.jsonl"  # through training
         self.bad_samples = path / "bad_samples.json"  # of the batch that ended the run
+
+    @property
+    def tokenizer(self) -> Path:
+        return tokenizer_in(self.path)
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from common.errors import UsageError
 from data.errors import DataError
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -57,10 +57,10 @@ class WeightsFolder:
             path = path / "weights"
         if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
             refuse_foreign(path)
-            return cls(path, path / TOKENIZER_FILE)
+            return cls(path, tokenizer_in(path))
         path = find_checkpoint(path)
         run = RunFolder(path.resolve().parent.parent)
-        return cls(path, run.tokenizer if run.tokenizer.exists() else run.weights / TOKENIZER_FILE)
+        return cls(path, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
 
     @property
     def is_checkpoint(self) -> bool:
@@ -98,7 +98,7 @@ def load_trained(
     belong together.
     """
     folder = WeightsFolder.find(name)
-    trained = Trained(load(folder), Tokenizer(folder.tokenizer), folder.path)
+    trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path)
     pieces = trained.tokenizer.vocab_size
     room = trained.model.config.vocab_size
     if pieces > room:

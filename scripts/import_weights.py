@@ -17,7 +17,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder or file to read")
     add("out", type=Path, metavar="OUT", help="folder to write")
-    beside = "SentencePiece model (default: tokenizer.model beside them)"
+    beside = "tokenizer.model (SentencePiece) or tokenizer.json (default: the one beside them)"
     add("--tokenizer", type=Path, help=beside)
     unsaid = "where the files do not say it"
     add("--n_heads", type=int, help=f"query heads, {unsaid}")

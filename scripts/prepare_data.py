@@ -54,7 +54,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     least, most = BY_SIZE[0], BY_SIZE[-1]
     ends = f"default: by the size of the text, {least.vocab_size} to {most.vocab_size}"
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({ends})")
-    add("--tokenizer", help="a SentencePiece model to use instead of training one")
+    existing = "file to use instead of training one: tokenizer.model (SentencePiece) or "
+    existing += "tokenizer.json; or a folder with it, of a run or from Hugging Face"
+    add("--tokenizer", help=existing)
     ends = f"default: by the size of the text, {least.val_fraction:g} to {most.val_fraction:g}"
     add("--val_fraction", type=float, help=f"share of documents for validation ({ends})")
     column = f"name of the text in .jsonl, .csv and .parquet (default: {TEXT_COLUMN})"

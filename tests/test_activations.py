@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from model import LMConfig, Transformer
+from model import loss as model_loss
 from training.engine.activations import activations
 from training.engine.workload import Parameters, Workload
 
@@ -17,6 +18,7 @@ SHAPES = {
     "output layer of its own": {"tie_embeddings": False},
     "longer than a block of rows": {"max_seq_len": 160},
     "deeper": {"n_layers": 5},
+    "heads wider than the model": {"head_dim": 24},
 }
 
 
@@ -60,6 +62,21 @@ def test_what_a_model_keeps_is_what_is_expected(changes, precision):
     # The log-probabilities are a third of what the logits are at most.
     expected = activations(work, autocast=autocast)
     assert expected.kept + expected.logits / 3 == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_of_a_large_vocabulary_no_logits_are_kept(precision, monkeypatch):
+    config = small()
+    whole = activations(workload(config, dtype=precision))
+    monkeypatch.setattr(model_loss, "LARGE_VOCABULARY", 100)
+    monkeypatch.setattr(model_loss, "CHUNK_LOGITS", 112 * 96)  # a sequence at a time
+    counted = saved_bytes(config, getattr(torch, precision), autocast=False)
+    chunked = activations(workload(config, dtype=precision))
+    assert chunked.kept == whole.kept == pytest.approx(counted, rel=0.05)
+    gradient_of_the_output_layer = (
+        config.vocab_size * config.dim * (2 if precision[0] == "b" else 4)
+    )
+    assert chunked.logits == whole.logits / BATCH + gradient_of_the_output_layer
 
 
 def test_of_recomputed_blocks_the_input_is_kept_and_one_block_at_a_time():

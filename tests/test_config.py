@@ -5,6 +5,9 @@ import pytest
 
 from model import ConfigError, LMConfig
 
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"original_max_seq_len": 8192}
+
 
 @pytest.mark.parametrize(
     "field",
@@ -36,6 +39,12 @@ def test_hidden_dim_must_be_a_positive_whole_number(value):
         ({"norm_eps": math.nan}, ["norm_eps", "nan"]),
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"rope_theta": math.inf}, ["rope_theta", "inf"]),
+        ({"head_dim": 7}, ["head_dim", "7"]),
+        ({"head_dim": 0}, ["head_dim", "0"]),
+        ({"head_dim": "64"}, ["head_dim", "64"]),
+        ({"rope_scaling": SCALING | {"factor": 0}}, ["rope_scaling", "factor", "0"]),
+        ({"rope_scaling": SCALING | {"factor": "8"}}, ["rope_scaling", "factor", "'8'"]),
+        ({"rope_scaling": SCALING | {"low_freq_factor": 4.0}}, ["low_freq_factor", "high"]),
         ({"norm_eps": 10**400}, ["norm_eps"]),
         ({"max_seq_len": 10**11}, ["max_seq_len", "at most"]),
         ({"vocab_size": 10**10}, ["vocab_size", "at most"]),
@@ -73,13 +82,31 @@ def test_a_hidden_dim_that_is_given_stays():
     assert LMConfig(dim=512, hidden_dim=1000).hidden_dim == 1000
 
 
-def test_head_dim_is_the_share_of_one_query_head():
+def test_head_dim_is_the_share_of_one_query_head_unless_it_is_given():
     assert LMConfig(dim=96, n_heads=6).head_dim == 16
+    assert LMConfig(dim=96, n_heads=6, head_dim=64).head_dim == 64
+    assert LMConfig(dim=100, n_heads=6, n_kv_heads=2, head_dim=64).head_dim == 64
+
+
+def test_a_config_from_before_there_were_these_fields_is_the_same_model():
+    old = LMConfig().to_dict()
+    del old["head_dim"], old["rope_scaling"]
+    assert LMConfig.from_dict(old).shape() == LMConfig().shape()
+
+
+@pytest.mark.parametrize("value", [3, "llama3", {"factor": 8.0}, SCALING | {"rope_type": "llama3"}])
+def test_a_rope_scaling_that_is_none_is_refused(value):
+    with pytest.raises(ConfigError, match="model settings of the wrong type"):
+        LMConfig.from_dict({"rope_scaling": value})
 
 
 @pytest.mark.parametrize(
     "config",
-    [LMConfig(), LMConfig(dim=64, n_heads=4, n_kv_heads=1, hidden_dim=100, tie_embeddings=False)],
+    [
+        LMConfig(),
+        LMConfig(dim=64, n_heads=4, n_kv_heads=1, hidden_dim=100, tie_embeddings=False),
+        LMConfig(head_dim=48, rope_scaling=SCALING),
+    ],
 )
 def test_a_config_survives_json(config):
     assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

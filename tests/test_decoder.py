@@ -6,12 +6,15 @@ from inference.decoder import Block, Decoder, Packed
 from model import LMConfig, Transformer
 
 VOCAB = 97
+SCALING = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
+SCALING |= {"original_max_seq_len": 200}
 SHAPES = [
     {},
     {"n_heads": 1, "n_kv_heads": 1},
     {"n_heads": 4, "n_kv_heads": 4},
     {"n_heads": 4, "n_kv_heads": 1},
     {"dim": 128, "n_heads": 1, "n_kv_heads": 1},
+    {"head_dim": 24, "rope_scaling": SCALING},
     {"tie_embeddings": False},
     {"use_flash_attn": False, "dropout": 0.5},
 ]

@@ -53,7 +53,18 @@ NASTY = (
 )
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+OF_ITS_OWN = {
+    "head_dim": 32,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 0.5,
+        "high_freq_factor": 4.0,
+        "original_max_seq_len": 200,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied, heads of its own"])
 def weights(request, packed, tmp_path_factory) -> Path:
     """A model that has learned a little, so that greedy text is more than one token repeated."""
     torch.manual_seed(0)
@@ -68,6 +79,7 @@ def weights(request, packed, tmp_path_factory) -> Path:
         rope_theta=2e3,
         max_seq_len=SEQ_LEN,
         tie_embeddings=request.param,
+        **{} if request.param else OF_ITS_OWN,
     )
     model = Transformer(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -26,7 +26,7 @@ def llama(tmp_path_factory) -> Path:
     return write_llama(tmp_path_factory.mktemp("llama") / "llama")
 
 
-def write_llama(folder: Path) -> Path:
+def write_llama(folder: Path, **changes) -> Path:
     """A folder as transformers saves it, of a Llama that this project has never seen."""
     torch.manual_seed(1)
     config = LlamaConfig(
@@ -38,6 +38,7 @@ def write_llama(folder: Path) -> Path:
         num_key_value_heads=3,
         max_position_embeddings=64,
         initializer_range=0.2,
+        **changes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -102,6 +103,27 @@ def test_a_llama_of_transformers_computes_the_same_here(llama, tmp_path, capsys)
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
+@pytest.mark.parametrize("version", [4, 5])
+def test_llama_3s_scaling_and_heads_of_its_own_come_and_go(packed, tmp_path, version):
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 60, "rope_theta": 500.0}
+    llama = write_llama(tmp_path / "llama", head_dim=16, rope_parameters=rope)
+    if version == 4:
+        base = rope.pop("rope_theta")
+        old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
+        llama = edited(llama, tmp_path / "old", **old)
+    import_weights.main([str(llama), str(tmp_path / "out")])
+    assert_same_model(tmp_path / "out", llama)
+    config = load_portable(tmp_path / "out").config
+    assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
+
+    shutil.copy(packed / "tokenizer.model", tmp_path / "out")
+    export_hf.main([str(tmp_path / "out"), str(tmp_path / "hf")])  # compares logits
+    import_weights.main([str(tmp_path / "hf"), str(tmp_path / "back")])
+    assert_same_weights(tmp_path / "back", tmp_path / "out")
+    assert load_portable(tmp_path / "back").config == config
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_weights_may_lie_in_shards_and_in_either_format(llama, tmp_path, name, shards):
@@ -147,16 +169,17 @@ def test_the_rotary_base_is_read_from_either_place(llama, tmp_path, values):
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
-            "rope_scaling is 'llama3'",
+            "rope_scaling: factor is missing",
         ),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling is 'linear'"),
         # transformers lets rope_scaling win where both are there
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is 'linear'"),
         ({"rope_parameters": 3}, "rope_parameters must be an object"),
-        ({"head_dim": 16}, "head_dim is 16, but this model computes with dim / n_heads = 8"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "this model has 'llama3' only"),
+        ({"head_dim": 16}, "wq.weight is (48, 48), the model has (96, 48)"),
         ({"hidden_size": "48"}, "dim must be a positive whole number, not '48'"),
         ({"max_position_embeddings": 10**12}, "max_seq_len must be at most 16,777,216"),
-        ({"num_attention_heads": 7}, "dim 48 is not divisible by n_heads 7"),
+        ({"num_attention_heads": 7}, "n_heads 7 is not divisible by n_kv_heads 3"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
         ({"num_hidden_layers": 1}, "is not in this model"),
         ({"intermediate_size": 81}, "w1.weight is (80, 48), the model has (81, 48)"),

@@ -18,7 +18,8 @@ from data import packing
 from data.errors import DataError
 from data.packing import PackingOptions, prepare
 from data.shards import ShardWriter, read_description
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 

@@ -7,7 +7,8 @@ from conftest import write_corpus
 
 from data.corpus import parse, read_records
 from data.errors import DataError
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 
 MANY_CHINESE = ["".join(map(chr, range(0x4E00 + i, 0x4E00 + i + 40))) for i in range(0, 4000, 40)]
 
@@ -85,7 +86,7 @@ def test_pieces_that_begin_with_a_space_are_those_that_decode_to_one(tokenizer):
     one = tokenizer.encode("1")
     decoded = {id: tokenizer.decode([*one, id]) for id in range(3, 400)}
     spaced = [id for id, text in decoded.items() if text.startswith("1 ")]
-    assert tokenizer.ids_with_space == [id for id in spaced if tokenizer.byte_of(id) is None]
+    assert tokenizer.ids_with_space == [id for id in spaced if tokenizer.bytes_of(id) is None]
     assert 5 < len(spaced) < 300
 
 

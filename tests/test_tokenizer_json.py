@@ -11,7 +11,8 @@ from test_tokenizer import MANY_CHINESE, NASTY
 
 from data.corpus import parse, read_records
 from data.errors import DataError
-from data.tokenizer import Tokenizer, train_tokenizer
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import train_tokenizer
 from formats.tokenizer_json import convert
 
 PYTHON = [

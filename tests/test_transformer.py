@@ -6,8 +6,12 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from formats.hugging_face_names import llama_config
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
+# Of the four rotations of a head of 8 one stays, one is in between, two are slowed down.
+SCALING = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
+SCALING |= {"original_max_seq_len": 200}
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
 
 
@@ -59,9 +63,10 @@ def as_llama(model: Transformer) -> LlamaForCausalLM:
             num_hidden_layers=config.n_layers,
             num_attention_heads=config.n_heads,
             num_key_value_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
             max_position_embeddings=config.max_seq_len,
             rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            rope_parameters=llama_config(config, "float32", 1, 2)["rope_parameters"],
             tie_word_embeddings=config.tie_embeddings,
             attn_implementation="eager",
         )
@@ -105,6 +110,19 @@ def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings
             ours, theirs = model(tokens).logits, llama(tokens).logits
         assert ours.std() > 0.1
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@KERNELS
+@pytest.mark.parametrize("changes", [{"head_dim": 12}, {"rope_scaling": SCALING}])
+def test_heads_and_rotations_of_its_own_are_those_of_transformers_llama(changes, use_flash_attn):
+    model = transformer(use_flash_attn=use_flash_attn, **changes)
+    tokens = some_tokens(40)
+    with torch.no_grad():
+        ours, theirs = model(tokens).logits, as_llama(model)(tokens).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    if "rope_scaling" in changes:
+        plain = transformer(use_flash_attn=use_flash_attn)
+        assert (plain(tokens).logits - ours).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])

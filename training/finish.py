@@ -1,13 +1,12 @@
 """The last words of a run, and what it leaves: finished, or told to stop."""
 
 import shlex
-import shutil
 
 from torch import Tensor
 
 from common.atomic import whole_folder
 from data.dataset import PackedDataset
-from data.tokenizer import TOKENIZER_FILE, Tokenizer
+from data.tokenizer import copy_tokenizer, open_tokenizer
 from formats.portable import load_portable, save_portable
 from model import LMConfig
 from report.history import read_rows
@@ -35,10 +34,10 @@ def finish(
     """
     with whole_folder(run.weights) as folder:
         save_portable(folder, config, weights)
-        shutil.copyfile(run.tokenizer, folder / TOKENIZER_FILE)
+        copy_tokenizer(run.tokenizer, folder)
         # By the files just written: the proof that they can be used.
         model = load_portable(folder)
-        tokenizer = Tokenizer(folder / TOKENIZER_FILE)
+        tokenizer = open_tokenizer(folder)
         prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
         draw_losses([run.path], run.loss_picture)

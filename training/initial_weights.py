@@ -1,6 +1,5 @@
 """Where the weights of a new run come from: drawn at random, or with --init_from another run's."""
 
-import hashlib
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,6 +7,7 @@ from torch import Tensor
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
+from data.tokenizer import tokenizer_hash
 from model import LMConfig
 from model.config import HOW_IT_COMPUTES
 from runs.weights import WeightsFolder
@@ -60,7 +60,7 @@ class InitialWeights:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
         tokenizer = self.source.tokenizer
         pieces, room = train_set.vocab_size, self.settings["vocab_size"]
-        there = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
+        there = tokenizer_hash(tokenizer) if tokenizer.is_file() else None
         if there is None and pieces != room:
             raise DataError(
                 f"{train_set.folder} has a vocabulary of {pieces}, the model in {self.source.path} "

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data.dataset import PackedDataset
-from data.tokenizer import Tokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
@@ -62,7 +62,7 @@ class SampleWriter:
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
         if self.args.sample_interval:  # now, for --data may be prepared anew meanwhile
-            self.tokenizer = Tokenizer(self.prompt_from.tokenizer_path)
+            self.tokenizer = open_tokenizer(self.prompt_from.tokenizer_path)
 
     def write(self, step: int) -> None:
         """If it is time; all must call this. A disk that is full or refuses does not stop

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from common.atomic import write_whole
+from data.tokenizer import TOKENIZER_FILES, tokenizer_files
 from model import LMConfig
 from report.history import read_settings
 from runs.folder import RunFolder
@@ -31,7 +32,12 @@ def write_settings(
         | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    write_whole(run.tokenizer, tokenizer.read_bytes())
+    files = tokenizer_files(tokenizer)
+    for name in TOKENIZER_FILES:
+        if name in files:
+            write_whole(run.path / name, files[name])
+        else:  # of another run that was begun here
+            (run.path / name).unlink(missing_ok=True)
 
 
 def saved_arguments(run: RunFolder) -> dict:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from model.attention import takes_grouped_heads
+from model.loss import tokens_at_once
 from training.engine.workload import Workload
 
 
@@ -34,6 +35,9 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
     # Log-probabilities in fp32, saved, with their gradient before and after the softmax; fused, the
     # logits as they are and their gradient.
     logits = config.vocab_size * (2 * h if compiled else 12)
+    # In chunks: the gradient of the output layer's weights from one of them, beside their sum.
+    chunked = tokens_at_once(config.vocab_size, work.tokens) < work.tokens
+    sums = h * config.vocab_size * dim if chunked else 0
     # Gradients of the three matrices' inputs in the feed-forward, and of both norms in fp32.
     passing = 3 * h * config.hidden_dim + 16 * dim + _scores(work) // 2
     casts = 2 * work.parameters.matrices if autocast else 0
@@ -42,11 +46,11 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
     else:
         kept = config.n_layers * h * dim
         if work.recompute == "selective" and not work.plain:  # what the kernel gave
-            kept += config.n_layers * (h * dim + _scores(work))
+            kept += config.n_layers * (h * config.n_heads * config.head_dim + _scores(work))
         passing += block
     return Activations(
         kept=work.tokens * (kept + final_norm + 16) + casts,
-        logits=work.tokens * logits,
+        logits=tokens_at_once(config.vocab_size, work.tokens) * logits + sums,
         block=work.tokens * passing,
     )
 
@@ -63,11 +67,12 @@ def _block(work: Workload) -> int:
 def _attention(work: Workload) -> int:
     """Queries, keys, values, what comes out, and weights where they are kept."""
     config, h = work.config, work.half
+    heads = config.n_heads * config.head_dim
     keys = 2 * config.n_kv_heads * config.head_dim
     repeats = work.plain or not (work.on_cpu or takes_grouped_heads(getattr(torch, work.dtype)))
     if repeats:
-        keys = 2 * config.dim
-    own = h * (2 * config.dim + keys)
+        keys = 2 * heads
+    own = h * (2 * heads + keys)
     if not (work.plain or work.on_cpu):
         own += 4 * config.n_heads  # the logarithms of the kernel's sums
     return own + _scores(work)

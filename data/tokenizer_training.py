@@ -1,0 +1,94 @@
+"""Training a tokenizer: SentencePiece's BPE, by which any text comes back exactly."""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import sentencepiece
+
+from data.errors import DataError
+from data.tokenizer import SPACE_SYMBOL
+
+UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
+RESERVED_PIECES = 3 + 256  # unknown, begin, end of document; one piece per byte
+LEAST_VOCABULARY = RESERVED_PIECES + 3
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
+) -> None:
+    """Train a BPE tokenizer on texts and write it to path.
+
+    At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese
+    corpus has ten thousand) are spelled in bytes, so that nothing is ever unknown.
+
+    Args:
+        may_shrink: where the texts do not suffice for vocab_size pieces, take as many as they do.
+
+    Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
+    """
+    if vocab_size < LEAST_VOCABULARY:
+        raise DataError(
+            f"vocab_size {vocab_size} is too small, for {RESERVED_PIECES} pieces are bytes and "
+            "markers: pass --vocab_size 300 or more"
+        )
+    texts = list(texts)
+    if not any(texts):
+        raise DataError("there is no text in these files")
+    size = vocab_size
+    model = _train(texts, vocab_size)
+    while isinstance(model, int) and model >= LEAST_VOCABULARY:
+        size = model
+        model = _train(texts, model)  # fewer characters get pieces: it may be too many
+    if isinstance(model, int):
+        raise DataError("too little text to train a tokenizer on")
+    if size < vocab_size and not may_shrink:
+        raise DataError(
+            f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
+        )
+    Path(path).write_bytes(model)
+
+
+def _train(texts: list[str], vocab_size: int) -> bytes | int:
+    """The model, or how many pieces the texts suffice for."""
+    counts = Counter()
+    for text in texts:
+        counts.update(text)
+    room = max(1, (vocab_size - RESERVED_PIECES) // 2)
+    # SentencePiece reserves NUL for itself, and a literal U+2581 is spelled in bytes (see
+    # Tokenizer).
+    rare = {ord(char): "\n" for char, _ in counts.most_common()[room:]} | {
+        0: "\n",
+        ord(SPACE_SYMBOL): "\n",
+    }
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(
+                line for text in texts for line in text.translate(rare).splitlines(True)
+            ),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=1.0,
+            required_chars=SPACE_SYMBOL,  # without a piece of its own, a space decodes to U+2581
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            max_sentence_length=1 << 16,
+            unk_id=UNK_ID,
+            bos_id=BOS_ID,
+            eos_id=EOS_ID,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except (RuntimeError, ValueError) as error:
+        limit = re.search(r"value <= (\d+)", str(error))
+        if limit:
+            return int(limit[1])
+        raise DataError(f"SentencePiece cannot train on this text: {error}") from error
+    return model.getvalue()

@@ -1,0 +1,70 @@
+"""Tokenizers as models of others come with them, small: a tokenizer.json with byte-level BPE, and
+tokenizer_config.json beside it."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+# As in the files of SmolLM2-135M and Llama-3.2-1B.
+LLAMA_3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MARKERS = {
+    "smollm2": ("<|endoftext|>", "<|endoftext|>", ["<|im_start|>", "<|im_end|>"]),
+    "llama3": ("<|begin_of_text|>", "<|end_of_text|>", ["<|eot_id|>", "<|start_header_id|>"]),
+}
+
+
+def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int = 400) -> Path:
+    """Trained on the texts; `kind` is one of MARKERS. Returns the folder."""
+    begin, end, others = MARKERS[kind]
+    special = list(dict.fromkeys([begin, end, *others]))
+    if kind == "smollm2":
+        model = models.BPE()
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    else:
+        model = models.BPE(ignore_merges=True)
+        parts = [
+            pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
+    first = kind == "smollm2"  # its markers have the first ids, Llama's the last
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - (0 if first else len(special)),
+        special_tokens=special if first else [],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    if kind == "llama3":
+        tokenizer.post_processor = processors.Sequence(
+            [
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(
+                    single=[begin, "$A"],
+                    pair=[begin, "$A", begin, "$B"],
+                    special_tokens=[(begin, tokenizer.token_to_id(begin))],
+                ),
+            ]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "bos_token": begin,
+        "eos_token": {"content": end, "special": True},  # one form or the other
+        "model_max_length": 8192,
+        "clean_up_tokenization_spaces": False,
+        "tokenizer_class": "GPT2Tokenizer" if kind == "smollm2" else "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,174 @@
+"""Tokenizers in a tokenizer.json: the interface of SentencePiece's, the ids of transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from conftest import write_corpus
+from json_tokenizers import MARKERS, write_tokenizer
+from test_tokenizer import NASTY
+from tokenizers import decoders, models
+
+from data.corpus import parse, read_records
+from data.errors import DataError
+from data.segmentation import Splitter
+from data.tokenizer import (
+    JsonTokenizer,
+    Tokenizer,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_hash,
+)
+from inference.text_stream import TextStream
+
+TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
+TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> list[str]:
+    path = write_corpus(tmp_path_factory.mktemp("text") / "sums.jsonl", documents=100)
+    return [parse(record) for record in read_records([str(path)])]
+
+
+@pytest.fixture(scope="module", params=MARKERS)
+def folder(request, texts, tmp_path_factory) -> Path:
+    """As somebody's model comes."""
+    return write_tokenizer(tmp_path_factory.mktemp(request.param), request.param, texts)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder) -> Tokenizer:
+    return open_tokenizer(folder)
+
+
+def test_ids_and_texts_are_those_of_auto_tokenizer(folder, tokenizer, texts, tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(folder, tmp_path / "t")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    # GPT2Tokenizer, which SmolLM2's file names, would make a pre-tokenizer of its own.
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
+    all_texts = [*TEXTS, *texts]
+    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in all_texts]
+    assert tokenizer.encode_batch(all_texts) == expected
+    decoded = [theirs.decode(ids, skip_special_tokens=True) for ids in expected]
+    assert [tokenizer.decode(ids) for ids in expected] == decoded
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert tokenizer.vocab_size == len(theirs) == 400
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+    assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
+
+
+def test_markers_decode_to_nothing(tokenizer):
+    ids = [tokenizer.bos_id, *tokenizer.encode("1 + 1"), tokenizer.eos_id]
+    assert tokenizer.decode(ids) == "1 + 1"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_parts_of_a_stream_are_whole_characters_and_together_the_text(tokenizer, text):
+    stream = TextStream(tokenizer)
+    parts = [stream.add(id) for id in tokenizer.encode(text)] + [stream.end()]
+    assert "".join(parts) == text
+    assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
+
+
+def test_a_stream_of_any_ids_is_what_decoding_makes_of_all(tokenizer):
+    """Broken characters, and markers inside of one."""
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
+        stream = TextStream(tokenizer)
+        assert "".join([stream.add(id) for id in ids] + [stream.end()]) == tokenizer.decode(ids)
+
+
+def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
+    ids, next_ids = tokenizer.encode_prompt("1 + ")
+    assert ids == [tokenizer.bos_id, *tokenizer.encode("1 +")]
+    one = tokenizer.encode("1")
+    spaced = [i for i in range(400) if tokenizer.decode([*one, i]).startswith("1 ")]
+    assert set(next_ids) >= set(spaced)
+    assert all(tokenizer.decode([*one, i]).encode().startswith(b"1 ") for i in next_ids)
+
+
+def test_a_text_cut_into_other_pieces_is_the_same_text(tokenizer, texts):
+    splitter, random = Splitter(tokenizer), np.random.default_rng(0)
+    ids = tokenizer.encode(texts[0])
+    others = [splitter.split(ids, random) for _ in range(3)]
+    assert all(len(way) > len(ids) for way in others)
+    assert {tokenizer.decode(way) for way in others} == {texts[0]}
+
+
+def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, tmp_path):
+    copy_tokenizer(folder, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    hashes = {tokenizer_hash(path) for path in (folder, tmp_path, tmp_path / "tokenizer.json")}
+    assert len(hashes) == 1
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["eos_token"] = config["bos_token"] = "<|eot_id|>" if "llama" in folder.name else "1"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert tokenizer_hash(tmp_path) not in hashes  # other documents, other ids
+
+
+def test_where_one_marker_is_named_it_also_begins(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "t")
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
+    tokenizer = open_tokenizer(tmp_path / "t" / "tokenizer.json")
+    assert tokenizer.bos_id == tokenizer.eos_id == tokenizer.encode("1")[0]
+
+
+def test_a_folder_with_both_kinds_means_sentencepiece(folder, packed, tmp_path):
+    shutil.copytree(folder, tmp_path / "t")
+    assert isinstance(open_tokenizer(tmp_path / "t"), JsonTokenizer)
+    shutil.copy(packed / "tokenizer.model", tmp_path / "t")
+    assert not isinstance(open_tokenizer(tmp_path / "t"), JsonTokenizer)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, "does not say which pieces begin and end a document"),
+        ("{", "does not say which pieces"),
+        ("[]", "does not say which pieces"),
+        ("{}", "no eos_token"),
+        ('{"eos_token": 3}', "no eos_token"),
+        ('{"eos_token": {"text": "1"}}', "does not say which pieces"),
+        ('{"eos_token": "<nothing>"}', "has no piece '<nothing>'"),
+    ],
+)
+def test_unnamed_markers_are_refused_in_one_line(folder, tmp_path, config, expected):
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(DataError, match=expected) as error:
+        open_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", "no json", "\0"])
+def test_what_is_no_tokenizer_json_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"not a tokenizer\.json") as error:
+        open_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match="no such tokenizer file"):
+        open_tokenizer(tmp_path / "missing.json")
+
+
+def test_other_kinds_of_tokenizer_json_are_refused(tmp_path):
+    other = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    other.decoder = decoders.ByteFallback()
+    other.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="only byte-level BPE is read"):
+        open_tokenizer(tmp_path)

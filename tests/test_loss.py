@@ -1,0 +1,131 @@
+"""A large vocabulary goes through the output layer in chunks: the same numbers, less memory."""
+
+import copy
+
+import pytest
+import torch
+from small_model import opinionated
+
+from model import IGNORE_INDEX, Transformer, loss
+from training.engine.compilation import compile_blocks
+
+VOCAB, SEQ_LEN, BATCH = 60, 21, 3
+
+
+def some_targets() -> torch.Tensor:
+    """As many as fill no chunk exactly; the first sequence has none, others not everywhere."""
+    targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
+    targets[0] = IGNORE_INDEX
+    targets[1:, ::4] = IGNORE_INDEX
+    return targets
+
+
+def some_tokens() -> torch.Tensor:
+    return torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def in_chunks(monkeypatch):
+    def switch(tokens: int = 16) -> None:
+        monkeypatch.setattr(loss, "LARGE_VOCABULARY", VOCAB - 1)
+        monkeypatch.setattr(loss, "CHUNK_LOGITS", tokens * VOCAB)
+
+    return switch
+
+
+def loss_and_gradients(model: Transformer, targets: torch.Tensor, autocast: bool = False):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = model(some_tokens(), targets)
+    assert out.logits is None
+    out.loss.backward()
+    return out.loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_loss_and_gradients_are_those_of_the_whole(in_chunks, dtype):
+    model = opinionated(VOCAB, SEQ_LEN).to(dtype)
+    whole, expected = loss_and_gradients(model, some_targets())
+    in_chunks()
+    chunked, gradients = loss_and_gradients(model, some_targets())
+    torch.testing.assert_close(chunked, whole)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def test_under_autocast_they_are_as_close_as_16_bits_are(in_chunks):
+    model = opinionated(VOCAB, SEQ_LEN)
+    whole, expected = loss_and_gradients(model, some_targets(), autocast=True)
+    in_chunks()
+    chunked, gradients = loss_and_gradients(model, some_targets(), autocast=True)
+    torch.testing.assert_close(chunked, whole, atol=1e-3, rtol=0)
+    for name, gradient in gradients.items():
+        distance = (gradient - expected[name]).norm() / expected[name].norm()
+        assert distance < 0.02, name
+
+
+@pytest.mark.parametrize("reduction", ["none", "hits"])
+def test_each_position_has_its_own_loss(in_chunks, reduction):
+    model, tokens, targets = opinionated(VOCAB, SEQ_LEN), some_tokens(), some_targets()
+    whole = model(tokens, targets, reduction)
+    logits = model(tokens).logits
+    expected = -logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    torch.testing.assert_close(whole.loss, expected * (targets != IGNORE_INDEX))
+    in_chunks()
+    chunked = model(tokens, targets, reduction)
+    torch.testing.assert_close(chunked.loss, whole.loss)
+    if reduction == "hits":
+        hits = logits.argmax(-1) == targets
+        assert 0 < hits.sum() < hits.numel()
+        assert torch.equal(whole.hits, hits)
+        assert torch.equal(chunked.hits, hits)
+    else:
+        assert whole.hits is chunked.hits is None
+
+
+def test_where_no_target_counts_the_gradient_is_nothing(in_chunks):
+    in_chunks()
+    model = opinionated(VOCAB, SEQ_LEN)
+    out = model(some_tokens(), torch.full((BATCH, SEQ_LEN), IGNORE_INDEX))
+    assert out.loss.isnan()  # as the mean of nothing is
+    (out.loss.nan_to_num() * 0.0).backward()
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+def test_compiled_it_is_the_same(in_chunks):
+    in_chunks()
+    model = opinionated(VOCAB, SEQ_LEN)
+    eager, expected = loss_and_gradients(copy.deepcopy(model), some_targets())
+    compile_blocks(model)
+    compiled, gradients = loss_and_gradients(model, some_targets())
+    torch.testing.assert_close(compiled, eager)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["training", "validation"])
+def test_no_more_logits_than_a_chunk_has_are_there_at_once(in_chunks, recompute):
+    in_chunks(16)
+    model = opinionated(VOCAB, SEQ_LEN)
+    rows = []
+    model.output.register_forward_hook(lambda layer, x, logits: rows.append(logits.shape[0]))
+    with torch.set_grad_enabled(recompute):
+        out = model(some_tokens(), some_targets())
+    assert rows == [16, 16, 16, 15]
+    if recompute:
+        out.loss.backward()
+        assert sorted(rows[4:]) == [15, 16, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "tokens", "at_once"),
+    [
+        (6_400, 1 << 20, 1 << 20),
+        (32_768, 1 << 20, 1 << 20),  # so far everything goes through as a whole
+        (49_152, 512, 512),
+        (49_152, 4_096, 683),  # of 6 chunks the last has a little less
+        (128_256, 4_096, 256),
+    ],
+)
+def test_a_vocabulary_above_32768_is_cut_into_equal_chunks(vocab_size, tokens, at_once):
+    assert loss.tokens_at_once(vocab_size, tokens) == at_once
