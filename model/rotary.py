@@ -50,9 +50,9 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = Non
     if scaling is None:
         return frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    turns = scaling.original_max_seq_len / (2 * math.pi / frequencies)
     fast = ((turns - low) / (high - low)).clamp(0, 1)  # 1: left as it is
-    return fast * frequencies + (1 - fast) * frequencies / scaling.factor
+    return (1 - fast) * frequencies / scaling.factor + fast * frequencies
 
 
 def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,9 +59,10 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
         )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     config = {
-        "bos_token": begin,
-        "eos_token": {"content": end, "special": True},  # one form or the other
+        "bos_token": begin,  # one form or the other
+        "eos_token": {"__type": "AddedToken", "content": end, "special": True} | flags,
         "model_max_length": 8192,
         "clean_up_tokenization_spaces": False,
         "tokenizer_class": "GPT2Tokenizer" if kind == "smollm2" else "PreTrainedTokenizerFast",

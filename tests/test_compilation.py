@@ -8,6 +8,7 @@ from torch._dynamo.utils import get_optimize_ddp_mode
 
 from common.errors import UsageError
 from model import LMConfig, Transformer
+from model import loss as model_loss
 from training.engine import compilation
 from training.engine.compilation import (
     WORTH_FLOPS,
@@ -128,6 +129,23 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(shape):
         if fast:
             compile_blocks(model)
         assert list(model.state_dict()) == names
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for reference, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, reference, rtol=1e-4, atol=1e-6)
+
+
+@needs_compiler
+def test_a_compiled_loss_in_chunks_gives_that_of_the_whole_and_its_gradients(monkeypatch):
+    model, tokens = transformer(), some_tokens(38)
+    results = []
+    for chunked in (False, True):
+        if chunked:
+            monkeypatch.setattr(model_loss, "LARGE_VOCABULARY", 49)
+            monkeypatch.setattr(model_loss, "CHUNK_LOGITS", 50 * 40)
+            model.token_loss.compile(dynamic=False)  # as compile_blocks does
+        model.zero_grad()
         loss = model(tokens[:, :-1], tokens[:, 1:]).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])

@@ -18,6 +18,7 @@ from torch import Tensor, distributed
 
 from formats.portable import TensorFile, save_tensors
 from model import LMConfig, Transformer
+from model import loss as model_loss
 from training.arguments import TrainingArguments
 from training.engine import launch as launch_engine
 from training.engine.compilation import Compilation
@@ -200,6 +201,8 @@ def main(folder: Path, names: list[str]) -> None:
         facts["losses"] += [trainee.step(number) for number in range(SAVED + 1, STEPS + 1)]
         trainee.save(folder / f"{name}-end")
         result["fp32"][name] = facts
+    # From here on with the loss of a large vocabulary, in chunks of 8 tokens.
+    model_loss.LARGE_VOCABULARY, model_loss.CHUNK_LOGITS = 100, 10 * CONFIG.vocab_size
     for name in names:
         trainee = Trainee(name, "float32", recorder)
         result["resumed"][name] = {

@@ -3,7 +3,7 @@ have none, the others as many as their number says. Started by test_equivalence.
 
 import train_pretrain_accelerate
 from data.dataset import PackedDataset
-from model import IGNORE_INDEX
+from model import IGNORE_INDEX, loss
 from training import setup
 
 
@@ -18,6 +18,8 @@ class MaskedDataset(PackedDataset):
 
 
 if __name__ == "__main__":
+    # More than 100 tokens, of 400 pieces, go through in chunks, as with a large vocabulary.
+    loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     setup.PackedDataset = MaskedDataset
     train_pretrain_accelerate.main()
     train_pretrain_accelerate.leave()

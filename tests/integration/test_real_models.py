@@ -1,0 +1,168 @@
+"""From a model of others to one trained on, and back: an SmolLM2 in all but its size, with random
+weights and a tokenizer.json."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Trained, launch_command, run_warm
+from json_tokenizers import write_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from data.dataset import PackedDataset
+from data.tokenizer import open_tokenizer
+from runs.weights import load_trained
+from scripts import evaluate, export_gguf, export_hf, generate, import_weights, prepare_data
+
+pytestmark = pytest.mark.slow
+
+# SmolLM2-135M's, but for 2 of its 30 layers, 520 of its 49,152 pieces, and 64 of 8,192 positions.
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 520,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def somebodys(corpus, tmp_path_factory) -> Path:
+    """As it comes from the Hub."""
+    folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
+    texts = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
+    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # fewer than the model has
+
+
+@pytest.fixture(scope="module")
+def imported(somebodys, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("imported") / "smol"
+    import_weights.main([str(somebodys), str(out)])
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(somebodys, corpus, tmp_path_factory) -> Path:
+    """Prepared with the tokenizer of the folder from the Hub, not of the one imported from it."""
+    out = tmp_path_factory.mktemp("data") / "sums"
+    flags = ["--out", str(out), "--val_fraction", "0.1", "--workers", "1"]
+    prepare_data.main(["--data", str(corpus), "--tokenizer", str(somebodys), *flags])
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(imported, data, tmp_path_factory) -> Trained:
+    flags = "--max_steps 3 --batch_size 2 --learning_rate 1e-3 --sample_interval 2 --max_seq_len 48"
+    command = launch_command("zero2", 2)
+    return train_whole(command, data, tmp_path_factory.mktemp("runs") / "run", imported, flags)
+
+
+def train_whole(command: list[str], data: Path, path: Path, weights: Path, flags: str) -> Trained:
+    """`conftest.train` without the flags of a tiny model."""
+    where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
+    where += ["--init_from", str(weights), "--log_interval", "1", "--log_with", "none"]
+    ended = run_warm([*command, *where, "--sample_tokens", "8", *flags.split()])
+    assert ended.code == 0, ended.out
+    return Trained(path, ended.out)
+
+
+def test_the_imported_model_computes_what_transformers_does(somebodys, imported):
+    ours = load_trained(str(imported))
+    assert ours.model.config.head_dim == 64
+    assert {path.name for path in imported.iterdir()} == {
+        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    tokens = torch.randint(520, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(somebodys)(tokens).logits
+        logits = ours.model(tokens).logits
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=0)
+
+
+def test_a_marker_that_begins_and_ends_stands_once_between_documents(data):
+    train_set = PackedDataset(data, "train", 16)
+    tokenizer = open_tokenizer(data)
+    ids = [id for i in range(len(train_set)) for id in train_set[i][0].tolist()]
+    begins = [i for i, id in enumerate(ids) if id == tokenizer.bos_id]
+    assert begins[0] == 0
+    assert all(later > earlier + 9 for earlier, later in pairwise(begins))
+    first = tokenizer.decode(ids[: begins[1]])
+    assert first.startswith("sum ")
+    assert first.endswith("句\n")
+
+
+def test_it_trains_on(trained, imported, data):
+    losses = trained.column("loss")
+    assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
+    assert losses[-1] < losses[0] - 0.1
+    assert f"starts from: {imported}" in trained.out
+    rows = (trained.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(rows[0])["prompt"].startswith("sum ")
+    for folder in (data, trained.path, trained.path / "weights"):
+        copied = (folder / "tokenizer.json").read_bytes()
+        assert copied == (imported / "tokenizer.json").read_bytes()
+
+
+def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_path, capsys):
+    out = tmp_path / "hf"
+    export_hf.main([str(trained.path), str(out)])  # compares logits, ids and decoded texts
+    assert "token ids and decoded text equal" in capsys.readouterr().out
+    assert (out / "tokenizer.json").read_bytes() == (somebodys / "tokenizer.json").read_bytes()
+    prompts = ["sum 1: 1 +", "第"]
+    flags = [part for prompt in prompts for part in ("--prompt", prompt)]
+    flags += ["--greedy", "--max_new_tokens", "12", "--jsonl", "--dtype", "float32"]
+    generate.main([str(trained.path), *flags])
+    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = [tokenizer.bos_token_id, *tokenizer(prompt).input_ids]
+        written = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
+        assert tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True) == text
+
+
+def test_it_is_scored_as_in_training_and_by_the_bytes_of_the_text(trained, data, corpus, tmp_path):
+    results = {}
+    for name, source in (("packed", data), ("text", corpus)):
+        flags = ["--data", str(source), "--limit", "20", "--json", str(tmp_path / name)]
+        evaluate.main([str(trained.path), *flags, "--dtype", "float32"])
+        results[name] = json.loads((tmp_path / name).read_text(encoding="utf-8"))
+    loss, last = results["packed"]["metrics"]["loss"], trained.rows("val_loss")[-1]
+    assert loss["value"] == pytest.approx(last["val_loss"], abs=0.1)
+    documents = corpus.read_text(encoding="utf-8").splitlines()[:20]
+    n_bytes = sum(len(json.loads(line)["text"].encode()) for line in documents)
+    assert results["text"]["bytes"] == n_bytes
+
+
+def test_gguf_is_refused_in_one_line(trained, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        export_gguf.main([str(trained.path), str(tmp_path / "m.gguf")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "only SentencePiece is written into GGUF" in line
+
+
+def test_data_of_another_tokenizer_is_refused(imported, packed, tmp_path):
+    command = [*launch_command("plain", 1), "--data", str(packed), "--out_dir", str(tmp_path)]
+    ended = run_warm([*command, "--init_from", str(imported), "--max_seq_len", "48"])
+    assert ended.code == 2
+    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
+    assert "has another tokenizer than the model" in line
+    assert f"--tokenizer {imported}/tokenizer.json" in line
+
+
+def test_weights_without_their_tokenizer_are_imported_and_it_is_said(somebodys, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(somebodys, bare)
+    (bare / "tokenizer_config.json").unlink()
+    import_weights.main([str(bare), str(tmp_path / "out")])
+    assert "tokenizer: none: " in (said := capsys.readouterr().out)
+    assert "does not say which pieces begin and end a document" in said
