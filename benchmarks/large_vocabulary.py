@@ -15,7 +15,6 @@ import torch
 from benchmarks.flags import at_least, new_parser
 from model import LMConfig, Transformer, loss
 from training.engine.activations import activations
-from training.engine.cpu_settings import keep_freed_memory
 from training.engine.workload import Parameters, Workload
 
 PROGRAM = "benchmarks.large_vocabulary"
@@ -36,7 +35,6 @@ def measure(
     """Gradients included: (measured GB above what the model takes, expected, seconds)."""
     if whole:
         loss.LARGE_VOCABULARY = vocab_size
-    keep_freed_memory()
     config = LMConfig(vocab_size=vocab_size, max_seq_len=SEQ_LEN, **SHAPE)
     model, autocast = Transformer(config), dtype == "bfloat16"
     tokens = torch.randint(vocab_size, (batch_size, SEQ_LEN))

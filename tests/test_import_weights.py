@@ -56,14 +56,14 @@ def error_line(capsys, *argv) -> str:
     return lines[0]
 
 
-def assert_same_model(ours: Path, llama: Path) -> None:
+def assert_same_model(ours: Path, llama: Path, atol: float = 1e-5) -> None:
     """In fp64: rounding in fp32 comes to 1e-5 by itself on some CPUs."""
     tokens = some_tokens()
     with torch.no_grad():
         expected = LlamaForCausalLM.from_pretrained(llama).double()(tokens).logits
         logits = load_portable(ours).double()(tokens).logits
     assert expected.std() > 0.1
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=atol, rtol=0)
 
 
 def assert_same_weights(ours: Path, source: Path) -> None:
@@ -113,7 +113,8 @@ def test_llama_3s_scaling_and_heads_of_its_own_come_and_go(packed, tmp_path, ver
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
         llama = edited(llama, tmp_path / "old", **old)
     import_weights.main([str(llama), str(tmp_path / "out")])
-    assert_same_model(tmp_path / "out", llama)
+    # Frequencies are fp32 in both, and the last bit of one grows with the position.
+    assert_same_model(tmp_path / "out", llama, atol=1e-4)
     config = load_portable(tmp_path / "out").config
     assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
 
