@@ -166,6 +166,7 @@ class JsonTokenizer(Tokenizer):
         piece = self._model.id_to_token(id)
         if piece is None or (id in self._added and self._added[id].special):
             return b""  # decoding leaves it out, and joins what is around it
+        # What was added to it may hold any character, and is text.
         content = bytes(BYTE_ALPHABET.get(char, 0) for char in piece)
         try:
             content.decode()

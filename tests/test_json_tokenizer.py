@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from conftest import write_corpus
+from conftest import REPOSITORY, write_corpus
 from json_tokenizers import MARKERS, write_tokenizer
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
@@ -24,6 +24,7 @@ from data.tokenizer import (
 )
 from inference.text_stream import TextStream
 
+VOCAB = 700
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
 
@@ -37,7 +38,11 @@ def texts(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module", params=MARKERS)
 def folder(request, texts, tmp_path_factory) -> Path:
     """As somebody's model comes."""
-    return write_tokenizer(tmp_path_factory.mktemp(request.param), request.param, texts)
+    chinese = (REPOSITORY / "README_zh.md").read_text(
+        encoding="utf-8"
+    )  # pieces end within characters
+    folder = tmp_path_factory.mktemp(request.param)
+    return write_tokenizer(folder, request.param, [*texts, chinese], VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(folder, tokenizer, texts, tmp
     decoded = [theirs.decode(ids, skip_special_tokens=True) for ids in expected]
     assert [tokenizer.decode(ids) for ids in expected] == decoded
     assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
-    assert tokenizer.vocab_size == len(theirs) == 400
+    assert tokenizer.vocab_size == len(theirs) == VOCAB
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -97,7 +102,7 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
     ids, next_ids = tokenizer.encode_prompt("1 + ")
     assert ids == [tokenizer.bos_id, *tokenizer.encode("1 +")]
     one = tokenizer.encode("1")
-    spaced = [i for i in range(400) if tokenizer.decode([*one, i]).startswith("1 ")]
+    spaced = [i for i in range(VOCAB) if tokenizer.decode([*one, i]).startswith("1 ")]
     assert set(next_ids) >= set(spaced)
     assert all(tokenizer.decode([*one, i]).encode().startswith(b"1 ") for i in next_ids)
 

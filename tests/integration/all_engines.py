@@ -190,7 +190,7 @@ class Trainee:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}}
+    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}, "in chunks": {}}
     for name in names:
         trainee = Trainee(name, "float32", recorder)
         facts = trainee.facts()
@@ -201,13 +201,15 @@ def main(folder: Path, names: list[str]) -> None:
         facts["losses"] += [trainee.step(number) for number in range(SAVED + 1, STEPS + 1)]
         trainee.save(folder / f"{name}-end")
         result["fp32"][name] = facts
-    # From here on with the loss of a large vocabulary, in chunks of 8 tokens.
-    model_loss.LARGE_VOCABULARY, model_loss.CHUNK_LOGITS = 100, 10 * CONFIG.vocab_size
     for name in names:
         trainee = Trainee(name, "float32", recorder)
         result["resumed"][name] = {
             before: trainee.goes_on(folder / before, folder / f"{before}-end") for before in names
         }
+        # As of a large vocabulary, in chunks of 8 tokens.
+        model_loss.LARGE_VOCABULARY, model_loss.CHUNK_LOGITS = 100, 10 * CONFIG.vocab_size
+        result["in chunks"][name] = trainee.goes_on(folder / name, folder / f"{name}-end")
+        model_loss.LARGE_VOCABULARY = CONFIG.vocab_size
     for name in names:
         trainee = Trainee(name, "bfloat16", recorder)
         facts = trainee.facts()

@@ -81,6 +81,13 @@ def test_a_checkpoint_goes_on_under_every_engine(before, after, all_engines):
     assert resumed["difference"] < 10 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_loss_in_chunks_trains_as_the_whole_does(name, all_engines):
+    chunked = all_engines["in chunks"][name]
+    assert chunked["losses"] == pytest.approx(all_engines["fp32"][name]["losses"][2:], abs=1e-6)
+    assert 0 < chunked["difference"] < TOLERANCE  # it rounds otherwise
+
+
 # Engine and number of processes, one after the other in one run: 8 sequences each step.
 RELAY = [("zero3", 2), ("ddp", 2), ("zero3_offload", 1)]
 RELAY += [("zero1", 2), ("zero2_offload", 2), ("zero2", 1)]
