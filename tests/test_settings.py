@@ -14,11 +14,13 @@ from training.settings import changed_arguments, saved_arguments, write_settings
 def write(tmp_path, accelerator):
     """Writes settings of a model with 32 dimensions into tmp_path; returns its run folder."""
 
-    def write(args: TrainingArguments, deepspeed: dict | None = None) -> RunFolder:
-        (tmp_path / "elsewhere.model").write_bytes(b"pieces")
+    def write(
+        args: TrainingArguments, deepspeed: dict | None = None, tokenizer: str = "elsewhere.model"
+    ) -> RunFolder:
+        (tmp_path / tokenizer).write_bytes(b"pieces")
         engine = Engine(accelerator, "single process, no engine", deepspeed)
         run, config = RunFolder(tmp_path), LMConfig(dim=32, n_heads=4)
-        write_settings(run, args, config, engine, tmp_path / "elsewhere.model")
+        write_settings(run, args, config, engine, tmp_path / tokenizer)
         return run
 
     return write
@@ -33,6 +35,19 @@ def test_settings_tell_what_was_asked_and_what_ran_it(write):
     assert (settings["engine"], settings["processes"]) == ("single process, no engine", 1)
     assert settings["deepspeed"] is None
     assert settings["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    run = write(TrainingArguments())
+    assert run.tokenizer.name == "tokenizer.model"
+    run = write(TrainingArguments(), tokenizer="other/tokenizer.json")
+    assert run.tokenizer.name == "tokenizer.json"
+    assert run.tokenizer.read_bytes() == b"pieces"
+    run = write(TrainingArguments())
+    assert not list(run.path.glob("tokenizer*.json"))
 
 
 def test_settings_tell_what_deepspeed_was_told(write):
