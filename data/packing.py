@@ -31,13 +31,7 @@ from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, ShardWriter, token_dtype
 from data.sizes import suited_to
-from data.tokenizer import (
-    TOKENIZER_FILE,
-    Tokenizer,
-    copy_tokenizer,
-    open_tokenizer,
-    tokenizer_hash,
-)
+from data.tokenizer import TOKENIZER_FILE, Tokenizer, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
 
 BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
