@@ -102,10 +102,18 @@ def test_a_value_that_cannot_work_is_refused_here_too(typed, weights):
         find(typed, weights)
 
 
-def test_another_tokenizer_is_refused_with_the_command_that_prepares_the_data(weights, packed):
+@pytest.mark.parametrize(
+    ("kind", "source"), [("text", "--data TEXT"), ("conversations", "--conversations FILE")]
+)
+def test_another_tokenizer_is_refused_with_the_command_that_prepares_the_data(
+    weights, packed, kind, source
+):
     (weights / TOKENIZER_FILE).write_bytes(b"another")
-    with pytest.raises(DataError, match=f"prepare_data --tokenizer {weights / TOKENIZER_FILE}"):
-        config("", weights, packed)
+    train_set = PackedDataset(packed, "train", 24)
+    train_set.kind = kind
+    command = f"prepare_data --tokenizer {weights / TOKENIZER_FILE} {source} --out"
+    with pytest.raises(DataError, match=f"prepare the {kind} with .*{command}"):
+        find("", weights).config(train_set)
 
 
 def test_without_a_tokenizer_sizes_are_compared_and_that_is_said(weights, packed):
