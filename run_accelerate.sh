@@ -103,8 +103,7 @@ sequences=0 # of a process and step, to be divided into micro-batches that fit i
 if [ "$stage" = sft ]; then
   flags=(--conversations "${CHAT:-builtin}" --prepare_flags "${PREPARE_FLAGS:-}" --dtype bfloat16)
   flags+=(--batch_size 16)
-  # A small model takes a higher rate than a large one; compiling anew for each length of row takes longer than it gains.
-  ((gpus > 0)) || flags+=(--epochs 2 --learning_rate 2e-3 --compile off)
+  ((gpus > 0)) || flags+=(--epochs 2 --learning_rate 2e-3) # a small model takes a higher rate than a large one
 elif ((gpus > 0)); then
   flags=(
     --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024

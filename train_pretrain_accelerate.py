@@ -7,23 +7,13 @@ launcher chose (DeepSpeed ZeRO, DDP, or a single process) and leaves everything 
 step always means an optimizer step; a micro-batch is what one process feeds forward at once.
 """
 
-import time
-from dataclasses import replace
-
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
 from training.engine.failures import one_line_failures
-from training.engine.launch import build_engine
-from training.engine.main_process import on_main_process
-from training.initial_weights import InitialWeights
 from training.interruption import leave
 from training.notebook import leave_as_found
-from training.resume import starting_weights
-from training.run import Run
-from training.setup import open_splits, with_data
-from training.start import start_run
-from training.trackers import require_trackers
+from training.start import set_up
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -53,23 +43,6 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
         if run.end(step):  # log, validate, sample, save; true: told to stop
             return
     run.finish()
-
-
-def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
-    """Everything that is there before the first step; None if the run is finished. Raises
-    UsageError, ConfigError: this cannot be trained."""
-    started = time.monotonic()  # --time_limit counts from here
-    require_trackers(args.trackers)
-    engine = build_engine(args)
-    accelerator = engine.accelerator
-    initial = on_main_process(
-        accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
-    )
-    prepared = on_main_process(accelerator, lambda: with_data(args, initial))
-    args = replace(args, data=args.data or prepared.data)  # each process keeps its own flags
-    train_set, val_set = open_splits(args, initial.max_seq_len, engine)
-    sets = {"train_set": train_set, "val_set": val_set}
-    return start_run(args, engine, initial, **sets, started=started)
 
 
 if __name__ == "__main__":

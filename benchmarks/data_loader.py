@@ -25,9 +25,9 @@ from common.errors import stop_in_order
 from data.dataset import PackedDataset
 from data.loader import micro_batches
 from data.order import MicroBatchSampler
-from train_pretrain_accelerate import set_up
 from training.arguments import parse_arguments
 from training.run import Run
+from training.start import set_up
 
 WARM_UP_STEPS = 2
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from common.errors import UsageError
 from common.parser import OneLineParser, UnlessGiven
 from data.dataset import PackedDataset
+from model import Transformer
 from model.config import LMConfig, setting
 from model.recompute import RECOMPUTE
 from runs.find import PRETRAINING
@@ -161,6 +162,9 @@ class TrainingArguments:
     def mixed_precision(self) -> str:
         """Accelerate's name of --dtype."""
         return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[self.dtype]
+
+    def adapt(self, model: Transformer) -> None:
+        """Change a model in place as soon as it is there, before it has its weights."""
 
     @property
     def trackers(self) -> list[str]:

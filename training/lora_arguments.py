@@ -33,7 +33,7 @@ class LoRAArguments(TrainingArguments):
                 raise UsageError(f"--{item.name} is about adapters: pass --lora_dim too, such as 8")
 
     def adapt(self, model: Transformer) -> None:
-        """For `build_model`. Raises ConfigError: see `add_lora`."""
+        """Raises ConfigError: see `add_lora`."""
         if self.lora_dim is not None:
             add_lora(
                 model,

@@ -26,7 +26,6 @@ from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, available_memory, fits, needs
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
-from training.lora_arguments import LoRAArguments
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -86,8 +85,7 @@ def check_launch(
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
-    if isinstance(args, LoRAArguments):
-        shapes_of(model, args.adapt)
+    shapes_of(model, args.adapt)
     start = find_starting_point(args, quiet=True)
     if sequences:
         args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(

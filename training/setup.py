@@ -111,11 +111,17 @@ def find_start(
 
 
 def plan_compilation(
-    args: TrainingArguments, config: LMConfig, start: StartingPoint, steps: int, engine: Engine
+    args: TrainingArguments,
+    config: LMConfig,
+    start: StartingPoint,
+    steps: int,
+    engine: Engine,
+    train_set: PackedDataset,
 ) -> Compilation:
     """Whether to compile a run of so many steps. Raises UsageError: --compile on, but compiling
     does not work here."""
-    tokens = args.batch_size * args.accumulation_steps * config.max_seq_len * steps  # per process
+    samples = args.batch_size * args.accumulation_steps * steps  # per process
+    tokens = samples * train_set.tokens_per_sample
     run_flops = flops_per_token(config) * tokens
     recorded = start.state.get("compiled")
     return decide_compilation(

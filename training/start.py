@@ -1,22 +1,52 @@
-"""From flags and data to a run that can begin: what all training programs do alike."""
+"""From flags to a run that can begin: what all training programs do alike. What they differ in is
+the kind of their arguments, which says what data is read and how the model is changed."""
 
-from collections.abc import Callable
+import time
+from dataclasses import replace
 from functools import partial
 
 from data.dataset import PackedDataset
-from model import Transformer
 from runs.base import write_base
 from training.arguments import TrainingArguments
-from training.engine.launch import Engine
+from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.initial_weights import InitialWeights
-from training.resume import describe_finished, say_what_changed, set_aside
+from training.resume import describe_finished, say_what_changed, set_aside, starting_weights
 from training.run import Run
 from training.schedule import count_steps
 from training.settings import write_settings
-from training.setup import build_model, find_start, plan_compilation, shapes_of
+from training.setup import (
+    build_model,
+    find_start,
+    open_splits,
+    plan_compilation,
+    shapes_of,
+    with_data,
+)
 from training.start_block import start_block, warnings
-from training.trackers import start_trackers
+from training.trackers import require_trackers, start_trackers
+
+
+def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
+    """Everything that is there before the first step; None if the run is finished.
+
+    Args:
+        model_settings: those that were typed.
+
+    Raises UsageError, ConfigError: this cannot be trained.
+    """
+    started = time.monotonic()  # --time_limit counts from here
+    require_trackers(args.trackers)
+    engine = build_engine(args)
+    accelerator = engine.accelerator
+    initial = on_main_process(
+        accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
+    )
+    prepared = on_main_process(accelerator, lambda: with_data(args, initial))
+    args = replace(args, data=args.data or prepared.data)  # each process keeps its own flags
+    train_set, val_set = open_splits(args, initial.max_seq_len, engine)
+    sets = {"train_set": train_set, "val_set": val_set}
+    return start_run(args, engine, initial, **sets, started=started)
 
 
 def start_run(
@@ -27,20 +57,18 @@ def start_run(
     train_set: PackedDataset,
     val_set: PackedDataset | None,
     started: float,
-    adapt: Callable[[Transformer], object] = lambda model: None,
 ) -> Run | None:
     """Build the model, resume where asked, and say what is in use; None if the run is finished.
 
     Args:
         train_set, val_set: see `open_splits`.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
-        adapt: see `build_model`.
 
     Raises UsageError, ConfigError: this cannot be trained.
     """
     accelerator = engine.accelerator
     config = on_every_process(engine, lambda: initial.config(train_set))
-    shapes_of(config, adapt)  # what cannot be built leaves no folder
+    shapes_of(config, args.adapt)  # what cannot be built leaves no folder
 
     # A new run or an old one, and how many steps.
     asked = args
@@ -55,8 +83,8 @@ def start_run(
         return None
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
-    compilation = plan_compilation(args, config, start, total_steps, engine)
-    built = build_model(config, args, engine, compilation, adapt)
+    compilation = plan_compilation(args, config, start, total_steps, engine, train_set)
+    built = build_model(config, args, engine, compilation, args.adapt)
     if initial.source and not start.checkpoint:
         weights = on_every_process(engine, initial.load)
         built.state.load_weights(weights, str(initial.source.path))
