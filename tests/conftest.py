@@ -322,3 +322,13 @@ def train(
     ended = start([*command, *TINY, *where, *flags.split()])
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)
+
+
+def found_by(script: str, folder: Path, processes: int, engines: tuple[str, ...]) -> dict:
+    """What a script of tests/integration has found out, that goes through engines in turn."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    launch += ["--num_processes", str(processes), "--main_process_port", "0"]
+    path = REPOSITORY / "tests" / "integration" / script
+    ended = run_warm([*launch, str(path), str(folder), *engines], PYTHONPATH=str(REPOSITORY))
+    assert ended.code == 0, ended.out
+    return json.loads((folder / "result.json").read_text())

@@ -309,7 +309,8 @@ def test_muon_is_not_offloaded(config, key, value):
 
 @pytest.mark.parametrize("value", [None, {"device": "none"}])
 def test_no_offload_is_no_obstacle_for_muon(config, value):
-    resolved(put(config, "zero_optimization.offload_optimizer", value), MUON)
+    found = resolved(put(config, "zero_optimization.offload_optimizer", value), MUON)
+    assert found["zero_optimization"]["offload_optimizer"] == value
 
 
 @pytest.mark.parametrize("key", ["bf16", "optimizer.params", "optimizer"])
@@ -430,16 +431,16 @@ def test_torch_adam_false_counts_as_deepspeeds_own(config, tools):
 
 
 def test_no_compiler_is_needed_for_the_repositorys_file(config, tools):
-    resolved(config)
+    assert resolved(config)["optimizer"]["params"]["torch_adam"] is True
 
 
 def test_no_compiler_is_needed_for_muon(own_adam, tools):
-    resolved(own_adam, MUON)
+    assert resolved(own_adam, MUON)["zero_optimization"] == own_adam["zero_optimization"]
 
 
 def test_no_compiler_is_needed_without_an_optimizer_section(config, tools):
     del config["optimizer"]
-    resolved(config)
+    assert "optimizer" not in resolved(config)
 
 
 def test_a_sound_file_is_read():

@@ -62,20 +62,20 @@ def test_a_pytorch_without_cuda_beside_a_gpu_is_said(machine):
 def test_gpus_that_somebody_hides_are_nothing_to_complain_of(machine, monkeypatch, hidden):
     machine("NVIDIA A100, 535.1\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    require_usable_gpus()
+    assert require_usable_gpus() is None
 
 
 @pytest.mark.parametrize(("smi", "code"), [(None, 0), ("", 0), ("No devices were found\n", 6)])
 def test_no_gpu_is_no_obstacle(machine, smi, code):
     machine(smi, code=code)
-    require_usable_gpus()
+    assert require_usable_gpus() is None
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 0), (12, 0), (12, 1), (13, 0)])
 def test_gpus_that_this_pytorch_has_code_for(machine, capability):
     """Of the same generation, or of a later one by the intermediate code of the newest."""
     machine(None, capabilities=[(8, 0), capability])
-    require_usable_gpus()
+    assert require_usable_gpus() is None
 
 
 def test_a_gpu_that_this_pytorch_has_no_code_for_is_named(machine):

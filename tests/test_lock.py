@@ -56,6 +56,7 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
     holder.kill()
     holder.wait()
     lock(tmp_path / "lock")
+    assert str(os.getpid()) in (tmp_path / "lock").read_text()
 
 
 def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
@@ -71,6 +72,7 @@ def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
 def test_a_lock_file_of_nonsense_is_no_obstacle(tmp_path):
     (tmp_path / "lock").write_bytes(b"\xff{nonsense")
     lock(tmp_path / "lock")
+    assert str(os.getpid()) in (tmp_path / "lock").read_text()
 
 
 def test_a_holder_whose_name_cannot_be_read_is_still_a_holder(holder, tmp_path):

@@ -575,4 +575,4 @@ def test_the_seconds_without_a_core_are_those_of_all_threads_that_live(tmp_path)
     (tmp_path / "9" / "schedstat").mkdir()  # reading it fails, as that of a thread that has ended
     assert seconds_without_core(tmp_path) == 2.0
     assert seconds_without_core(tmp_path / "none") == 0.0
-    assert seconds_without_core() >= 0  # in the form that this system has
+    assert isinstance(seconds_without_core(), float)  # in the form that this system has

@@ -3,12 +3,11 @@ checkpoint of each other one."""
 
 import json
 import shutil
-import sys
 from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, Trained, deepspeed_command, run_warm, train
+from conftest import REPOSITORY, Trained, deepspeed_command, found_by, train
 
 from formats.portable import load_portable
 
@@ -25,13 +24,7 @@ COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the
 @pytest.fixture(scope="module")
 def all_engines(tmp_path_factory) -> dict:
     """What all_engines.py has found out."""
-    folder = tmp_path_factory.mktemp("all_engines")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    launch += ["--num_processes", str(PROCESSES), "--main_process_port", "0"]
-    script = REPOSITORY / "tests" / "integration" / "all_engines.py"
-    ended = run_warm([*launch, str(script), str(folder), *ENGINES], PYTHONPATH=str(REPOSITORY))
-    assert ended.code == 0, ended.out
-    return json.loads((folder / "result.json").read_text())
+    return found_by("all_engines.py", tmp_path_factory.mktemp("all_engines"), PROCESSES, ENGINES)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -1,11 +1,8 @@
 """Adapters in training: the same under every engine, and resumed to the bit. What a run with
 adapters leaves is in test_sft.py."""
 
-import json
-import sys
-
 import pytest
-from conftest import REPOSITORY, run_warm
+from conftest import found_by
 
 pytestmark = pytest.mark.slow
 
@@ -16,13 +13,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> dict:
     """What lora_engines.py has found out."""
-    folder = tmp_path_factory.mktemp("lora_engines")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
-    script = REPOSITORY / "tests" / "integration" / "lora_engines.py"
-    ended = run_warm([*launch, str(script), str(folder), *ENGINES], PYTHONPATH=str(REPOSITORY))
-    assert ended.code == 0, ended.out
-    return json.loads((folder / "result.json").read_text())
+    return found_by("lora_engines.py", tmp_path_factory.mktemp("lora_engines"), 2, ENGINES)
 
 
 @pytest.mark.parametrize("name", ENGINES)
