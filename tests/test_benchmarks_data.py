@@ -247,6 +247,7 @@ def test_text_too_short_for_a_sequence_ends_in_one_line(corpus, tmp_path, monkey
     assert "one sequence needs max_seq_len + 1 = 1000001" in line
 
 
+@pytest.mark.variant  # in pieces above
 def test_from_text_to_tables(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shape = TINY[: TINY.index("--max_seq_len")]

@@ -14,17 +14,19 @@ from formats.portable import load_portable
 pytestmark = pytest.mark.slow
 
 PROCESSES = 3
-ENGINES = ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-ENGINES += ("zero3_offload+torch",)
+FEW = ("ddp", "zero2", "zero3_offload", "zero3_offload+torch")
+OTHERS = ("zero1", "zero2_offload", "zero3")
+ENGINES = [*FEW, *(pytest.param(name, marks=pytest.mark.variant) for name in OTHERS)]
 DIVIDED = ("zero3", "zero3_offload", "zero3_offload+torch")
 TOLERANCE = 1e-4
 COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
 
 
 @pytest.fixture(scope="module")
-def all_engines(tmp_path_factory) -> dict:
+def all_engines(tmp_path_factory, request) -> dict:
     """What all_engines.py has found out."""
-    return found_by("all_engines.py", tmp_path_factory.mktemp("all_engines"), PROCESSES, ENGINES)
+    names = FEW + OTHERS if request.config.getoption("--all") else FEW
+    return found_by("all_engines.py", tmp_path_factory.mktemp("all_engines"), PROCESSES, names)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Finished, Trained, run, run_warm, train
+from conftest import Finished, Trained, run_warm, train
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def result(
 @pytest.mark.parametrize(
     ("kind", "launcher", "start"),
     [
-        ("packed", "DDP", run),
+        ("packed", "DDP", run_warm),
         ("text", "DDP", run_warm),
         ("choice", "the configuration file of training", run_warm),
     ],
@@ -96,8 +96,10 @@ def test_text_like_that_of_the_training_is_likelier_than_other_text(trained, cor
 
 
 def test_a_launcher_that_starts_one_process_for_two_is_refused(trained, packed):
-    """Without --multi_gpu, or with --cpu, accelerate launch ignores --num_processes on a CPU."""
-    ended = evaluate(run, launch("--cpu"), trained, ["--data", str(packed)])
+    """Without --multi_gpu, or with --cpu, accelerate launch ignores --num_processes on a CPU, and
+    leaves this environment."""
+    command = [sys.executable, "-m", "scripts.evaluate", str(trained.path), "--data", str(packed)]
+    ended = run_warm(command, ACCELERATE_MIXED_PRECISION="no", MASTER_PORT="29500")
     assert ended.code != 0
     (line,) = [line for line in ended.out.splitlines() if line.startswith("evaluate: error: ")]
     assert "pass --multi_gpu" in line

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
+ZERO_2 = pytest.param("zero2", 2, marks=pytest.mark.variant)  # of test_sft.py
 LAUNCHES = [
     ("plain", 1),
-    ("zero2", 2),
+    ZERO_2,
     pytest.param("ddp", 2, marks=pytest.mark.variant),
     pytest.param("zero2", 1, marks=pytest.mark.variant),
 ]
@@ -45,7 +46,7 @@ def test_the_first_step_is_where_the_finished_run_ended(
     assert_equal_bits(started.tensors(), load_file(finished.path / "weights/model.safetensors"))
 
 
-@pytest.mark.parametrize(("engine", "processes"), [("plain", 1), ("zero2", 2)])
+@pytest.mark.parametrize(("engine", "processes"), [("plain", 1), ZERO_2])
 def test_the_same_command_starts_from_weights_and_later_from_its_checkpoint(
     engine, processes, finished, packed, tmp_path
 ):

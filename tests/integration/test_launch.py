@@ -216,6 +216,7 @@ def test_a_profiled_step_has_the_seconds_of_its_phases(zero2):
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
 
 
+@pytest.mark.variant  # of run_accelerate.sh, which prepares it too
 def test_started_in_another_folder_it_prepares_the_built_in_corpus_there_and_learns(tmp_path):
     """From ln(6400) = 8.76; 70 steps of this gave 5.76 to 5.84 with three seeds."""
     flags = "--dim 96 --n_layers 2 --max_seq_len 128 --batch_size 16 --learning_rate 5e-3 "

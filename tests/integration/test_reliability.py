@@ -430,6 +430,7 @@ if calls == 80:
 """
 
 
+@pytest.mark.variant  # of a disk that refuses, by a real one
 def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(
     packed, small_disk, tmp_path
 ):
@@ -458,6 +459,7 @@ def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path, workers):
     assert rows == whole.rows("whole")
 
 
+@pytest.mark.variant  # of a signal to one rank
 def test_usr1_to_everything_leaves_a_launcher_that_ignores_it_and_a_saved_run(packed, tmp_path):
     """As a scheduler signals a job; docs/reliability.md has the trap."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)

@@ -97,6 +97,10 @@ class Interrupted:
     launches: Launches
 
 
+# The job below joins two machines too, and the loss of one is in test_reliability.py.
+CUT = pytest.mark.variant
+
+
 @pytest.fixture(scope="module")
 def interrupted(machines, packed, tmp_path_factory) -> Interrupted:
     run = tmp_path_factory.mktemp("interrupted") / "run"
@@ -119,12 +123,14 @@ def interrupted(machines, packed, tmp_path_factory) -> Interrupted:
     return Interrupted(before, during, codes, launches.said(), launches)
 
 
+@CUT
 def test_while_the_network_is_cut_both_wait_and_then_go_on(interrupted):
     """One step may be under way, and one may be about to be written down."""
     assert interrupted.steps_before_the_end_of_it <= interrupted.steps_before_the_cut + 2
     assert len(rows_of(interrupted.launches.run)) >= interrupted.steps_before_the_end_of_it + 10
 
 
+@CUT
 def test_where_one_machine_dies_the_other_ends_and_says_so(interrupted):
     assert interrupted.codes[0] == 1  # the launcher's
     (line,) = errors(interrupted.said[0])
@@ -133,6 +139,7 @@ def test_where_one_machine_dies_the_other_ends_and_says_so(interrupted):
     assert "--resume auto" in line
 
 
+@CUT
 def test_both_go_on_to_the_losses_of_one_launch_with_as_many_processes(interrupted, packed):
     run = interrupted.launches.run
     steps = len(rows_of(run)) + 5
