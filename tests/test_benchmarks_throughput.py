@@ -97,7 +97,7 @@ def test_only_the_first_rank_writes_a_trace_and_all_take_the_step(monkeypatch, t
 
 
 @pytest.mark.slow
-@pytest.mark.variant  # of time_to_loss, whose runs are real too
+@pytest.mark.variant  # of time_to_loss, which is interrupted
 def test_a_whole_run_prints_a_table_and_writes_the_file(tmp_path):
     flags = ["--contenders", "ours-eager,transformers-eager"]
     flags += ["--rounds", "2", "--steps", "1", "--warmup_steps", "0"]

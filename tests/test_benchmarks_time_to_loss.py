@@ -102,6 +102,7 @@ def test_runs_are_kept_apart_by_text_model_and_all_that_they_are_told(
     assert len(found) == 7
 
 
+@pytest.mark.variant  # of the interrupted comparison below
 def test_real_runs_make_a_table_and_are_not_repeated(packed, tmp_path, capsys, monkeypatch):
     settings = {
         "OUT": tmp_path,

@@ -14,21 +14,23 @@ from formats.portable import load_portable
 pytestmark = pytest.mark.slow
 
 PROCESSES = 3
-FEW = ("ddp", "zero2", "zero3_offload", "zero3_offload+torch")
-OTHERS = ("zero1", "zero2_offload", "zero3")
-ENGINES = [*FEW, *(pytest.param(name, marks=pytest.mark.variant) for name in OTHERS)]
+ENGINES = ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
+ENGINES += ("zero3_offload+torch",)
 DIVIDED = ("zero3", "zero3_offload", "zero3_offload+torch")
 TOLERANCE = 1e-4
 COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
 
+# Each from each other one's checkpoint: the relay below goes through all engines once.
+PAIRS = pytest.mark.variant
+
 
 @pytest.fixture(scope="module")
-def all_engines(tmp_path_factory, request) -> dict:
+def all_engines(tmp_path_factory) -> dict:
     """What all_engines.py has found out."""
-    names = FEW + OTHERS if request.config.getoption("--all") else FEW
-    return found_by("all_engines.py", tmp_path_factory.mktemp("all_engines"), PROCESSES, names)
+    return found_by("all_engines.py", tmp_path_factory.mktemp("all_engines"), PROCESSES, ENGINES)
 
 
+@PAIRS
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_trains_as_ddp_does(name, all_engines):
     expected = all_engines["fp32"]["ddp"]["losses"]
@@ -38,6 +40,7 @@ def test_every_engine_trains_as_ddp_does(name, all_engines):
     assert bf16[name]["losses"] == pytest.approx(bf16["ddp"]["losses"], abs=0.02)
 
 
+@PAIRS
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_begins_with_the_weights_that_the_seed_draws(name, precision, all_engines):
@@ -50,6 +53,7 @@ def test_an_engine_begins_with_the_weights_that_the_seed_draws(name, precision, 
     assert facts["held"] == (0 if name in DIVIDED else facts["parameters"])
 
 
+@PAIRS
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_precision_of_what_is_held_stepped_and_sent(name, all_engines):
     held = ("weights", "moments", "weights stepped", "gradients stepped", "gradients sent")
@@ -63,6 +67,7 @@ def test_the_precision_of_what_is_held_stepped_and_sent(name, all_engines):
         assert all_engines["bf16"][name][fact] == [expected], fact
 
 
+@PAIRS
 @pytest.mark.parametrize("name", ENGINES)
 def test_zero_3_lets_go_of_what_its_file_does_not_keep(name, all_engines):
     facts = all_engines["fp32"][name]
@@ -72,6 +77,7 @@ def test_zero_3_lets_go_of_what_its_file_does_not_keep(name, all_engines):
         assert facts["whole"] == facts["expected whole"] == facts["parameters"]
 
 
+@PAIRS
 @pytest.mark.parametrize("before", ENGINES)
 @pytest.mark.parametrize("after", ENGINES)
 def test_a_checkpoint_goes_on_under_every_engine(before, after, all_engines):
@@ -85,6 +91,7 @@ def test_a_checkpoint_goes_on_under_every_engine(before, after, all_engines):
     assert resumed["difference"] < 10 * TOLERANCE
 
 
+@PAIRS
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_loss_in_chunks_trains_as_the_whole_does(name, all_engines):
     chunked = all_engines["in chunks"][name]

@@ -43,31 +43,28 @@ def launch(*flags: str, processes: int = 2) -> list[str]:
     return [*command, "--num_processes", str(processes), "--main_process_port", "0"]
 
 
-def evaluate(start, launcher: list[str], trained: Trained, flags: list[str]) -> Finished:
-    return start(
-        [*launcher, "-m", "scripts.evaluate", str(trained.path), "--batch_size", "8", *flags]
-    )
+def evaluate(launcher: list[str], trained: Trained, *flags: str, **environ: str) -> Finished:
+    command = [*launcher, "-m", "scripts.evaluate", str(trained.path), "--batch_size", "8", *flags]
+    return run_warm(command, **environ)
 
 
-def result(
-    launcher: list[str], trained: Trained, flags: list[str], path: Path, start=run_warm
-) -> dict:
-    ended = evaluate(start, launcher, trained, [*flags, "--json", str(path)])
+def result(launcher: list[str], trained: Trained, flags: list[str], path: Path) -> dict:
+    ended = evaluate(launcher, trained, *flags, "--json", str(path))
     assert ended.code == 0, ended.out
     assert ended.out.count("interval:") == 1  # one process speaks for all
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "launcher", "start"),
+    ("kind", "launcher"),
     [
-        ("packed", "DDP", run_warm),
-        ("text", "DDP", run_warm),
-        ("choice", "the configuration file of training", run_warm),
+        ("packed", "DDP"),
+        ("text", "DDP"),
+        ("choice", "the configuration file of training"),
     ],
 )
-def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, launcher, start):
-    two = result(launch(*LAUNCHES[launcher]), trained, data[kind], tmp_path / "two.json", start)
+def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, launcher):
+    two = result(launch(*LAUNCHES[launcher]), trained, data[kind], tmp_path / "two.json")
     one = result([sys.executable], trained, data[kind], tmp_path / "one.json")
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["units"] == two["units"]
@@ -98,8 +95,8 @@ def test_text_like_that_of_the_training_is_likelier_than_other_text(trained, cor
 def test_a_launcher_that_starts_one_process_for_two_is_refused(trained, packed):
     """Without --multi_gpu, or with --cpu, accelerate launch ignores --num_processes on a CPU, and
     leaves this environment."""
-    command = [sys.executable, "-m", "scripts.evaluate", str(trained.path), "--data", str(packed)]
-    ended = run_warm(command, ACCELERATE_MIXED_PRECISION="no", MASTER_PORT="29500")
+    environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
+    ended = evaluate([sys.executable], trained, "--data", str(packed), **environ)
     assert ended.code != 0
     (line,) = [line for line in ended.out.splitlines() if line.startswith("evaluate: error: ")]
     assert "pass --multi_gpu" in line

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 NOTEBOOK = Path("notebooks/pretrain.ipynb")
 STEPS = 30
+WHOLE = pytest.mark.variant  # of the other notebooks below, and of the commands in its cells
 RESULTS = "print(json.dumps({'run': str(run), 'exported': str(exported), 'texts': [ours, theirs]}))"
 
 
@@ -66,6 +67,7 @@ def results(executed) -> dict:
     return json.loads(stream(executed.cells[-1], "stdout"))
 
 
+@WHOLE
 def test_the_loss_falls(root, results):
     lines = (root / results["run"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for line in lines if "loss" in (row := json.loads(line))]
@@ -73,6 +75,7 @@ def test_the_loss_falls(root, results):
     assert rows[-1]["loss"] < rows[0]["loss"] - 2
 
 
+@WHOLE
 def test_the_exported_folder_loads_and_writes_what_the_notebook_said(root, results):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,6 +88,7 @@ def test_the_exported_folder_loads_and_writes_what_the_notebook_said(root, resul
     assert len(text) > len("sum 7: ")
 
 
+@WHOLE
 def test_both_pictures_are_drawn(executed):
     drawn = [cell.id for cell in executed.cells if "image/png" in str(cell.get("outputs"))]
     assert drawn == ["rotary", "curve"]

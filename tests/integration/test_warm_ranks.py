@@ -60,7 +60,8 @@ def told(start, how: str, script: Path, path: Path) -> tuple[list[dict], list[st
     return [json.loads(file.read_text()) for file in files], sorted(lines)
 
 
-HOW = [pytest.param(how, marks=pytest.mark.variant if how == "DDP" else ()) for how in STARTS]
+LIKE_OTHERS = dict.fromkeys(("DDP", "python -m"), pytest.mark.variant)
+HOW = [pytest.param(how, marks=LIKE_OTHERS.get(how, ())) for how in STARTS]
 
 
 @pytest.mark.parametrize("how", HOW)
