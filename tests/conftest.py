@@ -332,3 +332,15 @@ def found_by(script: str, folder: Path, processes: int, engines: tuple[str, ...]
     ended = run_warm([*launch, str(path), str(folder), *engines], PYTHONPATH=str(REPOSITORY))
     assert ended.code == 0, ended.out
     return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from browser import Browser, find_browser
+
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("needs Chromium")
+    browser = Browser(executable, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
-from browser import Browser, find_browser
+from browser import Browser
 
 from report.page import write_report
 
@@ -75,16 +75,6 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     write_report(runs[:1], pages["one"])
     write_report(runs, pages["several"])
     return pages
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    executable = find_browser()
-    if executable is None:
-        pytest.skip("needs Chromium")
-    browser = Browser(executable, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 def legend(browser: Browser, figure: int = 0) -> list[str]:

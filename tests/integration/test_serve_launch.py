@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-from browser import Browser, find_browser
+from browser import Browser
 from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm
 from server_process import ServerProcess, wait_until, write_model
 
@@ -271,16 +271,6 @@ def test_the_openai_package_understands_the_errors(servers):
     with pytest.raises(openai.NotFoundError) as refused:
         ask(model="gpt-4", messages=HELLO)
     assert refused.value.code == "model_not_found"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    executable = find_browser()
-    if executable is None:
-        pytest.skip("needs Chromium")
-    browser = Browser(executable, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 def ask(browser: Browser, question: str) -> None:
