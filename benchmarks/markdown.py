@@ -2,6 +2,7 @@
 
 import platform
 import shlex
+import statistics
 import sys
 from contextlib import suppress
 from datetime import date
@@ -43,3 +44,11 @@ def table(rows: list[dict]) -> str:
     titles = list(rows[0])
     lines = [titles, ["---"] * len(titles), *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median, lowest and highest."""
+    if not values:
+        return "n/a"
+    median, low, high = statistics.median(values), min(values), max(values)
+    return f"{median:{form}} ({low:{form}} to {high:{form}})"

@@ -75,7 +75,7 @@ def ours(text: Path) -> Contender:
 def minimind(checkout: Path, train: list[str]) -> Contender:
     """All of the text, as its users give it: on the way down to a tenth of its learning rate it
     would learn less in this time."""
-    folder = copy(checkout, "minimind")
+    folder = copy(checkout, OUT / "minimind")
     write_jsonl(folder / "dataset/train.jsonl", train)
 
     def command(steps: int) -> list[str]:
@@ -105,7 +105,7 @@ def minimind(checkout: Path, train: list[str]) -> Contender:
 def nanogpt(checkout: Path, train: list[str], held_out: list[str]) -> Contender:
     """By characters, as its exercise for small machines. Its vocabulary is that of all the text,
     of which it trains on the first nine tenths: of what is not held out, nearly everything."""
-    folder = copy(checkout, "nanogpt")
+    folder = copy(checkout, OUT / "nanogpt")
     data = folder / "data/shakespeare_char"
     text = "\n\n".join(train + held_out)
     (data / "input.txt").write_text(text.replace("\r", ""), encoding="utf-8", newline="")
@@ -137,11 +137,10 @@ def nanogpt(checkout: Path, train: list[str], held_out: list[str]) -> Contender:
     return Contender("nanoGPT", folder, command, saves, read, fits=True)
 
 
-def copy(checkout: Path, name: str) -> Path:
+def copy(checkout: Path, to: Path) -> Path:
     """A checkout of its own: what a run writes does not go into the user's."""
     ignored = shutil.ignore_patterns(".git", "out*", "checkpoints")
-    shutil.copytree(checkout, OUT / name, ignore=ignored)
-    return OUT / name
+    return shutil.copytree(checkout, to, ignore=ignored)
 
 
 def python(script: str) -> list[str]:

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass, field
 
 from benchmarks.contenders import Contender
-from benchmarks.markdown import table
+from benchmarks.markdown import spread, table
 from benchmarks.work import Work
 from training.engine.device import peak_flops
 from training.engine.memory import GIB
@@ -147,25 +147,17 @@ def _row(report: SizeReport, result: Result) -> dict:
     flops = statistics.median(result.speeds()) * report.work.counts[1]  # per second
     devices = result.contender.processes if report.gpu else 1
     peak = (report.sheet_peak or report.measured_peak) * devices
-    against = _spread(ratios(result, report.baseline), ".3f")
+    against = spread(ratios(result, report.baseline), ".3f")
     return {
         "contender": result.name,
         "processes": result.contender.processes,
-        "tokens/s": _spread(result.speeds(), ",.0f"),
+        "tokens/s": spread(result.speeds(), ",.0f"),
         f"against {report.baseline.name}": "1" if result is report.baseline else against,
         "TFLOP/s": _tera(flops),
         "MFU" if report.sheet_peak else "of measured peak": f"{flops / peak:.1%}",
         "memory, GiB": f"{result.peak_bytes / GIB:.2f}",
         "first step, s": f"{result.first_step_seconds:.1f}",
     }
-
-
-def _spread(values: list[float], form: str) -> str:
-    """Median, lowest and highest."""
-    if not values:
-        return "n/a"
-    median, low, high = statistics.median(values), min(values), max(values)
-    return f"{median:{form}} ({low:{form}} to {high:{form}})"
 
 
 def _tera(flops: float) -> str:
