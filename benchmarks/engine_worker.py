@@ -22,9 +22,9 @@ from benchmarks.work import Work
 from training.engine.communication import traffic
 from training.engine.launch import Engine, build_engine
 from training.engine.memory import expect
+from training.engine.usage import peak_memory_bytes
 from training.engine.workload import Workload
 from training.interruption import leave
-from training.log import peak_memory_bytes
 
 WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers in them
 

@@ -74,3 +74,27 @@ def test_two_files_are_refused_by_name(environ):
     assert str(error.value) == (
         f"--deepspeed is {OURS}, but the launcher's DeepSpeed file is other.json: name one of them"
     )
+
+
+def test_of_several_models_each_may_name_a_file_and_the_launchers_is_that_of_the_others(environ):
+    environ |= {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "other.json",
+    }
+    before = dict(environ)
+    take_launch(NAMED, TrainingArguments(), TrainingArguments(deepspeed="third.json"))
+    assert {name: environ[name] for name in before} == before
+
+
+def test_several_models_may_bring_deepspeed_to_any_launch(environ):
+    take_launch(NAMED, TrainingArguments(deepspeed="other.json"))
+    assert environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in environ
+    assert environ["WORLD_SIZE"] == "1"
+
+
+def test_deepspeed_for_some_models_alone_is_refused_by_their_names(environ):
+    first = TrainingArguments(deepspeed=OURS, run_name="first")
+    with pytest.raises(UsageError, match=r"all models or none: first by .*neither plain, last nor"):
+        take_launch(first, *(TrainingArguments(run_name=name) for name in ("plain", "last")))
+    assert told(environ) == {}

@@ -16,6 +16,7 @@ from training.engine.launch import (
     _name,
     build_engine,
     deepspeed_plugin,
+    deepspeed_plugins,
     spare_overflow_check,
 )
 
@@ -221,7 +222,7 @@ def test_on_a_gpu_the_cores_are_divided_as_well_and_tf32_is_as_the_flag_says(
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
     monkeypatch.setattr(launch, "require_usable_gpus", lambda: None)
     monkeypatch.setattr(launch, "keep_freed_memory", lambda: done.append("memory"))
-    monkeypatch.setattr(launch, "deepspeed_plugin", lambda args: plugin)
+    monkeypatch.setattr(launch, "deepspeed_plugins", lambda models: [plugin])
     monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
     monkeypatch.setattr(launch, "use_all_cores", lambda: done.append("cores"))
     build_engine(TrainingArguments(dtype="float32", tf32=tf32))
@@ -333,3 +334,27 @@ def test_buckets_are_no_larger_than_all_gradients(asked, given):
     engine.fit_to(64, n_parameters=1000)
     assert zero["reduce_bucket_size"] == given
     Engine(None, "DDP", None).fit_to(64, n_parameters=1000)  # has none
+
+
+def test_each_of_several_models_has_the_file_that_it_names_or_the_launchers(environ):
+    environ |= {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
+        "ACCELERATE_GRADIENT_CLIPPING": "0.7",
+        "WORLD_SIZE": "2",
+    }
+    own = TrainingArguments(
+        batch_size=4, deepspeed=str(REPOSITORY / "configs/zero3.json"), grad_clip=0.7
+    )
+    plugins = deepspeed_plugins([own, TrainingArguments(batch_size=4, grad_clip=0.7)])
+    assert [plugin.zero_stage for plugin in plugins] == [3, 2]
+    assert [plugin.deepspeed_config["gradient_clipping"] for plugin in plugins] == [0.7, 0.7]
+
+
+def test_what_a_launcher_says_is_held_against_every_model(environ):
+    environ |= {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
+        "ACCELERATE_GRADIENT_CLIPPING": "0.7",
+        "WORLD_SIZE": "1",
+    }
+    with pytest.raises(UsageError, match=r"--gradient_clipping 0\.7, but .*0\.9"):
+        deepspeed_plugins([TrainingArguments(grad_clip=clip) for clip in (0.7, 0.9)])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from training import log as log_module
-from training.log import TrainingLog, seconds_without_core
+from training.engine.usage import seconds_without_core
+from training.log import TrainingLog
 
 FLOPS_PER_TOKEN = 1000
 
@@ -303,6 +304,29 @@ def test_pauses_do_not_count_as_training(start, clock, tmp_path):
     feed(log, 4, [1.0])
     assert [row["step_seconds"] for row in rows(tmp_path)] == [1.0, 2.0, 2.0]
     assert [row["tokens_per_second"] for row in rows(tmp_path)] == [None, 50.0, 50.0]
+
+
+def test_the_turns_of_other_models_count_in_the_time_left_alone(start, clock, tmp_path, capsys):
+    log = start(log_interval=2, tokens_per_step=100, total_steps=12)
+    clock.now += 500  # others are built
+    for step in range(1, 5):
+        with log.turn():
+            clock.now += 3
+            with log.pause():
+                clock.now += 7
+            feed(log, step, [1.0])
+        clock.now += 11  # others are trained
+    assert [row["step_seconds"] for row in rows(tmp_path)] == [3.0, 3.0, 3.0]
+    assert [row["tokens_per_second"] for row in rows(tmp_path)] == [None, 33.3, 33.3]
+    left = (3 + 11) * (12 - 4)
+    assert f"left {left // 60}:{left % 60:02d}" in capsys.readouterr().out
+
+
+def test_lines_of_one_of_several_runs_begin_with_its_name(start, capsys):
+    log = start()
+    log.prefix = "small  "
+    feed(log, 1, [1.0])
+    assert capsys.readouterr().out.startswith("small  step 1/100  loss 1.0000")
 
 
 def test_the_time_left_leaves_pauses_out(start, clock, capsys):

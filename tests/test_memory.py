@@ -18,6 +18,7 @@ from training.engine.memory import (
     fits,
     live_parameters,
     needs,
+    stays,
 )
 from training.engine.workload import Parameters, Workload
 
@@ -361,3 +362,10 @@ def test_ram_that_will_not_do_is_said_before_anything_is_built(
     assert f"{needed / 2**30:.1f} GiB of RAM" in memory.ram_warning(kind, work)
     assert memory.ram_warning(KINDS["zero3"], work) is None
     assert memory.ram_warning(kind, work.but(on_cpu=True)) is None
+
+
+@pytest.mark.parametrize("kind", ENGINES, ids=lambda kind: kind.config)
+def test_beside_others_a_model_keeps_what_never_goes_and_on_a_cpu_all_that_it_had(kind):
+    plan = expect(kind, workload())
+    assert stays(kind, workload()) == plan.held < plan.peak
+    assert stays(kind, workload(on_cpu=True)) == expect(kind, workload(on_cpu=True)).peak

@@ -249,7 +249,7 @@ def test_a_sample_is_written_at_every_interval(run_of, monkeypatch, interval, st
     for step in (1, 2, 3):
         take(run, step)
         run.update()
-        run.end(step)
+        run.report(step)
     assert written == steps
 
 

@@ -69,6 +69,17 @@ def test_a_run_is_planned_as_what_it_is(run_of):
     assert work.parameters.total == 25_829_888
 
 
+def test_memory_of_other_models_is_not_there_for_this_one(run_of, needs):
+    others = 3 * GIB
+    enough = needs("zero2") + others
+    assert start_block.warnings(run_of(enough), others) == []
+    (line,) = start_block.warnings(run_of(enough - GIB), others)
+    can_have = (needs("zero2") - GIB) / GIB
+    assert f" and can have {can_have:.1f} beside the other models: a smaller --batch" in line
+    (line,) = start_block.warnings(run_of(GIB), others)
+    assert " and can have 0.0 beside the other models: " in line
+
+
 def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(run_of, needs):
     enough = needs("zero2")
     assert start_block.warnings(run_of(enough)) == []

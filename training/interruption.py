@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from training.engine.launch import Engine
@@ -78,7 +79,18 @@ def leave_note() -> None:
         Path(note).touch()
 
 
-def how_to_resume(run: Path) -> str:
+def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
+    """The end of a process that was told to stop, and of all that it trained; with exit code 1 if
+    that is not saved."""
+    if saved and engines[0].accelerator.is_local_main_process:
+        leave_note()  # every machine has a launcher
+    for engine in engines:
+        engine.accelerator.end_training()
+    if not saved:
+        sys.exit(1)
+
+
+def how_to_resume(run: Path | str) -> str:
     """What to type to go on: as it was typed, with --resume."""
     resume = f"--resume {shlex.quote(str(run))}"
     if own := os.environ.get("RESUME_WITH"):  # run_accelerate.sh, quoted as Bash does it

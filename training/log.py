@@ -2,7 +2,6 @@
 
 import json
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from common.atomic import write_whole
 from common.progress import progress_bar
 from report.history import number
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
+from training.engine.usage import peak_memory_bytes, seconds_without_core
 
 # Share of its time that a thread has waited for a core, at least, beside a busy program: measured
 # were 0.37 on two cores, and 0.005 alone.
@@ -88,6 +88,8 @@ class TrainingLog:
         self.divergence: str | None = None  # a warning, once there is reason for one
         self._first_loss, self._above = None, 0  # of the first report; reports in a row above it
         self._is_crowded = accelerator.device.type != "cpu"  # or nothing is to be said of it
+        self.prefix = ""  # of every line that it says, where several runs have a log
+        self._left: float | None = None  # when its last turn ended
         self._start_clock()
 
     def micro_batch(self, loss: Tensor, weight: float = 1.0, tokens: int | None = None) -> None:
@@ -156,7 +158,7 @@ class TrainingLog:
 
     def _start_clock(self) -> None:
         self._last = time.perf_counter()
-        self._paused = 0.0
+        self._paused = self._elsewhere = 0.0
         self._waited = seconds_without_core()
         self._steps = 0
         self._tokens: int | None = None  # this process's, where steps differ
@@ -169,7 +171,7 @@ class TrainingLog:
 
     def _seconds(self) -> float:
         """That the steps since the last report, or the first step, have taken."""
-        return time.perf_counter() - self._last - self._paused
+        return time.perf_counter() - self._last - self._paused - self._elsewhere
 
     def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
         loss = self._mean_loss()
@@ -177,7 +179,8 @@ class TrainingLog:
         tokens_per_second = utilisation = None
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            left = int(seconds * (self.total_steps - step))
+            all_models = seconds + self._elsewhere / self._steps
+            left = int(all_models * (self.total_steps - step))
             processes = self.accelerator.num_processes
             tokens = self._own_tokens()
             if self._tokens is not None:
@@ -270,7 +273,20 @@ class TrainingLog:
             with suppress(OSError):  # a log file on a full disk must not end the run
                 if sys.stderr.isatty():
                     self.bar.clear()
-                print(text, flush=True)
+                print(f"{self.prefix}{text}", flush=True)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """In here its model is at work, of several that are trained in turn; what lies between two
+        turns is the time of the others."""
+        if self._left is None:
+            self._start_clock()
+        else:
+            self._elsewhere += time.perf_counter() - self._left
+        yield
+        if self._late:  # what a GPU has been asked for here, it does in this model's time
+            torch.cuda.synchronize(self.accelerator.device)
+        self._left = time.perf_counter()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -319,21 +335,3 @@ def drop_rows_from(path: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short when the run was killed
     write_whole(path, b"".join(kept))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory so far: of the GPU's allocator, or of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
-
-
-def seconds_without_core(tasks: Path = Path("/proc/self/task")) -> float:
-    """That this process's threads could have run and no core was free; 0 where the system does not
-    tell, as Linux does."""
-    nanoseconds = 0
-    for path in tasks.glob("*/schedstat"):
-        with suppress(OSError):  # a thread that has ended meanwhile
-            nanoseconds += int(path.read_text("ascii").split()[1])
-    return nanoseconds / 1e9

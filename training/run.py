@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from training.arguments import TrainingArguments
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
 from training.finish import finish, say_stopped
-from training.interruption import StopRequest, leave_note
+from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
 from training.optimizer import set_learning_rate
 from training.profiler import StepProfiler
@@ -121,10 +120,14 @@ class Run:
             log=self.log,
             start_step=start.step,
         )
-        self.stop = StopRequest(engine, args.time_limit, args.save_minutes, since=started)
+        self.started = started
 
     def steps(self) -> Iterator[int]:
-        """The optimizer steps to take, counted from 1."""
+        """The optimizer steps to take, counted from 1. From now on a signal asks the run to
+        stop."""
+        args = self.args
+        limits = args.time_limit, args.save_minutes
+        self.stop = StopRequest(self.engine, *limits, since=self.started)
         self.model.train()
         yield from range(self.first_step, self.learning_rate.total_steps + 1)
 
@@ -204,39 +207,55 @@ class Run:
 
     def end(self, step: int) -> bool:
         """Log the step; validate, write a sample and save where it is time. True: the run was told
-        to stop, and has said its last words."""
-        log = self.log
+        to stop, and has said its last words. Raises UsageError: no step works any more."""
+        self.report(step)
+        if self.gives_up:
+            raise UsageError(self.give_up())
+        reason, due = self.stop.reason(), self.is_time_to_save(step)
+        if reason or self.stop.time_to_save or due:
+            self.save(step)
+            self.stop.saved()
+        self.checkpointer.poll()
+        if reason is None or step == self.learning_rate.total_steps:
+            return False
+        saved = self.close()
+        if self.engine.is_main:
+            say_stopped(self.folder, step, reason, saved)
+        end_stopped([self.engine], saved)
+        return True
+
+    def report(self, step: int) -> None:
+        """Log the step; validate and write a sample where it is time."""
+        log, self.val_loss = self.log, None
         with log.pause():  # not training: throughput leaves it out
             profile = self.profiler.end_step(step)
         epoch = step * self.samples_per_step / len(self.train_set)
         log.step(step, self.rate, self.grad_norm, epoch)
         if profile:
             log.profile(step, *profile)
-        if log.bad_in_row >= self.args.max_bad_steps:
-            self._give_up(log.last_bad)
-        validates = self._is_time(step, self.args.eval_interval)
-        val_loss = self.validate(step) if validates else None
+        if self.gives_up:
+            return
+        if self._is_time(step, self.args.eval_interval):
+            self.val_loss = self.validate(step)
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)
-        reason = self.stop.reason()
-        due = self.checkpointer.is_best(val_loss) or self._is_time(step, self.args.save_interval)
-        if reason or self.stop.time_to_save or due:
-            with log.pause():
-                self.checkpointer.save(step, val_loss)
-            self.stop.saved()
-        self.checkpointer.poll()
-        if reason is None or step == self.learning_rate.total_steps:
-            return False
+
+    def is_time_to_save(self, step: int) -> bool:
+        """By the validation, if there was one, or by --save_interval; to be asked once in a
+        step."""
+        is_best = self.checkpointer.is_best(self.val_loss)
+        return is_best or self._is_time(step, self.args.save_interval)
+
+    def save(self, step: int) -> None:
+        """A checkpoint, after `report`."""
+        with self.log.pause():
+            self.checkpointer.save(step, self.val_loss)
+
+    def close(self) -> bool:
+        """Wait for the last checkpoint; False if it is not there."""
         saved = self.checkpointer.wait()
-        log.close()
-        if self.engine.is_main:
-            say_stopped(self.folder, step, reason, saved)
-        if saved and self.accelerator.is_local_main_process:
-            leave_note()  # every machine has a launcher
-        self.accelerator.end_training()
-        if not saved:
-            sys.exit(1)
-        return True
+        self.log.close()
+        return saved
 
     def validate(self, step: int) -> float | None:
         """Log the loss of the validation split after so many steps, and return it; None where there
@@ -259,17 +278,22 @@ class Run:
         is_last = step == self.learning_rate.total_steps
         return is_last or (interval > 0 and step % interval == 0)
 
-    def _give_up(self, step: int) -> None:
-        """Write down which samples that step had, and end the run: nothing but gradients that
-        are not finite. Raises UsageError: always."""
+    @property
+    def gives_up(self) -> bool:
+        """After `report`: there is nothing but gradients that are not finite."""
+        return self.log.bad_in_row >= self.args.max_bad_steps
+
+    def give_up(self) -> str:
+        """Write down which samples the last step had; returns why the run ends."""
         self.checkpointer.wait()
+        step = self.log.last_bad
         first, last = (step - 1) * self.samples_per_step, step * self.samples_per_step
         samples = self.sampler.indices(np.arange(first, last)).tolist()
         if self.engine.is_main:
             row = json.dumps({"step": step, "samples": samples})
             self.folder.bad_samples.write_text(row + "\n", encoding="utf-8")
         shown = ", ".join(map(str, samples[:16])) + (", ..." if len(samples) > 16 else "")
-        raise UsageError(
+        return (
             f"{self.log.bad_in_row} steps in a row had a non-finite gradient and changed nothing; "
             f"the batch of step {step} was samples {shown} (all in the run's bad_samples.json); "
             "the last checkpoint is as it was: try a lower --learning_rate"
@@ -278,6 +302,15 @@ class Run:
     def finish(self) -> None:
         """Leave the weights, a sample and the report of a run that has come to its end. Raises
         UsageError: they are there, but the last checkpoint is not."""
+        if not self.leave():
+            raise UsageError(
+                f"{self.folder.path}: the weights are there, the last checkpoint is not"
+            )
+        self.accelerator.end_training()
+
+    def leave(self) -> bool:
+        """Weights, sample and report; False on the main process: the last checkpoint is not
+        there."""
         saved = self.checkpointer.wait()
         weights = self.built.state.weights()
         self.log.close()
@@ -286,8 +319,4 @@ class Run:
             finish(self.args, self.folder, built.config, weights, built.lora, prompt_from)
             if self.log.divergence:
                 print(f"\n{self.log.divergence}", flush=True)
-            if not saved:
-                raise UsageError(
-                    f"{self.folder.path}: the weights are there, the last checkpoint is not"
-                )
-        self.accelerator.end_training()
+        return saved

@@ -46,7 +46,10 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     args = replace(args, data=args.data or prepared.data)  # each process keeps its own flags
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)
     sets = {"train_set": train_set, "val_set": val_set}
-    return start_run(args, engine, initial, **sets, started=started)
+    run = start_run(args, engine, initial, **sets, started=started)
+    if run is None:
+        accelerator.end_training()
+    return run
 
 
 def start_run(
@@ -57,12 +60,14 @@ def start_run(
     train_set: PackedDataset,
     val_set: PackedDataset | None,
     started: float,
+    beside: int = 0,
 ) -> Run | None:
     """Build the model, resume where asked, and say what is in use; None if the run is finished.
 
     Args:
         train_set, val_set: see `open_splits`.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
+        beside: bytes that other models keep from a process, see `training.engine.memory.stays`.
 
     Raises UsageError, ConfigError: this cannot be trained.
     """
@@ -79,7 +84,6 @@ def start_run(
     total_steps = count_steps(args, len(train_set), engine.processes)
     if start.step >= total_steps and on_main_process(accelerator, start.folder.weights.exists):
         accelerator.print(describe_finished(start, total_steps))
-        accelerator.end_training()
         return None
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
@@ -104,8 +108,8 @@ def start_run(
     )
 
     # What is in use, said and written down; what belongs to a course not taken is set aside.
-    run.log.say(start_block(run, initial))
-    for warning in warnings(run):
+    run.log.say(start_block(run, initial, beside))
+    for warning in warnings(run, beside):
         run.log.say(warning)
     if engine.is_main:
         set_aside(start)

@@ -26,8 +26,8 @@ from training.run import Run
 FEW_STEPS = 50
 
 
-def start_block(run: Run, initial: InitialWeights) -> str:
-    """One line per fact, names aligned."""
+def start_block(run: Run, initial: InitialWeights, beside: int = 0) -> str:
+    """One line per fact, names aligned; `beside` as in `start_run`."""
     args, engine, built = run.args, run.engine, run.built
     config, rate = built.config, run.learning_rate
     device = run.accelerator.device
@@ -61,12 +61,12 @@ def start_block(run: Run, initial: InitialWeights) -> str:
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{args.lr_schedule}",
         "checkpoints": _checkpoints(run),
-        "memory": _memory(expect(kind, work)),
+        "memory": _memory(expect(kind, work), beside),
     }
     if args.gradient_checkpointing != "off":
         keeps = args.gradient_checkpointing == "selective" and not keeps_scores
         fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
-    if advice := faster_engine(kind, work, _room(run)):
+    if advice := faster_engine(kind, work, _room(run, beside)):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
@@ -108,8 +108,8 @@ def _checkpoints(run: Run) -> str:
     return ", ".join([*when, "at the end"])
 
 
-def warnings(run: Run) -> list[str]:
-    """What to know before the first step."""
+def warnings(run: Run, beside: int = 0) -> list[str]:
+    """What to know before the first step; `beside` as in `start_run`."""
     found, args, total_steps = [], run.args, run.learning_rate.total_steps
     for name in ("log_interval", "eval_interval", "save_interval"):
         value = getattr(args, name)
@@ -124,11 +124,12 @@ def warnings(run: Run) -> list[str]:
             "batch (--batch_size, --accumulation_steps), more --epochs or more text give more"
         )
     kind, work = in_use(run)
-    needed, room = needs(kind, work), _room(run)
+    needed, room = needs(kind, work), _room(run, beside)
     if room is not None and needed > room:
         found.append(
             f"WARNING: a process may need {needed / GIB:.1f} GiB of memory and can have "
-            f"{room / GIB:.1f}: {less_memory(run.args, run.built.config.use_flash_attn)}"
+            f"{max(room, 0) / GIB:.1f}{' beside the other models' * bool(beside)}: "
+            f"{less_memory(run.args, run.built.config.use_flash_attn)}"
             f"{lighter_engine(kind, work, room)}"
         )
     if run.engine.total(int(not run.folder.path.exists())):
@@ -175,9 +176,13 @@ def in_use(run: Run) -> tuple[Kind, Workload]:
     return run.engine.kind, work
 
 
-def _memory(plan: MemoryPlan) -> str:
+def _memory(plan: MemoryPlan, beside: int = 0) -> str:
     """What a process is expected to need, in words."""
-    elsewhere = {"in RAM": plan.host, "on NVMe": plan.nvme}
+    elsewhere = {
+        "in RAM": plan.host,
+        "on NVMe": plan.nvme,
+        "kept by the other models": beside,
+    }
     return (
         f"about {plan.peak / GIB:.2f} GiB per process expected "
         f"({plan.held / GIB:.2f} weights and optimizer, {(plan.peak - plan.held) / GIB:.2f} "
@@ -187,7 +192,8 @@ def _memory(plan: MemoryPlan) -> str:
     )
 
 
-def _room(run: Run) -> int | None:
-    """Bytes that the process with the least can have, None if unknown. All must call this."""
+def _room(run: Run, beside: int) -> int | None:
+    """Bytes that this model can have in the process with the least, None if unknown. All must call
+    this."""
     room = available_memory(run.accelerator.device, run.engine.processes)
-    return None if room is None else -run.engine.largest(-room)
+    return None if room is None else -run.engine.largest(-room) - beside

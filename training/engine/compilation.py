@@ -83,6 +83,7 @@ def compile_blocks(model: Transformer) -> None:
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     # DDP would have graphs split where its buckets end. Blocks are small graphs already, and alike.
     torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.recompile_limit += 8  # another model of this process has other shapes
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 

@@ -14,15 +14,28 @@ ALONE = {
 }
 
 
-def take_launch(args: TrainingArguments) -> None:
-    """Have the environment say what `accelerate launch` would have said.
+def take_launch(*models: TrainingArguments) -> None:
+    """Have the environment say what `accelerate launch` would have said. Where several models are
+    trained, each may name a DeepSpeed file, and the launcher's is that of the others.
 
-    Raises UsageError: --deepspeed, or what launchers append, contradicts the launcher.
+    Raises UsageError: --deepspeed, or what launchers append, contradicts the launcher; or some
+    models have a file, and for the others there is none.
     """
     if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
-    name_configuration(args)
-    if args.deepspeed and "RANK" not in os.environ:
+    with_file = [args.run_name for args in models if args.deepspeed]
+    without = [args.run_name for args in models if not args.deepspeed]
+    if len(models) == 1:
+        name_configuration(models[0])
+    elif with_file and without and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        raise UsageError(
+            f"DeepSpeed trains all models or none: {', '.join(with_file)} by a file of their own, "
+            f'and neither {", ".join(without)} nor the launcher names one: add "deepspeed": '
+            '"ds_config.json"'
+        )
+    elif with_file:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if with_file and "RANK" not in os.environ:
         os.environ.update(ALONE)
 
 

@@ -9,6 +9,8 @@ come about, DeepSpeed switched off.
 import logging
 import os
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,6 +56,7 @@ class Engine:
     accelerator: Accelerator
     name: str  # for people, e.g. "DeepSpeed ZeRO-2"
     deepspeed: dict | None  # its configuration, every "auto" filled; None without DeepSpeed
+    plugin: str | None = None  # the key of this configuration in Accelerate's state
     # Processes' group on the CPU: asking there neither waits for the GPU nor disturbs it.
     cpu_group: ProcessGroup | None = None  # None with a single process
 
@@ -122,20 +125,28 @@ logging.getLogger("DeepSpeed").addFilter(
 def build_engine(args: TrainingArguments) -> Engine:
     """The Accelerator for this launch. Raises UsageError: launcher, configuration file, flags and
     machine do not go together."""
-    take_launch(args)
+    return build_engines([args])[0]
+
+
+def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
+    """One for each of several models on the same processes, with a DeepSpeed configuration of its
+    own. What is said of precision and accumulation is the same for all. Raises UsageError: as
+    `build_engine`, or DeepSpeed is there for some alone."""
+    take_launch(*models)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpus()
     has_gpu = torch.cuda.is_available()
+    args = models[0]
     _check_launch(args, deepspeed, has_gpu)
     if has_gpu:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
     else:
         keep_freed_memory()
     # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
-    plugin = None
+    plugins = {}
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     if deepspeed:
-        plugin = deepspeed_plugin(args)
+        plugins = {str(i): plugin for i, plugin in enumerate(deepspeed_plugins(models))}
         if "RANK" not in os.environ:
             raise UsageError(
                 "DeepSpeed is asked for without a launcher: use accelerate launch, or --deepspeed"
@@ -146,34 +157,39 @@ def build_engine(args: TrainingArguments) -> Engine:
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     listen_where_others_reach()
-    try:
-        accelerator = Accelerator(
-            mixed_precision=args.mixed_precision,
-            gradient_accumulation_steps=args.accumulation_steps,
-            deepspeed_plugin=plugin,
-            # DDP's gradients are parts of its buckets, and not copied into them.
-            kwargs_handlers=[
-                process_group,
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            ],
-            cpu=not has_gpu and not deepspeed,
-            step_scheduler_with_optimizer=False,
-        )
+    how = {
+        "mixed_precision": args.mixed_precision,
+        "gradient_accumulation_steps": args.accumulation_steps,
+        # DDP's gradients are parts of its buckets, and not copied into them.
+        "kwargs_handlers": [
+            process_group,
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+        "cpu": not has_gpu and not deepspeed,
+        "step_scheduler_with_optimizer": False,
+    }
+    try:  # the first one takes all plugins, and the others find them
+        accelerators = [Accelerator(deepspeed_plugin=plugins or None, **how)]
+        accelerators += [Accelerator(**how) for _ in models[1:]]
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UsageError(
             f"the processes cannot meet at {address}: {str(error).splitlines()[0]}"
         ) from error
-    if accelerator.num_processes != world_size:
+    if accelerators[0].num_processes != world_size:
         raise UsageError(
             f"the launcher started {world_size} processes, "
-            f"Accelerate sees {accelerator.num_processes}"
+            f"Accelerate sees {accelerators[0].num_processes}"
         )
     use_all_cores()
-    config = plugin.deepspeed_config if plugin else None
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
-    return Engine(accelerator, _name(config, world_size), config, group)
+    engines = []
+    for i, accelerator in enumerate(accelerators):
+        key = str(i) if plugins else None
+        config = plugins[key].deepspeed_config if plugins else None
+        engines.append(Engine(accelerator, _name(config, world_size), config, key, group))
+    return engines
 
 
 def _name(deepspeed: dict | None, processes: int) -> str:
@@ -234,26 +250,50 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
 
     Raises UsageError: the configuration contradicts the flags, or Accelerate rejects it.
     """
-    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    try:
-        if path == "none":  # the launcher's own flags, such as --zero_stage
+    return deepspeed_plugins([args])[0]
+
+
+def deepspeed_plugins(models: Sequence[TrainingArguments]) -> list[DeepSpeedPlugin]:
+    """`deepspeed_plugin` of each of several models, which may name a file of its own."""
+    files = [
+        args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+        for args in models
+    ]
+    configs = [_configuration(args, file) for args, file in zip(models, files, strict=True)]
+    # The launcher's values must not fill or override what is now explicit.
+    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
+        os.environ.pop(f"ACCELERATE_{name}", None)
+    plugins = []
+    for args, file, config in zip(models, files, configs, strict=True):
+        with _rejected_by_accelerate(file):
+            how = {"gradient_accumulation_steps": args.accumulation_steps}
+            plugins.append(DeepSpeedPlugin(hf_ds_config=config, **how))
+    return plugins
+
+
+def _configuration(args: TrainingArguments, file: str) -> dict:
+    """Of a file; "none" takes the launcher's own flags, such as --zero_stage."""
+    with _rejected_by_accelerate(file):
+        if file == "none":
             config, source = DeepSpeedPlugin().deepspeed_config, "accelerate launch"
         else:
-            config, source = read_config(path), path
+            config, source = read_config(file), file
         config = resolve(config, args, int(os.environ.get("WORLD_SIZE", 1)), source)
         _check_launcher_agrees(config, source)
-        # The launcher's values must not fill or override what is now explicit.
-        for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
-            os.environ.pop(f"ACCELERATE_{name}", None)
-        return DeepSpeedPlugin(
-            hf_ds_config=config, gradient_accumulation_steps=args.accumulation_steps
-        )
+        return config
+
+
+@contextmanager
+def _rejected_by_accelerate(file: str) -> Iterator[None]:
+    """Raises UsageError: Accelerate does not take what it is given in here."""
+    try:
+        yield
     except UsageError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"Accelerate rejects the DeepSpeed configuration {path}: {reason}"
+            f"Accelerate rejects the DeepSpeed configuration {file}: {reason}"
         ) from error
 
 

@@ -126,6 +126,13 @@ def needs(kind: Kind, work: Workload) -> int:
     return plan.held + (passing if work.on_cpu else passing * 4 // 3) + OVERHEAD
 
 
+def stays(kind: Kind, work: Workload) -> int:
+    """Bytes that a model keeps from the others of its process when these are at work. On a CPU also
+    what it has freed: the allocator keeps it, and in pieces that may suit nobody else."""
+    plan = expect(kind, work)
+    return plan.peak if work.on_cpu else plan.held
+
+
 def fits(kind: Kind, work: Workload, room: int) -> bool:
     """Whether a process that can have so many bytes has enough."""
     return needs(kind, work) <= room

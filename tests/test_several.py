@@ -1,0 +1,116 @@
+"""What runs side by side share: a progress bar, and the step they go on from."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import UsageError
+from runs.folder import RunFolder
+from training import several
+from training.arguments import TrainingArguments
+from training.several import Lane, resumed_together
+
+
+@pytest.fixture
+def models(tmp_path):
+    """The arguments of models, each with checkpoints after some steps."""
+
+    def make(**steps: list[int]) -> list[TrainingArguments]:
+        for name, own in steps.items():
+            for step in own:
+                RunFolder(tmp_path / name).checkpoint(step).mkdir(parents=True)
+        where = {"out_dir": str(tmp_path), "resume": "auto"}
+        return [TrainingArguments(run_name=name, **where) for name in steps]
+
+    return make
+
+
+@pytest.fixture
+def damaged(monkeypatch) -> set[str]:
+    """Names of runs and steps whose checkpoint is damaged, such as small/20."""
+    names = set()
+
+    def damage(path):
+        is_damaged = f"{path.parents[1].name}/{int(path.name[5:])}" in names
+        return "weights.safetensors is not what it was" if is_damaged else None
+
+    monkeypatch.setattr(several, "damage", damage)
+    return names
+
+
+def steps_of(paths: list[str]) -> list[int]:
+    return [int(re.search(r"step-(\d+)$", path)[1]) for path in paths]
+
+
+def test_all_go_on_from_the_newest_step_that_all_have(models, damaged, tmp_path):
+    paths = resumed_together(models(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]))
+    assert steps_of(paths) == [20, 20, 20]
+    assert paths[1] == str(RunFolder(tmp_path / "large").checkpoint(20))
+
+
+def test_a_step_of_which_one_is_damaged_is_passed_over_aloud(models, damaged, capsys):
+    damaged |= {"large/20"}
+    assert steps_of(resumed_together(models(small=[10, 20], large=[10, 20]))) == [10, 10]
+    said = capsys.readouterr().out
+    assert "step-00000020: weights.safetensors is not what it was; trying the step before" in said
+
+
+def test_where_there_is_no_checkpoint_yet_new_runs_start(models, damaged):
+    assert resumed_together(models(small=[], large=[])) == ["auto", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "bad", "said"),
+    [
+        ({"small": [10, 20], "new": []}, set(), r"small 10, 20; \S+new none"),
+        ({"small": [10], "large": [30]}, set(), r"small 10; \S+large 30"),
+        ({"small": [10], "large": [10]}, {"small/10"}, r"small 10; \S+large 10"),
+    ],
+)
+def test_without_a_step_of_all_it_says_which_run_is_where(models, damaged, steps, bad, said):
+    damaged |= bad
+    with pytest.raises(UsageError, match=rf"which all have a sound checkpoint \(\S+{said}\)"):
+        resumed_together(models(**steps))
+
+
+def test_new_runs_are_not_resumed(models, damaged):
+    asked = models(small=[10], large=[10])
+    for args in asked:
+        args.resume = None
+    assert resumed_together(asked) == [None, None]
+
+
+class Bar:
+    """A progress bar that remembers."""
+
+    def __init__(self):
+        self.disable, self.shown, self.moves = False, "", 0
+
+    def clear(self) -> None:
+        self.shown = ""
+
+    def set_postfix_str(self, text: str, refresh: bool) -> None:
+        self.shown = text
+
+
+def test_one_bar_shows_what_each_says():
+    bar, shown = Bar(), {}
+    small, large = Lane(bar, "small", shown), Lane(bar, "large", shown)
+    small.set_postfix_str("loss 1", refresh=False)
+    large.set_postfix_str("loss 2", refresh=False)
+    small.update()
+    large.update()
+    small.set_postfix_str("loss 3", refresh=False)
+    assert bar.shown == "small loss 3; large loss 2"
+    small.close()  # it gave up
+    large.set_postfix_str("loss 4", refresh=False)
+    assert bar.shown == "large loss 4"
+
+
+def test_sequences_of_weights_must_be_as_long_for_all():
+    asked = [TrainingArguments(run_name=name) for name in ("a", "b")]
+    lengths = [SimpleNamespace(max_seq_len=n) for n in (256, 512)]
+    several._require_one_length(asked, [lengths[0], lengths[0]])
+    with pytest.raises(UsageError, match=r"--max_seq_len for all \(a 256, b 512\)"):
+        several._require_one_length(asked, lengths)

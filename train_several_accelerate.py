@@ -1,0 +1,54 @@
+"""Pretrain several models side by side on the same batches, to compare them.
+
+    accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
+      --model small.json --model large.json [flags for all of them]
+
+The steps are those of pretraining, see train_pretrain_accelerate.py, and each model becomes, to the
+bit, what it is when it is trained there alone: it has an engine, random numbers and a run folder of
+its own. What is shared are the batches, which are read once, and the moment of a checkpoint.
+"""
+
+from common.errors import UsageError, one_line_errors
+from model import ConfigError
+from training.engine.failures import one_line_failures
+from training.interruption import leave
+from training.notebook import leave_as_found
+from training.several import set_up_several
+from training.several_arguments import PROGRAM, Model, parse_models
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train as the flags say: those in argv, and then the process lives on, or the command line's.
+
+    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
+    """
+    with one_line_errors(PROGRAM, UsageError, ConfigError), leave_as_found(PROGRAM, argv):
+        models = parse_models(argv)
+        with one_line_failures(*models[0]):
+            train(models)
+
+
+def train(models: list[Model]) -> None:
+    """Everything between the flags and the finished runs."""
+    runs = set_up_several(models)
+    if runs is None:
+        return
+    for step in runs.steps():
+        for run in runs.in_turn():
+            run.begin(step)  # learning rate
+            for tokens, targets in run.micro_batches():
+                with run.accumulate():
+                    loss = run.model(tokens, targets).loss
+                    run.backward(loss)
+            run.update()  # clip, optimizer step
+            run.report(step)  # log, validate, sample
+        if runs.end(step):  # save, all of them or none; true: told to stop
+            return
+    runs.finish()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        leave()
