@@ -81,6 +81,18 @@ def test_new_runs_are_not_resumed(models, damaged):
     assert resumed_together(asked) == [None, None]
 
 
+def test_where_one_folder_holds_a_run_no_other_one_is_made(models, tmp_path):
+    asked = models(small=[], large=[])
+    for args in asked:
+        args.resume = None
+    metrics = RunFolder(tmp_path / "large").metrics
+    metrics.parent.mkdir()
+    metrics.touch()
+    with pytest.raises(UsageError, match="large holds a run: pass --resume auto"):
+        resumed_together(asked)
+    assert not (tmp_path / "small").exists()
+
+
 class Bar:
     """A progress bar that remembers."""
 

@@ -23,7 +23,7 @@ from training.engine.turns import Turn
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
 from training.interruption import StopRequest, end_stopped, how_to_resume
-from training.resume import starting_weights
+from training.resume import find_starting_point, starting_weights
 from training.run import Run
 from training.setup import open_splits, with_data
 from training.several_arguments import Model
@@ -228,11 +228,13 @@ def set_up_several(models: list[Model]) -> Runs | None:
 
 def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
     """What each is to --resume: its checkpoint of the newest step of which all have a sound one; or
-    as it was asked where there is none at all. Raises UsageError: there are some, and no such
-    step."""
+    as it was asked where there is none at all. Raises UsageError: there are some, and no such step;
+    or a new run would fall on an old one, which is said before any folder is made."""
     runs = [RunFolder(Path(args.out_dir, args.run_name)) for args in models]
     steps = [{int(path.name[5:]) for path in run.all_checkpoints()} for run in runs]
     if models[0].resume is None or not any(steps):
+        for args in models:
+            find_starting_point(args, quiet=True)
         return [args.resume for args in models]
     for step in sorted(set.intersection(*steps), reverse=True):
         paths = [run.checkpoint(step) for run in runs]
