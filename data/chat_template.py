@@ -25,13 +25,14 @@ TEMPLATE_FILE = "chat_template.jinja"
 # pieces. Where the text itself has the two, two more between them make it come out as it was.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
-    "{{% for turn in messages %}}"
+    "{{% for message in messages %}}"
     "{{{{ bos_token + {text} + eos_token + '\\n' }}}}"
     "{{% endfor %}}"
     "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
 )
-_TEXT = "turn['role'] + '\\n' + turn['content']"
-# For programs that remove no escapes, as llama.cpp.
+_TEXT = "message['role'] + '\\n' + message['content']"
+# For programs that remove no escapes, as llama.cpp. Where that renders no Jinja, it knows this
+# template, AlphaMonarch's, by the words "bos_token + message['role']".
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
 # For transformers, with a tokenizer from `formats.tokenizer_json.convert(..., chat=True)`.
 JINJA = _JINJA.format(

@@ -10,7 +10,7 @@ from test_tokenizer import NASTY
 from test_tokenizer_json import changed, set_field
 from transformers import AutoTokenizer
 
-from data.chat_template import ESCAPE, encode_chat_prompt, encode_conversation
+from data.chat_template import ESCAPE, PLAIN_JINJA, encode_chat_prompt, encode_conversation
 from data.conversations import ROLES, Turn
 from data.tokenizer import Tokenizer, open_tokenizer
 from formats.hugging_face_export import write_tokenizer
@@ -142,6 +142,11 @@ class Joining:
 def test_a_piece_that_begins_before_the_answer_counts_with_it():
     counted = counted_ids(Joining(), [Turn("user", "a"), Turn("assistant", "\nb")])
     assert counted == [ord("\u2028"), ord("b"), 2]
+
+
+def test_llama_cpp_knows_the_template_without_rendering_it():
+    """By these words, in llm_chat_detect_template of its src/llama-chat.cpp."""
+    assert "bos_token + message['role']" in PLAIN_JINJA
 
 
 def test_without_a_template_the_export_is_as_it_was(packed, tmp_path):
