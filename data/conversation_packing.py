@@ -76,8 +76,9 @@ def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
     documents = []
     encoded = encode_conversations(tokenizer, conversations)
     for turns, where, (ids, counts) in zip(conversations, places, encoded, strict=True):
-        # Where counting begins and ends; it does neither at the first id nor at the last.
-        answers = np.flatnonzero(np.diff(counts)).reshape(-1, 2) + 1
+        # Where counting begins and ends. It does not begin at the first id; it may end with the
+        # last, where a tokenizer drops line ends.
+        answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
         tokens = np.array(ids[: answers[-1, 1]], dtype)
         n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.role == ASSISTANT)
         documents.append(Document([tokens], n_bytes, where, answers))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sentencepiece import SentencePieceTrainer
 from test_packing import files_of
 
 from data import encoders
@@ -42,9 +43,8 @@ def pack(packed, tmp_path):
 
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
-        options = ConversationOptions(
-            **settings | changes, tokenizer=str(packed / "tokenizer.model")
-        )
+        settings["tokenizer"] = str(packed / "tokenizer.model")
+        options = ConversationOptions(**settings | changes)
         prepare([str(path)], tmp_path / name, options, progress=lambda n_bytes: None)
         return tmp_path / name
 
@@ -180,6 +180,26 @@ def test_of_two_conversations_one_is_for_validation(pack, tmp_path):
     folder = pack(write(tmp_path / "a.jsonl", CONVERSATIONS[:2]), val_fraction=1e-9)
     assert Counter(map(len, told_apart(folder))) == {1: 2}
     read_description(folder)
+
+
+def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
+    """As SentencePiece makes them unless it is told otherwise."""
+    model = tmp_path / "t.model"
+    texts = (turn.content for turns in CONVERSATIONS for turn in turns)
+    with model.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(["user", "assistant", "system", *texts]),
+            model_writer=file,
+            vocab_size=300,
+            model_type="bpe",
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    assert Tokenizer(model).encode("\n") == []
+    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0, tokenizer=str(model))
+    tokenizer = Tokenizer(folder / "tokenizer.model")
+    assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
 
 
 def test_no_conversation_at_all_is_refused(pack, tmp_path):
