@@ -91,7 +91,7 @@ def _turns(value: object, where: str) -> list[Turn]:
             raise DataError(f'{where}: "{key}" has no text in it, but {_shown(text)}')
     answers = [given[key] for key in ANSWERS if key in given]
     if "prompt" in given and answers:
-        return [*_turns_of_prompt(given["prompt"]), Turn(ASSISTANT, answers[0])]
+        return _turns_of_prompt(given["prompt"], answers[0])
     if "instruction" in given and "output" in given:
         parts = (given["instruction"], given.get("input"))
         return [Turn(USER, "\n\n".join(filter(None, parts))), Turn(ASSISTANT, given["output"])]
@@ -107,13 +107,14 @@ def _listed_turns(turns: object, what: str, where: str) -> list[Turn]:
     return [Turn(turn["role"], turn["content"]) for turn in turns]
 
 
-def _turns_of_prompt(prompt: str) -> list[Turn]:
-    """Without the last answer, of which rm-static has the beginning "Assistant:" only."""
+def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
+    """Of the answer, rm-static has the beginning "Assistant:" in the prompt, and a space."""
     if not prompt.startswith(HUMAN):
-        return [Turn(USER, prompt)]
+        return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
     _, *parts = HUMANS_OR_ASSISTANTS.split(prompt)  # "Human", what it says, "Assistant", ...
     if parts[-2] == "Assistant" and not parts[-1].strip():
         parts = parts[:-2]
     roles = {"Human": USER, "Assistant": ASSISTANT}
     said = zip(parts[::2], parts[1::2], strict=True)
-    return [Turn(roles[who], text.strip()) for who, text in said]
+    turns = [Turn(roles[who], text.strip()) for who, text in said]
+    return [*turns, Turn(ASSISTANT, answer.strip())]

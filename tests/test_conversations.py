@@ -16,7 +16,7 @@ DICTS = [turn._asdict() for turn in TURNS]
 RM_STATIC = "\n\nHuman: Hi there\n\nAssistant: Hello.\nYes?\n\nHuman: 1 + 1?\n\nAssistant:"
 OF_RM_STATIC = [
     *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
-    *(Turn("user", "1 + 1?"), Turn("assistant", " 2")),
+    *(Turn("user", "1 + 1?"), Turn("assistant", "2")),
 ]
 ASKED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
 FORMS = {
