@@ -141,7 +141,7 @@ def rows_within(answers: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarr
 
 
 def padded(longest: int | np.ndarray, seq_len: int) -> np.ndarray:
-    """The length to which rows are padded of which the longest has so many tokens: one of sixteen,
-    so that few shapes are different."""
-    multiple = max(8, seq_len // 16)
+    """The length to which rows are padded of which the longest has so many tokens: one of few, so
+    that few shapes are different, and not much longer, whatever the context."""
+    multiple = max(8, min(64, seq_len // 16))
     return np.minimum(-(-longest // multiple) * multiple, seq_len)

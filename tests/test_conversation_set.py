@@ -175,6 +175,7 @@ def test_padding_never_goes_beyond_the_context(tmp_path):
     assert dataset.collate(rows)[0].shape == (1, 50)
     assert padded(np.array([1, 8, 9, 49]), 50).tolist() == [8, 8, 16, 50]
     assert padded(np.array([1, 64, 65, 1000]), 1024).tolist() == [64, 64, 128, 1024]
+    assert padded(np.array([1, 100, 8190]), 8192).tolist() == [64, 128, 8192]
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
