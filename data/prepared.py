@@ -27,12 +27,14 @@ def default_out(data: str, flags: str = "") -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
-    """The same for conversations: each tokenizer has a folder of its own. Raises DataError: there
-    is no such tokenizer."""
+    """The same for conversations: each file, of which many are called train.jsonl, and tokenizer
+    has a folder of its own. Raises DataError: there is no such tokenizer."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer} is not there: conversations take the tokenizer of the model")
-    digest = tokenizer_hash(tokenizer)
-    out = default_out(conversations, f"{digest} {flags}")
+    words = [tokenizer_hash(tokenizer), flags]
+    if conversations != BUILTIN:
+        words.append(str(Path(conversations).resolve()))
+    out = default_out(conversations, " ".join(words))
     return out.with_name(f"{out.name}-chat")
 
 

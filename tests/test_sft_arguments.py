@@ -1,6 +1,9 @@
+import os
+
 import pytest
 
 from common.errors import UsageError
+from data.prepared import conversations_out
 from training.setup import with_data
 from training.sft_arguments import SFTArguments
 
@@ -21,3 +24,10 @@ def test_prepared_data_and_how_to_prepare_it_contradict_each_other(flags):
 def test_prepared_data_is_used_as_it_is():
     args = SFTArguments(data="out/data/chat")
     assert with_data(args, None) is args
+
+
+def test_files_of_one_name_are_prepared_in_folders_of_their_own(packed, tmp_path):
+    one, other = (tmp_path / name / "train.jsonl" for name in "ab")
+    places = [os.path.relpath(one), str(one), str(other)]
+    out = [conversations_out(place, packed / "tokenizer.model") for place in places]
+    assert out[0] == out[1] != out[2]
