@@ -40,8 +40,9 @@ def merge(args: argparse.Namespace) -> None:
         adapter, scaling = load_adapter(args.adapter, config)
         save_portable(folder, config, dict(Merged(ChainMap(adapter, base), scaling)))
         copy_tokenizer(trained.tokenizer.path, folder)
-        if (args.adapter / TEMPLATE_FILE).exists():
-            shutil.copyfile(args.adapter / TEMPLATE_FILE, folder / TEMPLATE_FILE)
+        for source in (Path(trained.tokenizer.path).parent, args.adapter):
+            if (source / TEMPLATE_FILE).exists():
+                shutil.copyfile(source / TEMPLATE_FILE, folder / TEMPLATE_FILE)
     print(f"{args.out}: {args.adapter} added to {trained.folder}")
 
 

@@ -106,10 +106,11 @@ def test_an_adapter_that_peft_wrote_is_read(run):
     torch.testing.assert_close(logits(ours), logits(theirs.eval()), rtol=1e-4, atol=1e-4)
 
 
-def test_the_script_merges(run, monkeypatch, capsys):
-    tokenizer = run.path / "tokenizer.model"
+@pytest.mark.parametrize("answers", ["base", "adapter"])
+def test_the_script_merges(run, monkeypatch, capsys, answers):
+    tokenizer = run.path / "base" / "tokenizer.model"
     tokenizer.write_bytes(b"of no matter")
-    (run.path / "adapter" / TEMPLATE_FILE).write_text("says that it answers")
+    (run.path / answers / TEMPLATE_FILE).write_text("says that it answers")
     base = load_portable(run.path / "base")
     trained = SimpleNamespace(model=base, tokenizer=SimpleNamespace(path=str(tokenizer)))
     trained.folder = run.path / "base"
