@@ -5,9 +5,15 @@ from pathlib import Path
 from common.atomic import new_folder
 from common.errors import UsageError
 from common.numbers import counted
-from data.chat_template import TEMPLATE_FILE
+from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE
 from data.errors import DataError
-from data.tokenizer import TOKENIZER_FILES, copy_tokenizer, open_tokenizer, tokenizer_in
+from data.tokenizer import (
+    MARKERS_FILE,
+    TOKENIZER_FILES,
+    copy_tokenizer,
+    open_tokenizer,
+    tokenizer_in,
+)
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_portable
 from formats.state_dicts import DEFAULTS, SETTINGS, read_foreign, to_ours
 from model.config import ConfigError
@@ -36,6 +42,8 @@ def import_weights(
         config, weights = to_ours(foreign, settings, str(source))
         save_portable(folder, config, weights)
         copied = take_tokenizer(source, tokenizer, config.vocab_size, folder)
+        if answers(source):
+            (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
     millions = sum(weight.numel() for weight in weights.values()) / 1e6
     layers, kv_heads = counted(config.n_layers, "layers"), counted(config.n_kv_heads, "kv heads")
     shape = f"dim {config.dim}, {layers}, {kv_heads}, vocabulary {config.vocab_size:,}"
@@ -55,6 +63,14 @@ def is_import(folder: Path) -> bool:
         return False
     names = {path.name for path in folder.iterdir()}
     return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+
+
+def answers(source: Path) -> bool:
+    """Whether these weights were exported from here when they had learned to answer."""
+    try:
+        return read_json(source / MARKERS_FILE).get("chat_template") == JINJA
+    except ConfigError:
+        return False
 
 
 def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:

@@ -313,7 +313,9 @@ def chat(weights, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_model_that_answers_is_exported_with_its_template_and_checked(chat, tmp_path, capsys):
+def test_a_model_that_answers_is_exported_with_its_template_and_checked(
+    chat, exported, tmp_path, capsys
+):
     export_hf.main([str(chat), str(tmp_path / "hf")])
     assert "ids of the chat template equal on 200 conversations" in capsys.readouterr().out
     card = (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
@@ -322,6 +324,9 @@ def test_a_model_that_answers_is_exported_with_its_template_and_checked(chat, tm
     turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
     ids = tokenizer.apply_chat_template([t._asdict() for t in turns], return_dict=False)
     assert ids == encode_conversation(load_trained(str(chat)).tokenizer, turns)[0]
+    for name, source in (("chats", tmp_path / "hf"), ("plain", exported)):
+        import_weights.main([str(source), str(tmp_path / name)])
+        assert load_trained(str(tmp_path / name)).chats == (name == "chats")
     AutoTokenizer.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "again")
     again = AutoTokenizer.from_pretrained(tmp_path / "again")
     assert again.apply_chat_template([t._asdict() for t in turns], return_dict=False) == ids
