@@ -19,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from common.errors import UsageError, one_line_errors
 from model import ConfigError, LMConfig
 from training.arguments import TrainingArguments, parse_arguments
+from training.checkpointing import require_same_adapters
 from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
 from training.engine.kinds import kind_of
@@ -85,7 +86,7 @@ def check_launch(
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
-    shapes_of(model, args.adapt)
+    lora = shapes_of(model, args.adapt).lora
     start = find_starting_point(args, quiet=True)
     if sequences:
         args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(
@@ -95,6 +96,7 @@ def check_launch(
             deepspeed_plugin(args)  # its file may hold a micro-batch as well
     if start.checkpoint:
         resumed_arguments(start, args, model, train_set, int(processes))
+        require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
     elif initial.source:
         initial.load()
     return args
