@@ -43,7 +43,7 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-def flops_per_token(config: LMConfig) -> int:
+def flops_per_token(config: LMConfig) -> float:
     """`Transformer.flops_per_token` at max_seq_len, of a model that need not be there."""
     with torch.device("meta"):  # shapes without memory
         return Transformer(config).flops_per_token(config.max_seq_len)
@@ -138,7 +138,7 @@ class Transformer(nn.Module):
         """All parameters, a tied matrix counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def flops_per_token(self, seq_len: float) -> float:
         """Model FLOPs of forward and backward for one token of a sequence of seq_len.
 
         6·N for the matrix products with weights and 12·n_layers·n_heads·head_dim·seq_len for

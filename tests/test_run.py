@@ -3,6 +3,7 @@
 import json
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,13 @@ def of_all_at_once(run: Run, batches: list) -> tuple[list[torch.Tensor], float]:
 def logged_loss(run: Run, tmp_path, step: int) -> float:
     run.log.step(step, run.rate, run.grad_norm, 0.0)
     return json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss"]
+
+
+def test_utilisation_goes_by_the_length_of_rows(run_of, monkeypatch):
+    whole = run_of().log.flops_per_token
+    monkeypatch.setattr(Sequences, "lengths", np.full(len(ALL), 2))
+    attention = 12 * 16  # n_layers 1, n_heads · head_dim 16; of a position
+    assert whole - run_of().log.flops_per_token == attention * (SEQ_LEN - 2)
 
 
 @pytest.mark.parametrize(

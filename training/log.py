@@ -63,7 +63,7 @@ class TrainingLog:
     path: Path  # metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped
     log_interval: int  # steps between reports; the first and the last step report too
     tokens_per_step: float  # of all processes together; where they differ, on average
-    flops_per_token: int  # see `Transformer.flops_per_token`
+    flops_per_token: float  # see `Transformer.flops_per_token`
     total_steps: int  # of the run
     first_step: int  # of this start
 

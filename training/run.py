@@ -95,7 +95,7 @@ class Run:
             self.folder.metrics,
             log_interval=args.log_interval,
             tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
-            flops_per_token=built.flops_per_token,
+            flops_per_token=built.flops_per_token(train_set.tokens_per_sample),
             total_steps=total_steps,
             first_step=self.first_step,
         )

@@ -149,7 +149,7 @@ class BuiltModel:
     n_parameters: int
     n_trained: int  # of these; fewer where some are frozen
     lora: LoRA | None  # its adapters
-    flops_per_token: int  # see `Transformer.flops_per_token`
+    flops_per_token: Callable[[float], float]  # see `Transformer.flops_per_token`
     n_muon_matrices: int
     n_muon_parameters: int  # stepped by Muon
 
@@ -212,7 +212,7 @@ def build_model(
         n_parameters=shapes.num_parameters(),
         n_trained=n_trained,
         lora=shapes.lora,
-        flops_per_token=shapes.flops_per_token(config.max_seq_len),
+        flops_per_token=shapes.flops_per_token,
         n_muon_matrices=len(matrices),
         n_muon_parameters=n_muon_parameters,
     )
