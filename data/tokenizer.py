@@ -78,6 +78,8 @@ class Tokenizer:
         """What this piece stands for, where it is bytes that are no text by themselves; None for a
         piece of text or a marker, before which a character that has begun is broken off."""
         model = self._model
+        if id >= self.vocab_size:
+            return b""  # the model has more room; decoding leaves it out, and joins what is around
         return bytes.fromhex(model.id_to_piece(id)[3:5]) if model.is_byte(id) else None
 
     def encode(self, text: str) -> list[int]:
@@ -106,8 +108,9 @@ class Tokenizer:
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids; bytes that form no UTF-8 character become U+FFFD, markers nothing."""
-        return self._model.decode(ids)
+        """Text of the ids; bytes that form no UTF-8 character become U+FFFD, markers nothing, and
+        so do ids that only the model has room for."""
+        return self._model.decode([id for id in ids if id < self.vocab_size])
 
 
 class JsonTokenizer(Tokenizer):

@@ -54,6 +54,15 @@ def test_the_parts_together_are_the_text(tokenizer, text):
 
 
 @pytest.mark.parametrize("text", TEXTS)
+def test_an_id_that_only_the_model_has_room_for_is_nothing(tokenizer, text):
+    """As where a vocabulary was rounded up."""
+    first, *ids = tokenizer.encode(text)
+    beyond = [first, tokenizer.vocab_size, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]
+    assert tokenizer.decode(beyond) == text
+    assert "".join(streamed(tokenizer, beyond)) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_no_part_holds_a_broken_character(tokenizer, text):
     ids = tokenizer.encode(text)
     assert len(ids) > len(text) or text.isascii()  # characters are split into bytes
