@@ -11,6 +11,8 @@ from inference.decoder import Decoder
 from inference.generation import restrict
 from inference.sampling import Sampler
 
+STRETCH = 64  # tokens of a text that there is room for at first; a long context takes gigabytes
+
 
 class Batch:
     """Texts that grow together; row i of the decoder is that of `texts[i]`. Each draws with random
@@ -26,7 +28,7 @@ class Batch:
     def add(self, texts: list[Continuation]) -> None:
         """Read their prompts."""
         decoder, vocab_size = self.decoder, self.decoder.config.vocab_size
-        capacity = max(len(text.prompt) + text.room for text in texts)
+        capacity = max(len(text.prompt) + min(text.room, STRETCH) for text in texts)
         logits = decoder.join([text.prompt for text in texts], capacity)
         logits = restrict(logits, [text.next_ids for text in texts])
         self._logits = torch.cat([self._logits, logits])  # (B, vocab_size)
@@ -46,4 +48,6 @@ class Batch:
             self.texts = [self.texts[row] for row in rows]
             self._samplers = [self._samplers[row] for row in rows]
             self.decoder.keep(rows)
+        if rows and max(self.decoder.lengths) == self.decoder.room:
+            self.decoder.make_room(min(2 * self.decoder.room, self.decoder.config.max_seq_len))
         self._logits = self.decoder.step(tokens[rows]) if rows else self._logits[:0]

@@ -136,23 +136,30 @@ class Decoder:
         has room for `capacity` positions, or for as many as before, if that is more."""
         if not self.lengths:
             return self.read(prompts, capacity)
-        caches, lengths, room = self.caches, self.lengths, self._room
+        self.make_room(capacity)
+        caches, lengths, room = self.caches, self.lengths, self.room
         self.caches = []
-        logits = self.read(prompts, max(capacity, room))
+        logits = self.read(prompts, room)
         for old, new in zip(caches, self.caches, strict=True):
-            more = (0, 0, 0, self._room - room)
-            new.keys = torch.cat([F.pad(old.keys, more), new.keys])
-            new.values = torch.cat([F.pad(old.values, more), new.values])
+            new.keys = torch.cat([old.keys, new.keys])
+            new.values = torch.cat([old.values, new.values])
         self._set_lengths(lengths + self.lengths)
         return logits
+
+    @torch.inference_mode()
+    def make_room(self, capacity: int) -> None:
+        """For so many positions of every sequence, if there is less."""
+        more = (0, 0, 0, capacity - self.room)
+        for cache in self.caches if capacity > self.room else ():
+            cache.keys, cache.values = F.pad(cache.keys, more), F.pad(cache.values, more)
 
     @torch.inference_mode()
     @without_cudnn()
     def step(self, tokens: Tensor) -> Tensor:
         """One token for each sequence, (B,) int64 → fp32 logits of the next, (B, vocab_size).
         Raises ValueError: a sequence has no room left."""
-        if max(self.lengths) >= self._room:
-            raise ValueError(f"there is room for {self._room} tokens only")
+        if max(self.lengths) >= self.room:
+            raise ValueError(f"there is room for {self.room} tokens only")
         x = self._pass(tokens[:, None], self.pos_cis[self._columns][:, None])
         self.lengths = [length + 1 for length in self.lengths]
         self._columns += 1
@@ -165,7 +172,8 @@ class Decoder:
         self._set_lengths([self.lengths[row] for row in rows])
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
+        """Positions of a sequence, prompt included."""
         return self.caches[0].keys.shape[2]
 
     def _set_lengths(self, lengths: list[int]) -> None:

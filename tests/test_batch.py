@@ -7,7 +7,7 @@ import torch
 from small_model import opinionated
 
 from data.tokenizer import Tokenizer
-from inference.batch import Batch
+from inference.batch import STRETCH, Batch
 from inference.continuation import Continuation, TooLongError
 from inference.decoder import Decoder
 from inference.generation import generate
@@ -95,6 +95,17 @@ def test_after_all_have_left_others_can_come(model, tokenizer):
         while batch.texts:
             batch.step()
         assert text.tokens == alone(model, prompt, 6)
+
+
+def test_room_is_made_as_a_text_grows(model, tokenizer):
+    decoder, (prompt,) = Decoder(model), prompts(3)
+    batch, text = Batch(decoder), Written(tokenizer, prompt)
+    batch.add([text])
+    assert decoder.room == 3 + STRETCH < CONTEXT
+    while batch.texts:
+        batch.step()
+    assert text.tokens == alone(model, prompt, CONTEXT - 3)
+    assert decoder.room == CONTEXT
 
 
 def test_who_is_cancelled_leaves_and_the_others_go_on(model, tokenizer):

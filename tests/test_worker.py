@@ -8,6 +8,7 @@ from small_model import opinionated
 
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import EOS_ID
+from inference.batch import STRETCH
 from inference.continuation import Continuation
 from inference.decoder import Decoder
 from inference.generation import generate
@@ -110,7 +111,7 @@ def test_who_leaves_while_waiting_costs_nothing(worker, client, decoder, monkeyp
     first.text.cancel()
     assert happens(last.ended)
     assert left.pieces == []
-    assert read == [CONTEXT, len(PROMPT) + 4]
+    assert read == [len(PROMPT) + STRETCH, len(PROMPT) + 4]
 
 
 def test_a_failure_is_told_to_those_it_concerns_and_others_can_come(
