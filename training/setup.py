@@ -12,6 +12,7 @@ from torch import nn
 from common.errors import SaidError, UsageError
 from data.dataset import PackedDataset
 from data.prepared import conversations_out
+from data.shards import CONVERSATIONS
 from model import LMConfig, Transformer
 from model.lora import LoRA
 from model.transformer import flops_per_token
@@ -57,9 +58,12 @@ def open_splits(
 
     train_set, val_set = on_every_process(engine, attempt)
     if val_set is None:
+        why, other = "the split is shorter than one sequence of", "smaller"
+        if args.dataset.kind == CONVERSATIONS:
+            why, other = "no answer of the split ends within", "larger"
         engine.accelerator.print(
-            f"NO VALIDATION: the split is shorter than one sequence of {seq_len} tokens; prepare "
-            "the data with a larger --val_fraction, or train with a smaller --max_seq_len"
+            f"NO VALIDATION: {why} {seq_len} tokens; prepare the data with a larger "
+            f"--val_fraction, or train with a {other} --max_seq_len"
         )
     return train_set, val_set
 
