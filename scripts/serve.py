@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> None:
             name=args.name or trained.name,
             sampling=sampling,
             max_bytes=args.max_request_kb * 1024,
+            hosts=LOCAL if args.host in LOCAL else (),
         )
         host = f"[{args.host}]" if ":" in args.host else args.host
         address = f"http://{host}:{bound.getsockname()[1]}"

@@ -1,10 +1,13 @@
-"""What scripts.serve says before it serves; test_serve_launch.py has the rest."""
+"""What is said before a model is asked; test_serve_launch.py has the rest."""
 
 import importlib.util
 
 import pytest
+from starlette.testclient import TestClient
 
-from scripts.serve import main
+from inference.sampling import Sampling
+from inference.server.app import Served, make_app
+from scripts.serve import LOCAL, main
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,29 @@ def test_packages_that_are_missing_are_named(capsys, monkeypatch):
     assert ended.value.code == 2
     told = "serve: error: serving takes fastapi uvicorn: python -m pip install fastapi uvicorn\n"
     assert capsys.readouterr().err == told
+
+
+def app(name: str, hosts: tuple[str, ...] = ()):
+    settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
+    return make_app(Served(**settings, name=name, max_bytes=9, hosts=hosts))
+
+
+def test_a_model_may_be_called_as_on_the_hub():
+    answer = TestClient(app("HuggingFaceTB/SmolLM2")).get("/v1/models/HuggingFaceTB/SmolLM2")
+    assert (answer.status_code, answer.json()["id"]) == (200, "HuggingFaceTB/SmolLM2")
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        *(("127.0.0.1:8000", 200), ("localhost", 200), ("LocalHost:1", 200), ("[::1]:80", 200)),
+        *(("evil.example:8000", 403), ("localhost.evil.example", 403), ("", 403), ("[::1", 403)),
+    ],
+)
+def test_who_listens_on_this_machine_alone_has_no_other_name(asked, status):
+    for path in ("/", "/v1/models"):
+        answer = TestClient(app("mine", LOCAL)).get(path, headers={"Host": asked})
+        assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["message"].startswith("this server is not called '")
+    assert TestClient(app("mine")).get("/", headers={"Host": asked}).status_code == 200

@@ -2,6 +2,7 @@
 
 import asyncio
 import html
+import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
@@ -48,11 +50,12 @@ class Served:
     name: str
     sampling: Sampling  # where a request does not say
     max_bytes: int  # of a request's body
+    hosts: tuple[str, ...] = ()  # by whose names it may be asked; () for any
 
 
 def make_app(served: Served) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(BodyLimit, max_bytes=served.max_bytes)
+    app.add_middleware(Gate, max_bytes=served.max_bytes, hosts=served.hosts)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, in_openai_form)
     model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
@@ -72,7 +75,7 @@ def make_app(served: Served) -> FastAPI:
     async def models() -> Response:
         return json_response({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name:path}")  # which may have slashes
     async def one_model(name: str) -> Response:
         require_model(served, name)
         return json_response(model)
@@ -94,13 +97,20 @@ def make_app(served: Served) -> FastAPI:
     return app
 
 
-class BodyLimit:
-    """Raises ApiError when more of a request's body comes than is allowed."""
+class Gate:
+    """Raises ApiError when more of a request's body comes than is allowed, and answers to no name
+    but `hosts`: a stranger's page whose own name suddenly leads to this machine (DNS rebinding)
+    could read what is said here."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
-        self.app, self.max_bytes = app, max_bytes
+    def __init__(self, app: ASGIApp, max_bytes: int, hosts: tuple[str, ...]):
+        self.app, self.max_bytes, self.hosts = app, max_bytes, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = re.sub(r":\d*$", "", Headers(scope=scope).get("host", "")).strip("[]").lower()
+        if self.hosts and host not in self.hosts:
+            known = f"it is {' or '.join(self.hosts)}, unless --host is another"
+            error = ApiError(403, f"this server is not called {host!r}: {known}")
+            return await json_response(error.body, error.status_code)(scope, receive, send)
         received = 0
 
         async def counted() -> Message:

@@ -173,8 +173,8 @@ def test_several_are_answered_while_a_long_answer_goes_on(client, server, hello)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_stops_its_work(client, server, stream):
     body = json.dumps({"messages": HELLO, "stream": stream}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     address = urlsplit(server.url)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection((address.hostname, address.port)) as leaving:
         leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         wait_until(lambda: server.load()["running"] == 1)
@@ -257,8 +257,9 @@ def test_nonsense_is_answered_in_openais_form_and_never_with_a_traceback(servers
 
 def test_a_form_on_a_strangers_page_cannot_ask(servers):
     """It can send any body from a browser, but not with this Content-Type."""
-    sent = {"Content-Type": "text/plain"}
-    assert post(servers["short"], CHAT, {"messages": [TURN], "max_tokens": 2}, **sent)[0] == 400
+    for kind in ("text/plain", ""):
+        sent = {"Content-Type": kind}
+        assert post(servers["short"], CHAT, {"messages": [TURN], "max_tokens": 2}, **sent)[0] == 400
     assert post(servers["short"], CHAT, {"messages": [TURN], "max_tokens": 2})[0] == 200
 
 
