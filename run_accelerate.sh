@@ -101,7 +101,7 @@ fi
 sequences=0 # of a process and step, to be divided into micro-batches that fit into memory; 0: as the flags say
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
 if [ "$stage" = sft ]; then
-  flags=(--conversations "${CHAT:-builtin}" --prepare_flags "${PREPARE_FLAGS:-}" --dtype bfloat16)
+  flags=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}" --dtype bfloat16) # with =: a value may begin with --
   flags+=(--batch_size 16)
   ((gpus > 0)) || flags+=(--epochs 2 --learning_rate 2e-3) # a small model takes a higher rate than a large one
 elif ((gpus > 0)); then

@@ -34,7 +34,11 @@ class SFTArguments(LoRAArguments):
         FILE_NAME,
         group="fine-tuning",
     )
-    prepare_flags: str = setting("", "flags of scripts.prepare_data for these conversations")
+    prepare_flags: str = setting(
+        "",
+        "flags of scripts.prepare_data for these conversations, behind a '=': "
+        "--prepare_flags='--skip_bad_lines'",
+    )
 
     def says_how_to_prepare(self) -> bool:
         """Whether conversations or flags for them were given."""

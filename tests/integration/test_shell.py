@@ -195,7 +195,7 @@ def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path)
     asked = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
     chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
     flags = "--max_steps 2 --max_seq_len 64 --sample_tokens 4 --run_name tuned"
-    stage = {"STAGE": "sft", "CHAT": str(chat), "PREPARE_FLAGS": "--val_fraction 0.2"}
+    stage = {"STAGE": "sft", "CHAT": str(chat), "PREPARE_FLAGS": "--val_fraction=0.2"}
     ended = run_accelerate(clone, Path(), flags, DATA="", **stage)
     assert ended.code == 0, ended.out
     assert "starts from: out/runs/mine/weights, with a new optimizer; max_seq_len" in ended.out
