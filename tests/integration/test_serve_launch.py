@@ -324,13 +324,17 @@ def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, 
 
     browser.open(servers["short"].url, 375)
     set_temperature(browser, 0)
+    said = [TURN, {"role": "assistant", "content": LONG_TEXT}]
+    browser.run(f"history.push(...{json.dumps(said)})")
     for question in ("1 + 1", "2 + 2", LONG_TEXT):
         ask(browser, question)
         wait_until(lambda: not is_busy(browser))
     assert texts(browser, "assistant") == [says("1 + 1"), says("2 + 2")]
-    first, forgotten, second, refused = texts(browser, "note")
-    assert first == second == "The context is full: the answer ends here."
+    forgotten, first, second, refused = texts(browser, "note")
     assert "does not see the oldest 2 messages" in forgotten
+    assert first == second
+    assert first.startswith("The context is full: the answer ends here. From here on")
+    assert first.endswith("does not see the oldest 2 messages.")
     assert "no room for an answer" in refused
     browser.run("document.querySelector('#new').click()")
     assert texts(browser, "user") == []
