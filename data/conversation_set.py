@@ -11,9 +11,11 @@ from data.dataset import TokenStream
 from data.errors import DataError
 from data.order import MicroBatchSampler
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, read_description
+from data.tokenizer import open_tokenizer
 from model.transformer import IGNORE_INDEX
 
 MEASURED_ROWS = 1 << 18  # by so many the share of padding is told
+READ_ROWS = 1024  # and by so many the bytes of a token, as many as --eval_samples
 
 
 class ConversationSet(TokenStream):
@@ -40,13 +42,25 @@ class ConversationSet(TokenStream):
                 f"{folder}: no conversation of the {split} split has an answer within {seq_len} "
                 "tokens: use a longer --max_seq_len"
             )
-        part = self.description["splits"][split]
-        self.bytes_per_token = part["bytes"] / part["answers"]["tokens"]
         begins = answers[self._first, 0]
         self.lengths = answers[self._end - 1, 2] - begins - 1  # of each row, in targets
         goes_on = np.append(answers[:, 0], -1)[self._end] == begins
         self.n_cut = int(goes_on.sum())
         self.n_left_out = 1 + np.count_nonzero(np.diff(answers[:, 0])) - len(self)
+        part = self.description["splits"][split]
+        self.bytes_per_token = part["bytes"] / part["answers"]["tokens"]
+        if self.n_cut + self.n_left_out and self.tokenizer_path.is_file():
+            self.bytes_per_token = self._bytes_per_token()
+
+    def _bytes_per_token(self) -> float:
+        """In the answers of READ_ROWS, spread evenly: what was cut off has bytes of its own."""
+        tokenizer, n_bytes, n_tokens = open_tokenizer(self.tokenizer_path), 0, 0
+        for i in np.unique(np.linspace(0, len(self) - 1, READ_ROWS).astype(int)).tolist():
+            _, targets = self[i]
+            said = targets[targets != IGNORE_INDEX].tolist()
+            n_bytes += len(tokenizer.decode(said).encode())
+            n_tokens += len(said)
+        return n_bytes / n_tokens
 
     @staticmethod
     def fits(folder: str | Path, split: str, seq_len: int) -> bool:

@@ -87,7 +87,7 @@ def test_a_prepared_folder_and_its_text_give_the_same_numbers(evaluate, packed, 
     prepare_data.main([*map(str, flags), "--val_fraction", "0"])
     _, prepared = evaluate(model, "--data", out, "--split", "train")
     said, text = evaluate(model, "--data", path)
-    for name in ("loss", "perplexity", "accuracy"):
+    for name in ("loss", "perplexity", "accuracy", "bits_per_byte"):
         assert text["metrics"][name]["value"] == pytest.approx(prepared["metrics"][name]["value"])
     assert (text["cut"], text["left_out"]) == (prepared["cut"], prepared["left_out"])
     assert text["tokens"] == prepared["tokens"]
