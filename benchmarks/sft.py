@@ -116,7 +116,8 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
             f"{number} are needed: --steps or --batch_size can be smaller"
         )
     chosen = [whole[i * len(whole) // number] for i in range(number)]
-    rows = ({"conversations": [turn._asdict() for turn in turns]} for turns, _ in chosen)
+    lists = ([{"role": t.role, "content": t.content} for t in turns] for turns, _ in chosen)
+    rows = ({"conversations": turns} for turns in lists)
     text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
     return text, sum(length for _, length in chosen)
 

@@ -59,7 +59,7 @@ def encode_conversations(
     tokenizer: Tokenizer, conversations: list[list[Turn]]
 ) -> list[tuple[list[int], list[bool]]]:
     """`encode_conversation` of each, in one call of the tokenizer."""
-    texts = [f"{role}\n{content}" for turns in conversations for role, content in turns]
+    texts = [f"{role}\n{content}" for turns in conversations for role, content, _ in turns]
     encoded = iter(tokenizer.encode_batch(texts))
     prompt, line_end = tokenizer.encode(f"{ASSISTANT}\n"), tokenizer.encode("\n")
     found = []
@@ -67,7 +67,7 @@ def encode_conversations(
         ids, counts = [], []
         for turn in turns:
             text = next(encoded)
-            said = len(text) - _shared(text, prompt) + 1 if turn.role == ASSISTANT else 0
+            said = len(text) - _shared(text, prompt) + 1 if turn.counts else 0
             ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
             counts += [False] * (len(text) + 2 - said) + [True] * said + [False] * len(line_end)
         found.append((ids, counts))

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from data.chat_template import encode_conversations
-from data.conversations import ASSISTANT, Turn, conversation_records, parse_conversation
+from data.conversations import Turn, conversation_records, parse_conversation
 from data.corpus import Record, load_json
 from data.encoders import Document, Encoded, loaded
 from data.errors import DataError
@@ -80,7 +80,7 @@ def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
         # last, where a tokenizer drops line ends.
         answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
         tokens = np.array(ids[: answers[-1, 1]], dtype)
-        n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.role == ASSISTANT)
+        n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
         documents.append(Document([tokens], n_bytes, where, answers))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch), elsewhere)
 
@@ -88,5 +88,7 @@ def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
 def _hashes(turns: list[Turn]) -> tuple[float, float]:
     """Two numbers in [0, 1): the same conversation always has the same, whatever form it was in.
     By one it goes to validation or not, by the other to a stage of training."""
-    digest = hashlib.blake2b(json.dumps(turns).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(
+        json.dumps([turn[:2] for turn in turns]).encode(), digest_size=16
+    ).digest()
     return tuple(int.from_bytes(half, "little") / 2**64 for half in (digest[:8], digest[8:]))

@@ -2,7 +2,8 @@
 their keys.
 
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
-    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI
+    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI; "weight": 0 leaves an answer
+                                                                out of the loss
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat, as Dahoas/rm-static
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
@@ -35,6 +36,12 @@ HUMAN, HUMANS_OR_ASSISTANTS = "\n\nHuman:", re.compile(r"\n\n(Human|Assistant):"
 class Turn(NamedTuple):
     role: str  # one of ROLES
     content: str
+    has_weight: bool = True
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is an answer, and one that counts in the loss."""
+        return self.role == ASSISTANT and self.has_weight
 
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
@@ -52,8 +59,8 @@ def parse_conversation(value: dict, where: str) -> list[Turn]:
     roles that are unknown or out of order, an empty answer or none; begins with `where`."""
     turns = _turns(value, where)
     check_turns(turns, where)
-    if all(turn.role != ASSISTANT for turn in turns):
-        raise DataError(f"{where}: no answer of an assistant in it")
+    if not any(turn.counts for turn in turns):
+        raise DataError(f"{where}: no answer of an assistant in it that counts")
     return turns
 
 
@@ -61,7 +68,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
     """Raises DataError: unless user and assistant take turns and the user begins, perhaps after a
     system's turn, every turn is text, and no answer is empty."""
     expected = (SYSTEM, USER)
-    for number, (role, content) in enumerate(turns, 1):
+    for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
         if role not in ROLES:
             raise DataError(f"{place} has the role {_shown(role)}, known are {', '.join(ROLES)}")
@@ -104,7 +111,10 @@ def _listed_turns(turns: object, what: str, where: str) -> list[Turn]:
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
             raise DataError(f'{where}: turn {number} has no "role" and "content"')
-    return [Turn(turn["role"], turn["content"]) for turn in turns]
+        if turn.get("weight") not in (None, 0, 1):
+            weight = _shown(turn["weight"])
+            raise DataError(f'{where}: turn {number} has the "weight" {weight}, not 0 or 1')
+    return [Turn(turn["role"], turn["content"], turn.get("weight") != 0) for turn in turns]
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:

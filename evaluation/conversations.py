@@ -7,7 +7,7 @@ import torch
 
 from data.chat_template import encode_conversation
 from data.conversation_set import ConversationSet
-from data.conversations import ASSISTANT, Turn, parse_conversation
+from data.conversations import Turn, parse_conversation
 from data.corpus import Record, load_json
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Row
@@ -42,7 +42,7 @@ def conversation_rows(
         if row is None:
             counts.left_out += 1
             continue
-        said = sum(turn.role == ASSISTANT for turn in turns)
+        said = sum(turn.counts for turn in turns)
         counts.cut += count_answers(row.targets) < said
         yield row
 
@@ -58,7 +58,7 @@ def conversation_row(
         return None
     end = within[-1]
     targets = [id if counts[at] else IGNORE_INDEX for at, id in enumerate(ids[: end + 1])]
-    answers = [turn.content for turn in turns if turn.role == ASSISTANT][: len(within)]
+    answers = [turn.content for turn in turns if turn.counts][: len(within)]
     n_bytes = sum(len(answer.encode()) for answer in answers)
     return Row(unit, torch.tensor(ids[:end]), torch.tensor(targets[1:]), n_bytes)
 

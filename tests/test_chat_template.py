@@ -64,6 +64,17 @@ def test_conversations_have_the_ids_of_transformers_template(tokenizer, exported
     assert_equal_to_transformers(tokenizer, exported, TURNS[:n])
 
 
+def test_an_answer_without_weight_stands_there_and_does_not_count(tokenizer):
+    turns = [*TURNS, Turn("user", "1"), Turn("assistant", "5")]
+    ids, counts = encode_conversation(tokenizer, turns)
+    without = [turn._replace(has_weight=turn != turns[-1]) for turn in turns]
+    same_ids, fewer = encode_conversation(tokenizer, without)
+    shorter, expected = encode_conversation(tokenizer, TURNS)
+    assert same_ids == ids
+    assert ids[: len(shorter)] == shorter
+    assert fewer == expected + [False] * (len(ids) - len(shorter)) != counts
+
+
 def test_nasty_texts_have_the_ids_of_transformers_template(tokenizer, exported):
     texts = [*NASTY.values(), *MARKERS, " a ", "\n\na\n", "", " "]
     for text, before in zip(texts, texts[1:] + texts[:1], strict=True):
@@ -96,7 +107,7 @@ def test_the_template_reads_as_it_says(tokenizer):
             text = []
         else:
             text.append(id)
-    assert written == "".join(f"|{role}\n{content}|\n" for role, content in TURNS) + "|"
+    assert written == "".join(f"|{role}\n{content}|\n" for role, content, _ in TURNS) + "|"
 
 
 def counted_ids(tokenizer, turns: list[Turn]) -> list[int]:

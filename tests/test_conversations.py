@@ -12,7 +12,7 @@ from data.errors import DataError
 
 PLACE = "chat.jsonl, line 7"
 TURNS = [Turn("system", "Be brief."), Turn("user", " 1 + 1?\n"), Turn("assistant", " 2 ")]
-DICTS = [turn._asdict() for turn in TURNS]
+DICTS = [{"role": turn.role, "content": turn.content} for turn in TURNS]
 RM_STATIC = "\n\nHuman: Hi there\n\nAssistant: Hello.\nYes?\n\nHuman: 1 + 1?\n\nAssistant:"
 OF_RM_STATIC = [
     *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
@@ -23,6 +23,10 @@ FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
     "OpenAI": ({"messages": DICTS, "prompt": "not this"}, TURNS),
     "keys that nobody knows": ({"messages": [d | {"weight": 1} for d in DICTS], "id": 3}, TURNS),
+    "an answer without weight": (
+        {"messages": [DICTS[1], DICTS[2] | {"weight": 0}, *DICTS[1:]]},
+        [TURNS[1], Turn("assistant", " 2 ", has_weight=False), *TURNS[1:]],
+    ),
     "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ASKED[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
@@ -75,6 +79,11 @@ WRONG = {
     "two systems": (messages("system", "system"), "turn 2 has the role system, expected is user"),
     "two users": (messages("user", "user"), "turn 2 has the role user, expected is assistant"),
     "two answers": (messages("user", "assistant", "assistant"), "turn 3 has the role assistant"),
+    "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, 'the "weight" 0.5'),
+    "no answer that counts": (
+        {"messages": [*DICTS[:2], DICTS[2] | {"weight": 0}]},
+        "no answer of an assistant in it that counts",
+    ),
     "no answer": (messages("system", "user"), "no answer of an assistant in it"),
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
     "an answer that is null": ({"messages": [*DICTS[:2], DICTS[2] | {"content": None}]}, "turn 3"),
