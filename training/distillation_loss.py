@@ -1,0 +1,104 @@
+"""What a student learns from: the token that follows, and all that its teacher expected there.
+
+Both models' logits are divided by a temperature T before the softmax, and T² makes up for gradients
+that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Everything is computed
+in fp32, of so many tokens at a time that their logits are CHUNK_LOGITS at most; where these are not
+all, backward computes them again, and no fp32 copy of all logits is ever there.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from model.loss import IGNORE_INDEX
+from model.recompute import recomputed
+
+KL = ("forward", "reverse")
+CHUNK_LOGITS = 1 << 24  # 64 MB in fp32, some six times that with all that they take
+
+
+class Distilled(NamedTuple):
+    """The mean over the targets that count, in fp32; nothing, where none does. Only the loss has a
+    gradient."""
+
+    loss: Tensor  # alpha * hard + (1 - alpha) * soft
+    hard: Tensor  # cross-entropy with the targets
+    soft: Tensor  # T² times the divergence
+    agreement: Tensor  # how often both models' likeliest piece is the same
+
+
+class TopK(NamedTuple):
+    """What is left of a teacher's probabilities at some temperature: those of its k likeliest
+    pieces, the likeliest first, and where there are others, theirs together."""
+
+    ids: Tensor  # (B, T, k) int64
+    log_probabilities: Tensor  # (B, T, k + 1), the others' last; (B, T, k) where there are none
+
+
+def distillation_loss(
+    logits: Tensor,
+    theirs: Tensor | TopK,
+    targets: Tensor,
+    *,
+    alpha: float,
+    temperature: float,
+    kl: str,
+) -> Distilled:
+    """The student's loss.
+
+    Args:
+        logits: (B, T, vocab_size), the student's, in any precision.
+        theirs: the teacher's, of the same shape, or what was recorded of its probabilities at this
+            temperature. The pieces that were not recorded then are one class, for both models.
+        targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one out.
+        alpha: share of the hard loss, from 0 to 1.
+        kl: "forward" is KL(teacher || student), by which the student covers all that the teacher
+            expects; "reverse" KL(student || teacher), by which it says what the teacher would.
+    """
+    size = max(1, CHUNK_LOGITS // logits.shape[-1])
+    tensors = (logits, targets, *(theirs if isinstance(theirs, TopK) else [theirs]))
+    what = "blocks" if targets.numel() > size else "off"
+    total = torch.zeros(3, device=logits.device)
+    chunks = (x.flatten(0, 1).split(size) for x in tensors)
+    for ours, wanted, *of_teacher in zip(*chunks, strict=True):
+        expected = TopK(*of_teacher) if isinstance(theirs, TopK) else of_teacher[0]
+        sums = partial(_sums, theirs=expected, temperature=temperature, kl=kl)
+        total = total + recomputed(sums, ours, wanted, what)
+    hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
+    loss = alpha * hard + (1 - alpha) * soft
+    return Distilled(loss, hard.detach(), soft.detach(), agreement.detach())
+
+
+def _sums(
+    logits: Tensor, targets: Tensor, *, theirs: Tensor | TopK, temperature: float, kl: str
+) -> Tensor:
+    """(3,): cross-entropy, T² times the divergence, and agreements of some tokens, summed."""
+    counts = targets != IGNORE_INDEX
+    logits = logits.float()  # (tokens, vocab_size)
+    hard = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    student = (logits / temperature).log_softmax(-1)
+    if isinstance(theirs, TopK):
+        likeliest = theirs.ids[:, 0]
+        student = _classes(student, theirs.ids)
+        teacher = theirs.log_probabilities.float().log_softmax(-1)  # 1 in all, however rounded
+    else:
+        likeliest = theirs.argmax(-1)
+        teacher = (theirs.float() / temperature).log_softmax(-1)
+    of, to = (teacher, student) if kl == "forward" else (student, teacher)
+    divergence = F.kl_div(to, of, reduction="none", log_target=True).sum(-1)
+    soft = temperature**2 * divergence.where(counts, 0).sum()  # a 0 without a gradient
+    agreements = ((logits.argmax(-1) == likeliest) & counts).sum()
+    return torch.stack([hard, soft, agreements.float()])
+
+
+def _classes(log_probabilities: Tensor, ids: Tensor) -> Tensor:
+    """The logarithms of the probabilities of k pieces and, where there are others, of theirs
+    together, computed from them, for 1 minus a sum close to 1 would have no digits left."""
+    chosen = log_probabilities.gather(-1, ids)  # (tokens, k)
+    if ids.shape[-1] == log_probabilities.shape[-1]:
+        return chosen
+    others = log_probabilities.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([chosen, others], dim=-1)
