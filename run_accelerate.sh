@@ -6,6 +6,8 @@
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
 #   STAGE=sft bash run_accelerate.sh                fine-tune the newest run on questions and answers, so that it answers
 #   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  on your own conversations
+#   STAGE=distill bash run_accelerate.sh            teach a smaller model what the newest run expects
+#   TEACHER=out/runs/NAME STAGE=distill bash run_accelerate.sh    or another one
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
@@ -44,6 +46,7 @@ if ((machines > 1)); then
   )
 fi
 stage=${STAGE:-pretrain}
+[ "$stage" = distill ] || [ -z "${TEACHER:-}" ] || wrong "TEACHER names a run to learn from: give STAGE=distill with it"
 case $stage in
   pretrain)
     program=train_pretrain_accelerate.py
@@ -53,12 +56,18 @@ case $stage in
     program=train_sft_accelerate.py
     [ -z "${DATA:-}" ] || wrong "DATA names text to pretrain on: with STAGE=sft, CHAT=$DATA names conversations"
     ;;
-  *) wrong "STAGE must be pretrain or sft, not $stage" ;;
+  distill)
+    program=train_distillation_accelerate.py
+    [ -z "${DATA:-}${CHAT:-}${PREPARE_FLAGS:-}" ] ||
+      wrong "STAGE=distill reads what its teacher was trained on, or --data, prepared with the teacher's tokenizer: leave out DATA, CHAT and PREPARE_FLAGS"
+    ;;
+  *) wrong "STAGE must be pretrain, sft or distill, not $stage" ;;
 esac
 folder=$(dirname "${BASH_SOURCE[0]}")
-# DATA and CHAT are found from where they are typed.
+# DATA, CHAT and TEACHER are found from where they are typed.
 [ "$folder" -ef . ] || [ ! -e "${DATA:-}" ] || DATA=$(realpath "$DATA")
 [ "$folder" -ef . ] || [ ! -e "${CHAT:-}" ] || CHAT=$(realpath "$CHAT")
+[ "$folder" -ef . ] || [ ! -e "${TEACHER:-}" ] || TEACHER=$(realpath "$TEACHER")
 cd "$folder"
 config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
 if [ -n "$engine" ]; then
@@ -111,6 +120,7 @@ elif ((gpus > 0)); then
     --learning_rate 2e-4 --grad_clip 1.0
   )
   shape=(--dim 1024 --n_layers 32)
+  [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
   [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$((24 * 32))
 else
   # A small model that two cores train in a few minutes.
@@ -118,15 +128,19 @@ else
     --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
     --grad_clip 1.0
   )
-  steps=$("$python" -m training.cpu_steps --config_file "$config" --data "$packed" "$@")
+  shape=(--dim 192 --n_layers 4 --n_heads 4) text=(--data "${packed:-}")
+  [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4) text=(--teacher "${TEACHER:-auto}")
+  steps=$("$python" -m training.cpu_steps --config_file "$config" "${text[@]}" "$@")
   flags+=($steps)
-  shape=(--dim 192 --n_layers 4 --n_heads 4)
 fi
 if [ "$stage" = pretrain ]; then
-  [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # those weights have a shape of their own
   [ "$data" != builtin ] || flags+=(--sample_prompt "def")
   flags+=(--data "$packed")
+elif [ "$stage" = distill ]; then
+  flags+=(--teacher "${TEACHER:-auto}")
 fi
+# Weights to begin with have a shape of their own.
+[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}")
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
 flags+=("$@")
 
@@ -146,6 +160,7 @@ printf -v RESUME_WITH '%q ' bash "$0" "$@"
 [ -z "$engine" ] || printf -v RESUME_WITH 'ENGINE=%q %s' "$engine" "$RESUME_WITH"
 [ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
 [ -z "${CHAT:-}" ] || printf -v RESUME_WITH 'CHAT=%q %s' "$CHAT" "$RESUME_WITH"
+[ -z "${TEACHER:-}" ] || printf -v RESUME_WITH 'TEACHER=%q %s' "$TEACHER" "$RESUME_WITH"
 [ -z "${STAGE:-}" ] || printf -v RESUME_WITH 'STAGE=%q %s' "$STAGE" "$RESUME_WITH"
 [ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
 ((machines == 1)) || printf -v RESUME_WITH 'NUM_MACHINES=%q MACHINE_RANK=%q MASTER_ADDR=%q %s' \

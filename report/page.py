@@ -39,6 +39,9 @@ class Measure:
 LOSS = Measure("Training loss", "nats per token", "train", "loss", from_zero=False)
 VAL_LOSS = replace(LOSS, title="Validation loss", rows="validation", key="val_loss")
 OTHERS = (
+    Measure("Hard loss", "against the data, nats per token", "train", "hard_loss", from_zero=False),
+    Measure("Soft loss", "against the teacher, nats per token", "train", "soft_loss"),
+    Measure("Agreement", "% of first choices that are the teacher’s", "train", "agreement", 100),
     Measure("Learning rate", "of AdamW", "train", "learning_rate"),
     Measure("Gradient norm", "before clipping", "train", "grad_norm"),
     Measure("Throughput", "tokens per second", "train", "tokens_per_second"),
@@ -145,6 +148,7 @@ def final_numbers(run: History) -> dict[str, str]:
         "training loss": _text(last.get("loss"), ".4f"),
         "validation loss": _text(validation.get("val_loss"), ".4f"),
         "best validation loss": best and f"{losses[best]:.4f} at step {best:,}",
+        "agreement with the teacher": _text(last.get("agreement"), ".1%"),
         "perplexity": _text(validation.get("val_perplexity")),
         "bits per byte": _text(validation.get("val_bits_per_byte"), ".4f"),
         "tokens per second": _median(run, "tokens_per_second", ",.0f"),

@@ -25,6 +25,20 @@ def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) 
     return max(ages, key=ages.get, default=None)
 
 
+def data_of(name: str) -> str:
+    """--data of the run that was named, or that has these weights or this checkpoint; 'auto' as in
+    pretraining. Raises UsageError: nothing tells, or it is not there any more."""
+    path = Path(name).resolve()
+    if not path.exists():
+        path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
+    for folder in (path, *path.parents[:2]):
+        arguments = read_settings(RunFolder(folder).settings).get("arguments")
+        data = arguments.get("data") if isinstance(arguments, dict) else None
+        if isinstance(data, str) and Path(data).exists():
+            return data
+    raise UsageError(f"what {name} was trained on is not here: pass --data, prepared text")
+
+
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """The path that was named; for 'auto' the run that was written to last, of this training
     program if one is given. Raises UsageError: there is no such folder; with a guess at which one

@@ -1,10 +1,13 @@
 """A trained model and its tokenizer, from whatever a run has left."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from common.errors import UsageError
@@ -19,6 +22,7 @@ from formats.portable import (
     load_portable,
     load_weights,
     read_json,
+    require_fit,
 )
 from model import ConfigError, LMConfig, Transformer
 from model.lora import merged_weights
@@ -99,6 +103,28 @@ class WeightsFolder:
     def config(self) -> LMConfig:
         """The shape of the model. Raises ConfigError: it cannot be read, or cannot be built."""
         return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
+
+    def sound_tensors(self) -> Mapping[str, Tensor]:
+        """`tensors`, all of which have been looked at. Raises ConfigError: they cannot be read, are
+        not those of `config`, or are no numbers."""
+        try:
+            weights = self.tensors()
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.path}: no readable weights ({error})") from error
+        with torch.device("meta"):
+            shapes = Transformer(self.config())
+        require_fit(shapes, weights, str(self.path))
+        return weights
+
+    def sha256(self) -> str:
+        """Of shape and weights, whatever file they are in: a run's last checkpoint has that of its
+        weights. Raises ConfigError: see `sound_tensors`."""
+        weights = self.sound_tensors()
+        digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
+        for name in sorted(weights):
+            digest.update(name.encode())
+            digest.update(weights[name].float().flatten().numpy())
+        return digest.hexdigest()
 
     def load(self) -> Transformer:
         """The model, in evaluation mode, on the CPU, in fp32. Raises ConfigError: files that are

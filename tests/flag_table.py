@@ -8,16 +8,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import LMConfig
 from training.arguments import TrainingArguments, flags_of, show_default
+from training.distillation_arguments import DistillationArguments
 from training.sft_arguments import SFTArguments
 
 
 def flag_table() -> str:
-    """All flags as Markdown, one table per group; at the end those of fine-tuning that pretraining
-    has not, or has with another default."""
+    """All flags as Markdown, one table per group; at the end those of the other programs that
+    pretraining has not, or has with another default."""
     known = {item.name: item.default for item in fields(TrainingArguments)}
     own = [
-        (item, f"{group}, `{SFTArguments.program}`")
-        for item, group in flags_of(SFTArguments)
+        (item, f"{group}, `{kind.program}`")
+        for kind in (SFTArguments, DistillationArguments)
+        for item, group in flags_of(kind)
         if item.name not in known or item.default != known[item.name]
     ]
     lines, last = [], None

@@ -4,6 +4,7 @@ import sys
 import pytest
 from conftest import REPOSITORY, run
 
+from training import cpu_steps
 from training.arguments import parse_arguments
 from training.cpu_steps import ADAMW, MUON, intervals, main, optimizer, suited_steps
 from training.engine.deepspeed_config import read_config, resolve
@@ -68,6 +69,17 @@ def test_steps_that_are_typed_decide(packed, capfd, typed, steps):
     assert "--max_steps" not in out
     if steps:
         assert out.split() == [*intervals(steps).split(), *MUON.split()]
+
+
+def test_with_a_teacher_the_text_is_what_it_was_trained_on(packed, tmp_path, capfd, monkeypatch):
+    (tmp_path / "settings.json").write_text(json.dumps({"arguments": {"data": str(packed)}}))
+    main(["--data", str(packed)])
+    alone = capfd.readouterr().out
+    main(["--teacher", str(tmp_path)])
+    assert capfd.readouterr().out == alone  # so little text is read as often
+    monkeypatch.setattr(cpu_steps, "MOST_TAUGHT", 7)
+    main(["--teacher", "auto", "--teacher", str(tmp_path)])
+    assert capfd.readouterr().out.split()[:2] == ["--max_steps", "7"]
 
 
 def test_epochs_that_are_typed_are_not_cut_short(packed, capfd):

@@ -1,10 +1,11 @@
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from common.errors import UsageError
-from runs.find import find_run, newest_run
+from runs.find import data_of, find_run, newest_run
 from runs.folder import RunFolder
 
 
@@ -84,3 +85,30 @@ def test_a_name_that_is_nearly_one_is_answered_with_it(run, tmp_path, monkeypatc
     assert str(error.value) == f"{typed}: no such folder: did you mean '{meant}'?"
     with pytest.raises(UsageError, match=r"zebra: no such folder$"):
         find_run("zebra", Path("runs"))
+
+
+def test_the_data_of_a_run_is_that_of_its_weights_and_checkpoints_too(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "data"
+    settings = {"arguments": {"data": str(data)}}
+    (run / "settings.json").write_text(json.dumps(settings))
+    named = [run, run / "weights", run / "checkpoints" / "step-00000001"]
+    for path in named:
+        path.mkdir(parents=True, exist_ok=True)
+        with pytest.raises(
+            UsageError, match=f"what {path} was trained on is not here: pass --data"
+        ):
+            data_of(str(path))
+    data.mkdir()
+    assert {data_of(str(path)) for path in named} == {data_of(f"{run}@best")} == {str(data)}
+    with pytest.raises(UsageError, match="there is no run in"):
+        data_of("auto")
+    (tmp_path / "out").mkdir()
+    run.parent.rename(tmp_path / "out" / "runs")
+    assert data_of("auto") == str(data)
+
+
+def test_weights_that_belong_to_no_run_do_not_say_what_they_were_trained_on(tmp_path):
+    (tmp_path / "weights").mkdir()
+    with pytest.raises(UsageError, match="pass --data"):
+        data_of(str(tmp_path / "weights"))

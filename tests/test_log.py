@@ -89,6 +89,30 @@ def test_the_logged_loss_is_the_mean_over_every_micro_batch_since_the_last_line(
     ]
 
 
+def test_parts_of_the_loss_are_means_over_the_same_targets(start, clock, tmp_path, capsys):
+    log = start(log_interval=2, parts=("hard_loss", "agreement"), first_step=2)
+    log.load_state(torch.tensor([6.0, 2.0, 0.0, 4.0, 1.0]))  # of two micro-batches before
+    for weight, loss in ((1.0, 2.0), (0.5, 8.0)):
+        parts = {"agreement": torch.tensor(loss / 16), "hard_loss": torch.tensor(loss / 2)}
+        log.micro_batch(torch.tensor(loss), weight=weight, **parts)
+    state = log.state()
+    clock.now += 1
+    log.step(2, learning_rate=1e-3, grad_norm=0.5, epoch=0.1)
+    (row,) = rows(tmp_path)
+    expected = {"loss": 12 / 3.5, "hard_loss": 7 / 3.5, "agreement": 1.375 / 3.5}
+    assert {name: row[name] for name in expected} == pytest.approx(expected)
+    assert "loss 3.4286  hard_loss 2.0000  agreement 0.3929  lr" in capsys.readouterr().out
+    assert state.tolist() == [6.0, 2.0, 0.0, 4.0, 1.0]  # the step under way is no part of it
+
+
+def test_where_every_step_was_skipped_no_part_is_known(start, clock, tmp_path):
+    log = start(parts=("soft_loss",))
+    log.micro_batch(torch.tensor(1.0), soft_loss=torch.tensor(2.0))
+    log.step(1, learning_rate=1e-3, grad_norm=float("nan"), epoch=0.1)
+    (row,) = rows(tmp_path)
+    assert row["loss"] is row["soft_loss"] is None
+
+
 @pytest.mark.parametrize(("first_step", "reported"), [(1, [1, 4, 8, 11]), (3, [4, 8, 11])])
 def test_first_last_and_every_interval_report(start, clock, tmp_path, first_step, reported):
     """The first step of the run, that is: a resume adds no line of its own."""

@@ -20,7 +20,7 @@ from training.engine.memory import (
     needs,
     stays,
 )
-from training.engine.workload import Parameters, Workload
+from training.engine.workload import Beside, Parameters, Workload
 
 CONFIG = LMConfig(dim=64, n_layers=2, n_heads=4, vocab_size=100, max_seq_len=32)
 ENGINES = engines(CONFIG.dim)
@@ -145,6 +145,26 @@ def test_the_peak_is_the_worst_moment_and_not_the_sum():
     # What is freed and not given back is there as well, and so is all the rest.
     kept = MemoryPlan(**PARTS, block=10, buffers=15, at_once=False, kept=1000)
     assert kept.peak == 7 + 100 + 30 + 15 + 1000
+
+
+def test_a_teacher_is_there_whole_or_in_shares():
+    """And the logits of both models, with a gradient of one's, and a chunk of them in fp32."""
+    alone, logits = expect(DDP, workload(dtype="float32")), 32 * CONFIG.vocab_size
+    divided = Kind(stage=3, persistence=100, live=50_000, reuse_distance=0)
+    for kind, held, whole in (
+        (DDP, 4 * N, 0),
+        (divided, N, 4 * N // 4),  # a block, which is larger than what may live
+        (replace(divided, parameters_on="cpu"), 0, 4 * N // 4),
+    ):
+        plan = expect(DDP, workload(dtype="float32", teacher=Beside(COUNTED, kind)))
+        assert plan.teacher == held
+        assert plan.held == alone.held + held
+        assert plan.buffers == pytest.approx(alone.buffers + whole, rel=0.01)
+        assert plan.logits == logits * (3 * 4 + 24)
+    on_cpu = expect(
+        DDP, workload(on_cpu=True, teacher=Beside(COUNTED, replace(divided, parameters_on="cpu")))
+    )
+    assert on_cpu.teacher == 2 * N // 4
 
 
 def test_a_cpus_process_keeps_what_came_and_went():

@@ -231,7 +231,7 @@ def test_every_module_takes_the_flags_that_stand_after_it(name):
 def test_every_flag_that_is_named_is_a_flag_of_something(name):
     modules = {module for module, _ in module_commands(TEXTS[name])} - {"training.arguments"}
     known = {*LAUNCHER_FLAGS, *DEEPSPEED_LAUNCHER_FLAGS, *OTHER_FLAGS}
-    for program in ("pretrain", "sft", "several"):
+    for program in ("pretrain", "sft", "distillation", "several"):
         known |= flags_of(f"train_{program}_accelerate")
     known = known.union(*map(flags_of, modules))
     named = flags_in("\n".join(typed(TEXTS[name])))

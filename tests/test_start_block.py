@@ -14,6 +14,8 @@ from training.engine.compilation import Compilation
 from training.engine.kinds import engines
 from training.engine.launch import Engine
 from training.engine.memory import GIB, expect, sum_bytes
+from training.engine.zero_inference import ZeroInference
+from training.teacher import TeacherWeights
 
 KINDS = {kind.config: kind for kind in engines(LMConfig().dim)}
 ZERO_2 = KINDS["zero2"]
@@ -39,6 +41,7 @@ def run_of(monkeypatch, tmp_path):
             accelerator=accelerator,
             folder=RunFolder(tmp_path),
             learning_rate=SimpleNamespace(total_steps=1000),
+            teacher=None,
             built=SimpleNamespace(
                 n_parameters=1,
                 n_trained=1,
@@ -118,6 +121,22 @@ def test_the_process_with_the_least_counts(run_of, needs, monkeypatch):
     enough = needs("zero2")
     monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, -(enough - 1)))
     assert len(start_block.warnings(run_of(2 * enough))) == 1
+
+
+def test_the_teacher_is_named_and_counted(run_of):
+    run, config = run_of(None), LMConfig(dim=128, n_layers=2)
+    source = SimpleNamespace(path="out/runs/mine/weights")
+    zero = ZeroInference({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    held = TeacherWeights(source, config, None).beside.parameters.total * 2 // 2
+    for divided, said in ((None, "whole on each process"), (zero, "ZeRO-3, parameters on the CPU")):
+        found = TeacherWeights(source, config, divided)
+        run.teacher = SimpleNamespace(found=found, held=held)
+        line = start_block._teacher(run.teacher, "bfloat16")
+        assert line.startswith("out/runs/mine/weights: 1.15 million (dim 128, 2 layers, 8 heads, 2")
+        assert line.endswith(f"never trained; {said}, 1.2 MB of weights per process")
+        plan = expect(*start_block.in_use(run))
+        assert plan.teacher == held * (1 if divided else 2)
+        assert f" {plan.teacher / GIB:.2f} the teacher, " in start_block._memory(plan)
 
 
 def test_the_memory_line_says_what_lies_elsewhere(run_of):

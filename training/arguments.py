@@ -63,6 +63,8 @@ class TrainingArguments:
     program: ClassVar[str] = PRETRAINING
     about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
     dataset: ClassVar[type] = PackedDataset  # which reads --data
+    teacher: ClassVar[str | None] = None  # whose expectations are learned, see training/teacher.py
+    logged: ClassVar[tuple[str, ...]] = ()  # what the log has the mean of, besides the loss
 
     data: str = setting(
         "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"

@@ -216,5 +216,6 @@ def _restore_random(
         print("another number of processes: dropout, if any, takes other masks", flush=True)
     # The unfinished log line: as many micro-batches as before, divided among more or fewer.
     lines = torch.stack([random[f"{other}.log"] for other in range(saved)])
-    share = saved / engine.processes
-    log.load_state(lines.mean(0) * torch.tensor([share, share, 1]))
+    share = torch.full_like(lines[0], saved / engine.processes)
+    share[2] = 1  # steps that were skipped
+    log.load_state(lines.mean(0) * share)

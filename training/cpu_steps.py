@@ -2,6 +2,7 @@
 writes samples and saves.
 
     python -m training.cpu_steps --config_file FILE --data out/data/NAME [flags that were typed]
+    python -m training.cpu_steps --config_file FILE --teacher RUN [flags that were typed]
 
 Flags go to stdout, what a small text is given to stderr. Those that are typed stand behind them and
 win. (With dropout a text could be read more often, but it takes attention on a CPU off its fast
@@ -18,10 +19,12 @@ import yaml
 from common.errors import UsageError, one_line_errors
 from common.parser import UnlessGiven
 from data.shards import read_description
+from runs.find import data_of
 
 PASSES = 4  # more of them teach less and less (https://arxiv.org/abs/2305.16264)
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
 LEAST, MOST = 100, 600  # steps
+MOST_TAUGHT = 300  # with a teacher, that reads along
 # Its validation loss ends at 0.6 below that of AdamW. The rate falls straight from its peak to 0.
 MUON = (
     "--optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --lr_schedule wsd "
@@ -30,11 +33,11 @@ MUON = (
 ADAMW = "--optimizer adamw --learning_rate 3e-3"
 
 
-def suited_steps(tokens: int, segmentations: int) -> int:
+def suited_steps(tokens: int, segmentations: int, most: int = MOST) -> int:
     """Of a text with so many tokens: PASSES of it, within bounds; a single one where it already
     stands there several times."""
     passes = PASSES if segmentations == 1 else 1
-    return min(MOST, max(LEAST, passes * tokens // TOKENS_PER_STEP))
+    return min(most, max(LEAST, passes * tokens // TOKENS_PER_STEP))
 
 
 def intervals(steps: int) -> str:
@@ -69,20 +72,22 @@ def optimizer(config_file: str | None, deepspeed: str | None) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--config_file", "--data", "--epochs", "--max_steps"):
+    for name in ("--config_file", "--data", "--teacher", "--epochs", "--max_steps"):
         parser.add_argument(name)
     parser.add_argument("--deepspeed", "--deepspeed_config", nargs="?", action=UnlessGiven)
     typed, _ = parser.parse_known_args(argv)  # the rest, and nonsense, is judged where it is used
-    description = read_description(typed.data)
+    most = MOST_TAUGHT if typed.teacher else MOST
+    description = read_description(typed.data or data_of(typed.teacher))
     tokens = description["splits"]["train"]["tokens"]
-    steps = suited_steps(tokens, description.get("prepared_from", {}).get("segmentations", 1))
+    segmentations = description.get("prepared_from", {}).get("segmentations", 1)
+    steps = suited_steps(tokens, segmentations, most)
     if (typed.max_steps or "").isdigit():
         steps = int(typed.max_steps)
     elif (typed.epochs or "").isdigit():
         steps = int(typed.epochs) * tokens // TOKENS_PER_STEP
     if typed.max_steps is None and typed.epochs is None:
         print(f"--max_steps {steps}")
-        if steps < MOST:
+        if steps < most:
             said = f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another"
             print(said, file=sys.stderr)
     print(intervals(max(1, steps)), optimizer(typed.config_file, typed.deepspeed))

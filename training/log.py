@@ -43,9 +43,9 @@ def copied(numbers: Tensor) -> Callable[[], list[float]]:
 
 class EndedStep(NamedTuple):
     number: int
-    loss: Tensor  # the sum over its micro-batches
+    sums: Tensor  # of loss and parts over its micro-batches
     weight: float  # theirs
-    read: Callable[[], list[float]]  # norm of the gradient, and loss
+    read: Callable[[], list[float]]  # norm of the gradient, loss, and what else stands behind it
 
 
 @dataclass
@@ -66,6 +66,7 @@ class TrainingLog:
     flops_per_token: float  # see `Transformer.flops_per_token`
     total_steps: int  # of the run
     first_step: int  # of this start
+    parts: tuple[str, ...] = ()  # names of what each micro-batch has the mean of besides its loss
 
     def __post_init__(self):
         accelerator = self.accelerator
@@ -78,8 +79,8 @@ class TrainingLog:
         self._unwritten = b""
         shown = {"initial": self.first_step - 1, "disable": not accelerator.is_main_process}
         self.bar = progress_bar(self.total_steps, "step", "step", **shown)
-        self._loss_sum = torch.zeros((), device=accelerator.device)
-        self._step_loss = torch.zeros_like(self._loss_sum)
+        self._sums = torch.zeros(1 + len(self.parts), device=accelerator.device)  # loss and parts
+        self._step_sums = torch.zeros_like(self._sums)
         self._weight = self._step_weight = 0.0
         self.skipped_steps = self.bad_in_row = 0
         self.last_bad = 0  # number of the last step that was skipped
@@ -92,11 +93,14 @@ class TrainingLog:
         self._left: float | None = None  # when its last turn ended
         self._start_clock()
 
-    def micro_batch(self, loss: Tensor, weight: float = 1.0, tokens: int | None = None) -> None:
+    def micro_batch(
+        self, loss: Tensor, weight: float = 1.0, tokens: int | None = None, **parts: Tensor
+    ) -> None:
         """One micro-batch's mean loss over the targets that count, detached, still on the device;
-        how many count, as a share of a full micro-batch's; and its tokens without padding, None
-        where each step has as many."""
-        self._step_loss.add_(loss, alpha=weight)
+        how many count, as a share of a full micro-batch's; its tokens without padding, None where
+        each step has as many; and means over the same targets by the names in `parts`."""
+        means = torch.stack([loss, *(parts[name] for name in self.parts)])
+        self._step_sums.add_(means, alpha=weight)
         self._step_weight += weight
         if tokens is not None:
             self._tokens = (self._tokens or 0) + tokens
@@ -104,10 +108,11 @@ class TrainingLog:
     def state(self) -> Tensor:
         """What has been collected since the last report, to go on with after a resume."""
         self._judge()
-        return torch.tensor([self._loss_sum.item(), self._weight, self.skipped_steps])
+        loss, *parts = self._sums.tolist()
+        return torch.tensor([loss, self._weight, self.skipped_steps, *parts])
 
     def load_state(self, state: Tensor) -> None:
-        self._loss_sum.fill_(state[0])
+        self._sums.copy_(torch.cat([state[:1], state[3:]]))
         self._weight = state[1].item()
         self.skipped_steps = int(state[2])
 
@@ -118,15 +123,15 @@ class TrainingLog:
         self._steps += 1
         self.bar.update()
         self._judge()
-        loss, weight = self._step_loss, self._step_weight
-        self._step_loss, self._step_weight = torch.zeros_like(loss), 0.0
+        sums, weight = self._step_sums, self._step_weight
+        self._step_sums, self._step_weight = torch.zeros_like(sums), 0.0
         if self._late:
             known = not isinstance(grad_norm, Tensor)
-            norm = torch.full_like(loss, grad_norm) if known else grad_norm
-            read = copied(torch.hstack([norm, loss]))
+            norm = torch.full_like(sums[0], grad_norm) if known else grad_norm
+            read = copied(torch.hstack([norm, sums]))
         else:
-            read = partial(map, float, (grad_norm, loss))
-        self._ended = EndedStep(step, loss, weight, read)
+            read = partial(map, float, (grad_norm, sums[0]))
+        self._ended = EndedStep(step, sums, weight, read)
         reports = step % self.log_interval == 0 or step in (1, self.total_steps)
         if reports or step == self.first_step or not self._late:
             self._judge()
@@ -139,10 +144,10 @@ class TrainingLog:
         """Count the step that has ended, or leave it out, unless that was done already."""
         if self._ended is None:
             return
-        (step, loss, weight, read), self._ended = self._ended, None
-        grad_norm, shown_loss = read()
+        (step, sums, weight, read), self._ended = self._ended, None
+        grad_norm, shown_loss, *_ = read()
         if math.isfinite(grad_norm):
-            self._loss_sum += loss
+            self._sums += sums
             self._weight += weight
             self.bad_in_row = 0
         else:
@@ -174,7 +179,8 @@ class TrainingLog:
         return time.perf_counter() - self._last - self._paused - self._elsewhere
 
     def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
-        loss = self._mean_loss()
+        means = self._means()
+        loss = means["loss"]
         seconds = self._seconds() / self._steps
         tokens_per_second = utilisation = None
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
@@ -194,7 +200,7 @@ class TrainingLog:
             "step": step,
             "epoch": round(epoch, 4),
             "tokens": round(step * self.tokens_per_step),
-            "loss": loss,
+            **means,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "skipped_steps": self.skipped_steps,
@@ -204,14 +210,15 @@ class TrainingLog:
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
         self._write(values, "train")
+        shown = "  ".join(f"{name} {_show(mean)}" for name, mean in means.items())
         self.say(
-            f"step {step}/{self.total_steps}  loss {_show(loss)}  lr {learning_rate:.2e}  "
+            f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}"
         )
         self._watch(step, loss)
         if step != self.first_step:  # in which others compile
             self._watch_cores()
-        self._loss_sum.zero_()
+        self._sums.zero_()
         self._weight = 0.0
         self._start_clock()
 
@@ -243,16 +250,18 @@ class TrainingLog:
             f"taskset -c 0-{threads - 2} in front of the command"
         )
 
-    def _mean_loss(self) -> float | None:
-        """Of all processes; None if every step since the last report was skipped."""
-        weight = self._mean_of_processes(self._weight)
+    def _means(self) -> dict[str, float | None]:
+        """Of loss and parts, on all processes; None where every step since the last report was
+        skipped."""
+        names, weight = ("loss", *self.parts), self._mean_of_processes(self._weight)
         if weight == 0:
-            return None
-        return self.accelerator.reduce(self._loss_sum / weight, "mean").item()
+            return dict.fromkeys(names)
+        means = self.accelerator.reduce(self._sums / weight, "mean").tolist()
+        return dict(zip(names, means, strict=True))
 
     def _mean_of_processes(self, number: float) -> float:
         """All must call this."""
-        here = torch.full_like(self._loss_sum, number)
+        here = torch.full_like(self._sums[0], number)
         return self.accelerator.reduce(here, "mean").item()
 
     def validation(self, step: int, result: dict) -> None:

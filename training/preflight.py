@@ -20,12 +20,13 @@ from common.errors import UsageError, one_line_errors
 from model import ConfigError, LMConfig
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpointing import require_same_adapters
+from training.distillation_arguments import DistillationArguments
 from training.engine.environment import name_configuration
 from training.engine.gpu import require_usable_gpus
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, available_memory, fits, needs
-from training.engine.workload import Workload
+from training.engine.workload import Beside, Workload
 from training.initial_weights import InitialWeights
 from training.resume import (
     StartingPoint,
@@ -36,9 +37,11 @@ from training.resume import (
 from training.settings import saved_arguments
 from training.setup import shapes_of, with_data
 from training.sft_arguments import SFTArguments
+from training.teacher import TeacherWeights
 from training.trackers import require_trackers
 
-PROGRAMS = {kind.program: kind for kind in (TrainingArguments, SFTArguments)}
+KINDS = TrainingArguments, SFTArguments, DistillationArguments
+PROGRAMS = {kind.program: kind for kind in KINDS}
 
 
 def check_launch(
@@ -82,20 +85,26 @@ def check_launch(
         os.environ["WORLD_SIZE"] = processes
         deepspeed = deepspeed_plugin(args).deepspeed_config
     initial = InitialWeights.find(starting_weights(args), model_settings)
+    teacher = TeacherWeights.find(args)
+    if teacher:
+        args = replace(args, teacher=str(teacher.source.path))
     args = with_data(args, initial)
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
     model = initial.config(train_set)
     lora = shapes_of(model, args.adapt).lora
+    if teacher:
+        teacher.require_fit(model, train_set)
     start = find_starting_point(args, quiet=True)
     if sequences:
         args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(
-            args, sequences, model, deepspeed, int(processes)
+            args, sequences, model, deepspeed, int(processes), teacher and teacher.beside
         )
         if deepspeed:
             deepspeed_plugin(args)  # its file may hold a micro-batch as well
     if start.checkpoint:
-        resumed_arguments(start, args, model, train_set, int(processes))
+        sha256 = teacher and teacher.source.sha256()
+        resumed_arguments(start, args, model, train_set, int(processes), sha256)
         require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
     elif initial.source:
         initial.load()
@@ -121,6 +130,7 @@ def fit_micro_batch(
     config: LMConfig,
     deepspeed: dict | None,
     processes: int,
+    teacher: Beside | None = None,
 ) -> TrainingArguments:
     """--batch_size and --accumulation_steps so that a process takes so many sequences in a step,
     in micro-batches as large as the GPU with the least memory free allows.
@@ -131,7 +141,7 @@ def fit_micro_batch(
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
     kind = kind_of(deepspeed, config.dim)
-    work = Workload.of(args, config, processes=processes, device=gpus[0])
+    work = Workload.of(args, config, processes=processes, device=gpus[0], teacher=teacher)
     sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
     shared = [work.but(batch_size=n, accumulation_steps=sequences // n) for n in sizes]
     found = next((each for each in shared if fits(kind, each, room)), shared[-1])

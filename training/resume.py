@@ -71,6 +71,16 @@ def starting_weights(args: TrainingArguments) -> str | None:
     return str(start.folder.base if start.folder.base.exists() else start.checkpoint)
 
 
+def named_teacher(args: TrainingArguments) -> str:
+    """--teacher; of a run that goes on, the one that it has had for 'auto', which may be another
+    one by now. Raises UsageError: as `find_starting_point`."""
+    if args.teacher != "auto" or args.resume is None:
+        return args.teacher
+    start = find_starting_point(args, quiet=True)
+    before = saved_arguments(start.folder).get("teacher") if start.checkpoint else None
+    return before if isinstance(before, str) else args.teacher
+
+
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)
@@ -116,15 +126,19 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
     return StartingPoint(run)
 
 
-def run_identity(train_set: PackedDataset, args: TrainingArguments, processes: int) -> dict:
-    """What a run must have in common with the one it resumes, besides the model's shape."""
-    return {
+def run_identity(
+    train_set: PackedDataset, args: TrainingArguments, processes: int, teacher: str | None = None
+) -> dict:
+    """What a run must have in common with the one it resumes, besides the model's shape; `teacher`
+    is the hash of one's weights, if there is one."""
+    identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
         "global_batch": args.batch_size * args.accumulation_steps * processes,
         "seed": args.seed,
         "optimizer": args.optimizer,
     }
+    return identity | ({"teacher": teacher[:16]} if teacher else {})
 
 
 def resumed_arguments(
@@ -133,15 +147,16 @@ def resumed_arguments(
     config: LMConfig,
     train_set: PackedDataset,
     processes: int,
+    teacher: str | None = None,
 ) -> TrainingArguments:
     """The arguments with which this run equals the one that saved: on another number of processes,
     --accumulation_steps changes so that the global batch stays.
 
-    Raises UsageError: another model, tokenizer, data set, global batch, seed or optimizer; lists
-    the differences.
+    Raises UsageError: another model, tokenizer, data set, global batch, seed, optimizer or teacher;
+    lists the differences.
     """
     saved = start.state["identity"]
-    current = run_identity(train_set, args, processes)
+    current = run_identity(train_set, args, processes, teacher)
     if processes != start.state["processes"] and saved["global_batch"] != current["global_batch"]:
         steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
         if rest or not steps:
@@ -182,6 +197,11 @@ def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current
         lines = [f"data: {before} in the run, {now} now", *others]
         if not others:
             advice.append(f"--data {before} goes on with it")
+    if saved.get("teacher") != current.get("teacher"):
+        lines.append(
+            f"the teacher was {saved_arguments(start.folder).get('teacher')}, and is "
+            f"{args.teacher} now"
+        )
     if not advice and start.folder.settings.exists():
         advice.append(f"the flags that go on with it stand in {start.folder.settings}")
     if args.resume == "auto":

@@ -29,6 +29,7 @@ from training.resume import StartingPoint, run_identity
 from training.samples import SampleWriter
 from training.schedule import LearningRate
 from training.setup import BuiltModel
+from training.teacher import Teacher
 from training.validation import validate, validation_loader
 
 
@@ -49,6 +50,7 @@ class Run:
         val_set: None for no validation.
         total_steps: of the whole run, those before `start` included.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
+        teacher: whose logits the loss is made of too, if there is one.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Run:
         val_set: PackedDataset | None,
         total_steps: int,
         started: float,
+        teacher: Teacher | None = None,
     ):
         self.args = args
         self.engine = engine
@@ -72,6 +75,7 @@ class Run:
         self.built = built
         self.model = built.model
         self.optimizer = built.optimizer
+        self.teacher = teacher
         self.learning_rate = LearningRate.from_arguments(args, total_steps)
         self.train_set = train_set
         self.samples_per_step = args.batch_size * args.accumulation_steps * engine.processes
@@ -95,9 +99,11 @@ class Run:
             self.folder.metrics,
             log_interval=args.log_interval,
             tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
-            flops_per_token=built.flops_per_token(train_set.tokens_per_sample),
+            flops_per_token=built.flops_per_token(train_set.tokens_per_sample)
+            + (teacher.found.flops_per_token(train_set.tokens_per_sample) if teacher else 0),
             total_steps=total_steps,
             first_step=self.first_step,
+            parts=args.logged,
         )
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, built.state, self.log)
@@ -115,7 +121,7 @@ class Run:
             state=built.state,
             keep_last=args.keep_last,
             config=built.config,
-            identity=run_identity(train_set, args, engine.processes),
+            identity=run_identity(train_set, args, engine.processes, teacher and teacher.sha256),
             compiled=built.compilation.on,
             log=self.log,
             start_step=start.step,
@@ -172,22 +178,26 @@ class Run:
         with self.accelerator.accumulate(self.model):
             yield
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, **parts: Tensor) -> None:
         """Add the gradient of a micro-batch's loss, which is the mean over its targets that count.
 
         Every target of the global batch weighs the same, whichever micro-batch it is in.
+
+        Args:
+            parts: means over the same targets for the log, detached, by the names in `args.logged`.
         """
         self.profiler.phase("data")
         self._read(1)  # while a GPU is at the forward pass; DeepSpeed's step below waits for it
         self.profiler.phase("backward")
         if self.train_set.every_target_counts:
             self.accelerator.backward(loss)
-            self.log.micro_batch(loss.detach())
+            self.log.micro_batch(loss.detach(), **parts)
             return
         loss = loss if self._count else loss.nan_to_num()  # the mean of nothing is not a number
         self.accelerator.backward(loss * (self._count / self._mean_count))
         full = self.args.batch_size * self.train_set.seq_len
-        self.log.micro_batch(loss.detach(), weight=self._count / full, tokens=self._tokens)
+        weight = self._count / full
+        self.log.micro_batch(loss.detach(), weight=weight, tokens=self._tokens, **parts)
 
     def update(self) -> None:
         """Clip the gradient, step, and begin a new gradient.

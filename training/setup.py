@@ -16,6 +16,7 @@ from data.shards import CONVERSATIONS
 from model import LMConfig, Transformer
 from model.lora import LoRA
 from model.transformer import flops_per_token
+from runs.find import data_of
 from training.arguments import Arguments, TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine, spare_overflow_check
@@ -33,7 +34,7 @@ from training.sft_arguments import SFTArguments
 # Paths, which may differ between machines, and what the main process decides for all.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
-    *("num_workers", "time_limit"),
+    *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
@@ -69,10 +70,10 @@ def open_splits(
 
 
 def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
-    """The arguments with --data, prepared first where that is this program's to do and has not
-    happened yet: the built-in corpus, and conversations, which go by the tokenizer of the weights.
-    Raises SaidError: that failed. UsageError: flags that contradict each other; the weights have no
-    tokenizer."""
+    """The arguments with --data: that of a teacher, or prepared first where that is this program's
+    to do and has not happened yet: the built-in corpus, and conversations, which go by the
+    tokenizer of the weights. Raises SaidError: that failed. UsageError: flags that contradict each
+    other; the weights have no tokenizer, or nothing tells what the teacher was trained on."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
@@ -83,6 +84,8 @@ def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
             "--data is a folder that has been prepared, --conversations and --prepare_flags "
             "prepare one: give either"
         )
+    elif args.data is None:
+        return replace(args, data=data_of(args.teacher))
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
         print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
         folder, flags = args.data, ["--data", "builtin"]
@@ -95,7 +98,11 @@ def with_data(args: Arguments, initial: InitialWeights) -> Arguments:
 
 
 def find_start(
-    args: TrainingArguments, config: LMConfig, train_set: PackedDataset, engine: Engine
+    args: TrainingArguments,
+    config: LMConfig,
+    train_set: PackedDataset,
+    engine: Engine,
+    teacher: str | None = None,
 ) -> tuple[StartingPoint, TrainingArguments]:
     """The run folder, locked, with the checkpoint to go on from if --resume asks for one; and the
     arguments with which the run then is the one that was saved, see `resumed_arguments`.
@@ -111,7 +118,7 @@ def find_start(
     start = on_main_process(engine.accelerator, lambda: choose_run(args))
     if start.checkpoint is None:
         return start, args
-    return start, resumed_arguments(start, args, config, train_set, engine.processes)
+    return start, resumed_arguments(start, args, config, train_set, engine.processes, teacher)
 
 
 def plan_compilation(

@@ -24,6 +24,7 @@ from training.setup import (
     with_data,
 )
 from training.start_block import start_block, warnings
+from training.teacher import Teacher, TeacherWeights
 from training.trackers import require_trackers, start_trackers
 
 
@@ -42,11 +43,14 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     initial = on_main_process(
         accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
     )
+    teacher = on_main_process(accelerator, lambda: TeacherWeights.find(args))
+    if teacher:
+        args = replace(args, teacher=str(teacher.source.path))
     prepared = on_main_process(accelerator, lambda: with_data(args, initial))
     args = replace(args, data=args.data or prepared.data)  # each process keeps its own flags
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)
     sets = {"train_set": train_set, "val_set": val_set}
-    run = start_run(args, engine, initial, **sets, started=started)
+    run = start_run(args, engine, initial, **sets, started=started, found_teacher=teacher)
     if run is None:
         accelerator.end_training()
     return run
@@ -61,6 +65,7 @@ def start_run(
     val_set: PackedDataset | None,
     started: float,
     beside: int = 0,
+    found_teacher: TeacherWeights | None = None,
 ) -> Run | None:
     """Build the model, resume where asked, and say what is in use; None if the run is finished.
 
@@ -74,10 +79,14 @@ def start_run(
     accelerator = engine.accelerator
     config = on_every_process(engine, lambda: initial.config(train_set))
     shapes_of(config, args.adapt)  # what cannot be built leaves no folder
+    sha256 = None
+    if found_teacher:
+        on_every_process(engine, lambda: found_teacher.require_fit(config, train_set))
+        sha256 = on_main_process(accelerator, found_teacher.source.sha256)
 
     # A new run or an old one, and how many steps.
     asked = args
-    start, args = find_start(asked, config, train_set, engine)
+    start, args = find_start(asked, config, train_set, engine, sha256)
     engine.set_accumulation(args.accumulation_steps)
     if start.checkpoint and engine.is_main:
         say_what_changed(start, asked, args, engine.processes)
@@ -88,6 +97,7 @@ def start_run(
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
     compilation = plan_compilation(args, config, start, total_steps, engine, train_set)
+    teacher = Teacher(found_teacher, sha256, engine, args.dtype) if found_teacher else None
     built = build_model(config, args, engine, compilation, args.adapt)
     if initial.source and not start.checkpoint:
         weights = on_every_process(engine, initial.load)
@@ -105,6 +115,7 @@ def start_run(
         val_set=val_set,
         total_steps=total_steps,
         started=started,
+        teacher=teacher,
     )
 
     # What is in use, said and written down; what belongs to a course not taken is set aside.

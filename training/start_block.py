@@ -3,6 +3,7 @@
 import torch
 
 from common.numbers import counted
+from model import LMConfig
 from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
 from training.engine.advice import faster_engine, lighter_engine
@@ -22,6 +23,7 @@ from training.engine.state import is_deepspeeds
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
 from training.run import Run
+from training.teacher import Teacher
 
 FEW_STEPS = 50
 
@@ -46,10 +48,7 @@ def start_block(run: Run, initial: InitialWeights, beside: int = 0) -> str:
         "precision": _precision(run.accelerator.mixed_precision, sum_bytes(kind, work)),
         "attention": attention,
         "compiled": str(built.compilation),
-        "parameters": f"{built.n_parameters / 1e6:.2f} million (dim {config.dim}, "
-        f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
-        f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})"
-        + _trained(run),
+        "parameters": _parameters(built.n_parameters, config) + _trained(run),
         "optimizer": _optimizer(run),
         "data": f"{args.data}: {_data(run)}; {validation}",
         "global batch": f"{run.samples_per_step:,} sequences = "
@@ -63,6 +62,8 @@ def start_block(run: Run, initial: InitialWeights, beside: int = 0) -> str:
         "checkpoints": _checkpoints(run),
         "memory": _memory(expect(kind, work), beside),
     }
+    if run.teacher:
+        fields["teacher"] = _teacher(run.teacher, args.dtype)
     if args.gradient_checkpointing != "off":
         keeps = args.gradient_checkpointing == "selective" and not keeps_scores
         fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
@@ -77,6 +78,26 @@ def _data(run: Run) -> str:
     if data.lengths is None:
         return f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     return f"{data.summary}; {data.share_of_padding(run.sampler):.1%} of positions are padding"
+
+
+def _parameters(number: int, config: LMConfig) -> str:
+    """How many, and the shape that has them."""
+    return (
+        f"{number / 1e6:.2f} million (dim {config.dim}, {counted(config.n_layers, 'layers')}, "
+        f"{counted(config.n_heads, 'heads')}, {counted(config.n_kv_heads, 'kv heads')}, vocabulary "
+        f"{config.vocab_size:,})"
+    )
+
+
+def _teacher(teacher: Teacher, dtype: str) -> str:
+    """Who teaches, and what this process has of it."""
+    found, beside = teacher.found, teacher.found.beside
+    divided = beside.kind.name if found.zero else "whole on each process"
+    parameters = _parameters(beside.parameters.total, found.config)
+    return (
+        f"{found.source.path}: {parameters}, {dtype}, never trained; {divided}, "
+        f"{teacher.held / 1e6:,.1f} MB of weights per process"
+    )
 
 
 def _trained(run: Run) -> str:
@@ -172,6 +193,7 @@ def in_use(run: Run) -> tuple[Kind, Workload]:
         device=run.accelerator.device,
         compiled=run.built.compilation.on,
         lora=run.built.lora,
+        teacher=run.teacher and run.teacher.found.beside,
     )
     return run.engine.kind, work
 
@@ -185,8 +207,9 @@ def _memory(plan: MemoryPlan, beside: int = 0) -> str:
     }
     return (
         f"about {plan.peak / GIB:.2f} GiB per process expected "
-        f"({plan.held / GIB:.2f} weights and optimizer, {(plan.peak - plan.held) / GIB:.2f} "
-        "activations and buffers), "
+        f"({(plan.held - plan.teacher) / GIB:.2f} weights and optimizer, "
+        + (f"{plan.teacher / GIB:.2f} the teacher, " if plan.teacher else "")
+        + f"{(plan.peak - plan.held) / GIB:.2f} activations and buffers), "
         + "".join(f"{size / GIB:.2f} {where}, " for where, size in elsewhere.items() if size)
         + "besides about 1 GiB for Python and PyTorch"
     )

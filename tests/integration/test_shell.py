@@ -132,7 +132,13 @@ OF_PREFLIGHT = pytest.mark.variant  # it says so, tests/test_preflight.py
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
         ("--optimizer muon", {"ENGINE": "zero3"}, "under ZeRO-3 no process has any"),
         pytest.param("", {"ENGINE": "fp16"}, "--dtype float16 needs a GPU", marks=OF_PREFLIGHT),
-        ("", {"STAGE": "dpo"}, "STAGE must be pretrain or sft, not dpo"),
+        ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
+        (
+            "",
+            {"STAGE": "distill"},
+            "STAGE=distill reads what its teacher was trained on, or --data",
+        ),
+        ("", {"TEACHER": "out/runs/my"}, "TEACHER names a run to learn from: give STAGE=distill"),
         ("", {"STAGE": "sft"}, "DATA names text to pretrain on: with STAGE=sft, CHAT="),
         ("", {"CHAT": "my.jsonl"}, "CHAT names conversations to fine-tune on: give STAGE=sft"),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
@@ -203,6 +209,22 @@ def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path)
     tuned = clone / "out" / "runs" / "tuned"
     assert f"-m scripts.chat {tuned.relative_to(clone)}" in ended.out
     assert (tuned / "weights" / "chat_template.jinja").is_file()
+
+
+def test_a_smaller_model_is_taught_by_the_newest_run(clone, pretrained):
+    """Of pretraining, whatever other stages have left."""
+    flags = (
+        "--dim 16 --n_heads 2 --max_seq_len 32 --max_steps 2 --sample_tokens 4 --run_name taught"
+    )
+    two = {"STAGE": "distill", "NUM_PROCESSES": "2", "DATA": ""}
+    flags += " --teacher_config configs/zero3_inference.json"
+    ended = run_accelerate(clone, Path(), flags, **two)
+    assert ended.code == 0, ended.out
+    assert "teacher: out/runs/mine/weights: 0.02 million (dim 32, 1 layers" in ended.out
+    assert "never trained; ZeRO-3, " in ended.out
+    assert "data: out/data/short: " in ended.out
+    assert re.search(r"step 2/2  loss \S+  hard_loss \S+  soft_loss \S+  agreement \S+", ended.out)
+    assert (clone / "out" / "runs" / "taught" / "weights" / "model.safetensors").is_file()
 
 
 def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(

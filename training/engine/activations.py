@@ -12,6 +12,9 @@ from model.attention import takes_grouped_heads
 from model.loss import tokens_at_once
 from training.engine.workload import Workload
 
+# What training/distillation_loss.py has of a chunk of tokens, in forward and backward.
+COMPARED = 6 * (1 << 26)
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -32,12 +35,6 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
     dim, block = config.dim, _block(work)
     # The fused norm of a compiled block keeps its input, as it came, and its scale.
     final_norm = (h * dim + 4 if compiled else _norm(work)) + h * dim
-    # Log-probabilities in fp32, saved, with their gradient before and after the softmax; fused, the
-    # logits as they are and their gradient.
-    logits = config.vocab_size * (2 * h if compiled else 12)
-    # In chunks: the gradient of the output layer's weights from one of them, beside their sum.
-    chunked = tokens_at_once(config.vocab_size, work.tokens) < work.tokens
-    sums = h * config.vocab_size * dim if chunked else 0
     # Gradients of the three matrices' inputs in the feed-forward, and of both norms in fp32.
     passing = 3 * h * config.hidden_dim + 16 * dim + _scores(work) // 2
     casts = 2 * work.parameters.matrices if autocast else 0
@@ -51,9 +48,29 @@ def activations(work: Workload, autocast: bool = False) -> Activations:
     kept += h * work.parameters.inner if work.recompute == "off" else 0
     return Activations(
         kept=work.tokens * (kept + final_norm + 16) + casts,
-        logits=tokens_at_once(config.vocab_size, work.tokens) * logits + sums,
+        logits=_compared(work, autocast) if work.teacher else _logits(work),
         block=work.tokens * passing,
     )
+
+
+def _logits(work: Workload) -> int:
+    """Of the tokens that have theirs in memory together."""
+    config, h = work.config, work.half
+    at_once = tokens_at_once(config.vocab_size, work.tokens)
+    # Log-probabilities in fp32, saved, with their gradient before and after the softmax; fused, the
+    # logits as they are and their gradient.
+    logits = config.vocab_size * (2 * h if work.compiled else 12)
+    # In chunks: the gradient of the output layer's weights from one of them, beside their sum.
+    sums = h * config.vocab_size * config.dim if at_once < work.tokens else 0
+    return at_once * logits + sums
+
+
+def _compared(work: Workload, autocast: bool) -> int:
+    """With a teacher's: its logits, and the student's with their gradient, of all tokens, and what
+    the loss keeps of a chunk. (Under autocast Accelerate hands the student's out in fp32.)"""
+    logits = work.tokens * work.config.vocab_size
+    student = 2 * (4 if autocast else work.half)
+    return logits * (student + work.half) + min(24 * logits, COMPARED)
 
 
 def _block(work: Workload) -> int:

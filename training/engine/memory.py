@@ -33,6 +33,7 @@ class MemoryPlan:
     block: int  # of the block that is at its backward
     buffers: int  # gradients on their way: buckets to exchange them in, and copies
     at_once: bool  # buffers are there as soon as backward begins, or they fill with gradients
+    teacher: int = 0  # weights of another model that is asked
     kept: int = 0  # on a CPU, freed and not given back: training/engine/cpu_settings.py
     host: int = 0  # RAM, of a process whose optimizer or parameters are there
     checkpoint: int = 0  # RAM of the main process while it writes one: weights and moments
@@ -41,7 +42,7 @@ class MemoryPlan:
     @property
     def held(self) -> int:
         """What never goes."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.teacher
 
     @property
     def peak(self) -> int:
@@ -65,9 +66,9 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
     of 4 + 8, which ZeRO-1 divides among the processes; ZeRO-2 divides the sum of the gradients too
     (4, where it is in fp32), ZeRO-3 the weights as well (Rajbhandari et al.,
     https://arxiv.org/abs/1910.02054). Of what is frozen there are the weights alone, in the
-    precision of forward and backward. What passes through besides is read in DeepSpeed 0.19
-    (runtime/zero/stage_1_and_2.py, stage3.py, runtime/bf16_optimizer.py), and measured by
-    benchmarks/engines.py.
+    precision of forward and backward, and so of a teacher, or its share. What passes through
+    besides is read in DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py,
+    runtime/bf16_optimizer.py), and measured by benchmarks/engines.py.
     """
     t, h = work.parameters.trained, work.half
     moments = 8 * t - 4 * work.parameters.by_muon
@@ -85,6 +86,10 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
         parts = _zero_1_2(kind, work, moments)
     else:
         parts = _zero_3(kind, work, moments)
+    parts["teacher"] = 0
+    if work.teacher:
+        parts["teacher"], whole = _teacher(work)
+        parts["buffers"] += whole
     if kind.stage == 3:  # which --compile auto leaves alone
         work = work.but(compiled=False)
     held = activations(work, autocast=kind.stage is None and h == 2)
@@ -203,6 +208,16 @@ def _zero_3(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
         parts["host"] += 4 * kind.optimizer_buffers * min(t / processes, kind.sub_group)
     parts["host"] += sums
     return parts
+
+
+def _teacher(work: Workload) -> tuple[int, int]:
+    """What a process holds of a teacher, and what it has whole at a time besides."""
+    (parameters, kind), h = work.teacher, work.half
+    if kind.stage is None:
+        return h * parameters.total, 0
+    elsewhere = kind.parameters_on != GPU and not work.on_cpu
+    share = 0 if elsewhere else h * parameters.total // work.processes
+    return share, h * live_parameters(kind, work.but(parameters=parameters))
 
 
 def _bucket(kind: Kind, work: Workload) -> int:

@@ -1,6 +1,7 @@
 """What one process does in a step, as far as its memory and its traffic depend on it."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -8,6 +9,7 @@ from model import LMConfig, Transformer
 from model.lora import LoRA, LoRALinear, add_lora
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
+from training.engine.kinds import Kind
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class Parameters:
         return sum(each * count for each, count in self.sizes.items() if each <= size)
 
 
+class Beside(NamedTuple):
+    """Another model, which is asked in each step, and never trained."""
+
+    parameters: Parameters
+    kind: Kind  # that divides it
+
+
 @dataclass(frozen=True)
 class Workload:
     config: LMConfig
@@ -68,6 +77,7 @@ class Workload:
     keeps_scores: bool = False  # see attention_kernel
     compiled: bool = False
     recompute: str = "off"  # --gradient_checkpointing
+    teacher: Beside | None = None  # with whose logits its own are compared
 
     @classmethod
     def of(
@@ -79,6 +89,7 @@ class Workload:
         device: torch.device,
         compiled: bool = False,
         lora: LoRA | None = None,
+        teacher: Beside | None = None,
     ) -> "Workload":
         """That of a run; asks PyTorch which attention the device has. A GPU that is not here is
         taken to have a fused kernel."""
@@ -96,6 +107,7 @@ class Workload:
             keeps_scores=keeps_scores,
             compiled=compiled,
             recompute=args.gradient_checkpointing,
+            teacher=teacher,
         )
 
     def but(self, **changes) -> "Workload":

@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from common.errors import UsageError
-from formats.portable import require_fit
 from inference.decoder import Block, Decoder
-from model import ConfigError, Transformer
+from model import Transformer
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import check_by_deepspeed, offload_device, read_config
@@ -48,16 +46,24 @@ class ZeroInference:
         own = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", own):
             raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
+        return cls.of_config(config, path)
+
+    @classmethod
+    def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
+        """What a configuration for ZeRO-3 says besides training; weights are in `dtype`. Raises
+        UsageError: as in training, or it is about files, which only training has."""
         # An "auto" is for training, which knows what to write there.
         section = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
-        settle_keys(config, TrainingArguments(), path)
+        if dtype != "float32":
+            config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
+        settle_keys(config, TrainingArguments(), source)
         section.pop("offload_optimizer", None)
-        check_by_deepspeed(config, path)
+        check_by_deepspeed(config, source)
         if offload_device(config, "param") == "nvme":
             raise UsageError(
-                "only training keeps parameters on NVMe: pass --config_file "
-                "configs/zero3_offload.yaml, which keeps them in RAM"
+                f'{source}: only training keeps parameters on NVMe; "device": "cpu" keeps them in '
+                "RAM, as --config_file configs/zero3_offload.yaml does"
             )
         return cls(config)
 
@@ -69,16 +75,9 @@ class ZeroInference:
         from training.engine.launch import KEPT, skip_compiled_communication
 
         skip_compiled_communication()
-        config, source = folder.config(), str(folder.path)
-        try:
-            weights = folder.tensors()
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{source}: no readable weights ({error})") from error
-        with torch.device("meta"):
-            shapes = Transformer(config)
-        require_fit(shapes, weights, source)
+        weights = folder.sound_tensors()
         with deepspeed.zero.Init(config_dict_or_path=self.config):
-            model = Transformer(config)
+            model = Transformer(folder.config())
         for name, parameter in model.named_parameters():
             with gathered(parameter, writes=True):
                 parameter.data.copy_(weights[name])

@@ -1,0 +1,268 @@
+"""train_distillation_accelerate.py: the losses are those of a loop by hand, whoever computes; the
+teacher stays as it is; runs go on to the bit."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPOSITORY, TINY, Trained, found_by, run_warm, train
+from small_model import opinionated
+from torch.nn import functional as F
+
+from data.conversation_set import ConversationSet
+from data.dataset import PackedDataset
+from data.order import LengthSampler, MicroBatchSampler
+from data.tokenizer import copy_tokenizer
+from formats.portable import load_portable, save_portable
+from model import IGNORE_INDEX, LMConfig, Transformer
+from runs.weights import WeightsFolder, load_trained
+from training.arguments import TrainingArguments
+from training.optimizer import parameter_groups
+
+pytestmark = pytest.mark.slow
+
+DISTIL = "train_distillation_accelerate.py"
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}  # of TINY
+STEPS, BATCH, ALPHA, TEMPERATURE, RATE = 4, 8, 0.3, 2.0, 1e-2
+FLAGS = (
+    f"--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate {RATE} "
+    f"--max_steps {STEPS} --alpha {ALPHA} --temperature {TEMPERATURE}"
+)
+PARTS = ("loss", "hard_loss", "soft_loss", "agreement")
+
+
+@pytest.fixture(scope="module")
+def teacher(packed, tmp_path_factory) -> Path:
+    """Weights of a model that has opinions, and the tokenizer of the data."""
+    folder = tmp_path_factory.mktemp("teacher") / "weights"
+    model = opinionated(400, SHAPE["max_seq_len"])
+    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
+    copy_tokenizer(packed, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def conversations(packed, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    rows = ({"prompt": f"{i} + 1 =", "response": str(i + 1) * (i % 4 + 1)} for i in range(120))
+    (folder / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    command = [sys.executable, "-m", "scripts.prepare_data", "--tokenizer", str(packed)]
+    command += ["--conversations", str(folder / "chat.jsonl"), "--out", str(folder / "packed")]
+    ended = run_warm([*command, "--val_fraction", "0.2"])
+    assert ended.code == 0, ended.out
+    return folder / "packed"
+
+
+def by_hand(data: PackedDataset | ConversationSet, teacher: Transformer, kl: str) -> list[dict]:
+    """Both models whole in one process, and every global batch at once."""
+    torch.manual_seed(TrainingArguments.seed)
+    student = Transformer(LMConfig(**SHAPE, vocab_size=teacher.config.vocab_size))
+    groups = parameter_groups(student, TrainingArguments.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+    place = {"rank": 0, "world_size": 1, "seed": TrainingArguments.seed, "start": 0}
+    batches = MicroBatchSampler(len(data), BATCH, **place)
+    collate = torch.utils.data.default_collate
+    if data.lengths is not None:
+        sizes = {"lengths": data.lengths, "global_batch": BATCH}
+        batches, collate = LengthSampler(len(data), BATCH, **sizes, **place), data.collate
+    rows = []
+    for _, samples in zip(range(STEPS), batches, strict=False):
+        tokens, targets = collate([data[i] for i in samples])
+        counts = targets != IGNORE_INDEX
+        ours, wanted = student(tokens).logits[counts], targets[counts]  # (targets, vocab_size)
+        with torch.no_grad():
+            theirs = teacher(tokens).logits[counts]
+        p, q = (F.softmax(x / TEMPERATURE, -1) for x in (theirs, ours))
+        if kl == "reverse":
+            p, q = q, p
+        soft = TEMPERATURE**2 * (p * (p / q).log()).sum(-1).mean()
+        hard = F.cross_entropy(ours, wanted)
+        agreement = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
+        loss = ALPHA * hard + (1 - ALPHA) * soft
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), TrainingArguments.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        values = zip(PARTS, (loss, hard, soft, agreement), strict=True)
+        rows.append({name: value.item() for name, value in values} | {"grad_norm": norm.item()})
+    return rows
+
+
+# How a global batch of 8 is divided: engine of the student, the teacher's file, --batch_size,
+# --accumulation_steps, and what else.
+PAIRS = {
+    "ZeRO-2 and ZeRO-3, 2 x 4": ("zero2", "zero3_inference", 4, 1, ""),
+    "ZeRO-2 and ZeRO-3, 2 x 1 x 4": ("zero2", "zero3_inference", 1, 4, ""),
+    "ZeRO-2 and ZeRO-3 of answers": ("zero2", "divided", 1, 4, "of answers"),
+    "ZeRO-1 and ZeRO-3 on the CPU": ("zero1", "on_cpu", 2, 2, ""),
+    "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
+    "ZeRO-2 and a whole one": ("zero2", None, 4, 1, ""),
+    "ZeRO-3 twice": ("zero3", "divided", 4, 1, ""),
+}
+IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
+
+
+@pytest.fixture(scope="module")
+def found(packed, conversations, teacher, tmp_path_factory) -> dict:
+    """Everything that two processes have found out, by run; "folder" is where the runs are."""
+    folder = tmp_path_factory.mktemp("pairs")
+    file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
+    zero = file["zero_optimization"]
+    # This teacher is so small that of ours nothing would be let go of.
+    zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
+    (folder / "divided.json").write_text(json.dumps(file))
+    zero["offload_param"]["device"] = "cpu"
+    (folder / "on_cpu.json").write_text(json.dumps(file))
+    runs = {}
+    for name, (student, config, batch_size, accumulation, more) in PAIRS.items():
+        data = conversations if more == "of answers" else packed
+        flags = [*TINY, *FLAGS.split(), "--data", str(data), "--teacher", str(teacher)]
+        flags += ["--batch_size", str(batch_size), "--accumulation_steps", str(accumulation)]
+        if config:
+            own = folder / f"{config}.json"
+            flags += ["--teacher_config", str(own) if own.exists() else f"configs/{config}.json"]
+        flags += ["--kl", "reverse"] if more == "reverse" else []
+        runs[name] = {"student": student, "flags": flags}
+    first = runs["ZeRO-2 and ZeRO-3, 2 x 1 x 4"]
+    runs["whole"] = first | {"flags": [*first["flags"], *IN_BF16.split()]}
+    resumed = [*runs["whole"]["flags"], "--resume", "auto"]
+    runs["resumed"] = first | {"flags": resumed, "killed": "whole", "after": 3}
+    (folder / "runs.json").write_text(json.dumps(runs))
+    return found_by("distilling_engines.py", folder, 2, ()) | {"folder": folder / "runs"}
+
+
+@pytest.fixture(scope="module")
+def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
+    model, seq_len = load_portable(teacher), SHAPE["max_seq_len"]
+    text = PackedDataset(packed, "train", seq_len)
+    answers = ConversationSet(conversations, "train", seq_len)
+    return {
+        "": by_hand(text, model, "forward"),
+        "reverse": by_hand(text, model, "reverse"),
+        "of answers": by_hand(answers, model, "forward"),
+    }
+
+
+def require_the_same(run: Trained, expected: list[dict]) -> None:
+    for name in (*PARTS, "grad_norm"):
+        wanted = [row[name] for row in expected]
+        assert run.column(name) == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
+    require_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
+
+
+def test_the_loops_by_hand_differ(expected):
+    losses = [[row["loss"] for row in rows] for rows in expected.values()]
+    assert all(abs(a - b) > 0.01 for a, b in zip(losses[0], losses[1], strict=True))
+    assert all(abs(a - b) > 0.01 for a, b in zip(losses[0], losses[2], strict=True))
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "whole", "resumed"])
+def test_the_teacher_ends_as_it_began(found, name):
+    for process in found[name]:
+        assert process["unchanged"]
+        assert not process["trained"]
+
+
+def test_two_processes_hold_half_a_teacher_each(found):
+    (alone, _), half = found["ZeRO-2 and a whole one"], []
+    assert alone["held"] == alone["whole"] == alone["bytes"]
+    for name, (_, config, *_) in PAIRS.items():
+        if config in ("divided", "on_cpu"):
+            half += [process["held"] + process["whole"] for process in found[name]]
+    assert half == [alone["bytes"] // 2] * len(half)
+    assert [process["bytes"] for process in found["whole"]] == [alone["bytes"] // 2] * 2  # bf16
+
+
+def test_a_run_goes_on_to_the_bit(found):
+    """With dropout, from the middle of a log line."""
+    whole, resumed = (Trained(found["folder"] / name, "") for name in ("whole", "resumed"))
+    assert resumed.rows() == [
+        row | {key: own[key] for key in ("tokens_per_second", "step_seconds", "memory_gib")}
+        for row, own in zip(whole.rows(), resumed.rows(), strict=True)
+    ]
+    for file in ("weights", "optimizer", "random"):
+        ours, theirs = resumed.tensors(file), whole.tensors(file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def distilled(packed, teacher, tmp_path_factory) -> Trained:
+    """One process, 8 sequences at once."""
+    path = tmp_path_factory.mktemp("distilled") / "run"
+    flags = f"{FLAGS} --teacher {teacher} --batch_size {BATCH}"
+    return train([sys.executable, DISTIL], 1, packed, path, flags)
+
+
+def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected, teacher, packed):
+    require_the_same(distilled, expected[""])
+    student = load_trained(str(distilled.path)).model
+    assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()
+    row = distilled.rows()[-1]
+    said = "  ".join(f"{name} {row[name]:.4f}" for name in PARTS)
+    assert f"step {STEPS}/{STEPS}  {said}  lr " in distilled.out
+    (line,) = [line for line in distilled.out.splitlines() if " teacher: " in line]
+    n = sum(p.numel() for p in load_portable(teacher).parameters())
+    assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
+    assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
+    report = (distilled.path / "report.html").read_text(encoding="utf-8")
+    assert all(f"<h2>{title}</h2>" in report for title in ("Hard loss", "Soft loss", "Agreement"))
+    # Validation is that of pretraining.
+    val = PackedDataset(packed, "val", SHAPE["max_seq_len"])
+    tokens, targets = torch.utils.data.default_collate([val[i] for i in range(len(val))])
+    loss = student(tokens, targets).loss.item()
+    assert distilled.rows("val_loss")[-1]["val_loss"] == pytest.approx(loss, abs=1e-4)
+
+
+def refused(flags: str) -> str:
+    """The one line that a start which cannot work ends in."""
+    ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
+    assert ended.code == 2, ended.out
+    assert "Traceback" not in ended.out
+    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
+    return line
+
+
+def test_a_run_goes_on_with_its_own_teacher_alone(distilled, teacher, packed, tmp_path):
+    other = shutil.copytree(teacher, tmp_path / "weights")
+    weights = dict(WeightsFolder.find(str(other)).tensors())
+    weights["norm.weight"][0] += 1e-3
+    save_portable(other, load_portable(teacher).config, weights)
+    flags = f"{FLAGS} --batch_size {BATCH} --data {packed} --resume {distilled.path} "
+    line = refused(f"{flags} --teacher {other}")
+    digests = [WeightsFolder.find(str(path)).sha256()[:16] for path in (teacher, other)]
+    assert "teacher: {} in the checkpoint, {} now".format(*digests) in line
+    assert f"the teacher was {teacher}, and is {other} now" in line
+
+
+def test_a_run_may_teach_the_next_one_what_it_was_trained_on(distilled, packed, tmp_path):
+    """And how much the student listens may change on the way."""
+    flags = (
+        f"{FLAGS} --teacher {distilled.path} --out_dir {tmp_path} --run_name next --batch_size 8"
+    )
+    command = [sys.executable, DISTIL, *TINY, *flags.split(), "--dim", "16"]
+    ended = run_warm(command)
+    assert ended.code == 0, ended.out
+    assert f"teacher: {distilled.path}/weights: " in ended.out
+    assert f"data: {packed}: " in ended.out
+    ended = run_warm([*command, "--alpha", "0.9", "--max_steps", "5", "--resume", "auto"])
+    assert ended.code == 0, ended.out
+    assert f"changed since the run was stopped: --alpha {ALPHA} → 0.9" in ended.out
+
+
+def test_mistakes_are_one_line(packed, teacher, tmp_path):
+    out = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
+    assert "--alpha must be between 0 and 1, not 2.0" in refused(f"{out} --alpha 2")
+    assert "invalid choice: 'sideways'" in refused(f"{out} --kl sideways")
+    missing = refused(f"{out} --teacher {teacher}s")
+    assert f"{teacher}s: no such folder" in missing
+    divided = refused(f"{out} --teacher_config configs/zero3_inference.json")
+    assert "--teacher_config divides the teacher among a launcher's processes" in divided
+    assert list(tmp_path.iterdir()) == []

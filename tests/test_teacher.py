@@ -1,0 +1,180 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small_model import opinionated
+
+from common.errors import UsageError
+from data.dataset import PackedDataset
+from data.tokenizer import copy_tokenizer
+from formats.portable import save_portable
+from model import LMConfig, Transformer
+from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from runs.folder import RunFolder
+from runs.weights import WeightsFolder
+from training.arguments import TrainingArguments
+from training.distillation_arguments import DistillationArguments
+from training.engine.launch import Engine
+from training.resume import named_teacher
+from training.teacher import Teacher, TeacherWeights
+
+SEQ_LEN = 32
+
+
+def save(folder: Path, model: Transformer, tokenizer: Path | None = None) -> Path:
+    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
+    if tokenizer:
+        copy_tokenizer(tokenizer, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def weights(packed, tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("teacher") / "run", opinionated(400, SEQ_LEN), packed)
+
+
+@pytest.fixture(scope="module")
+def data(packed) -> PackedDataset:
+    return PackedDataset(packed, "train", SEQ_LEN)
+
+
+def find(teacher: Path | str, **flags) -> TeacherWeights:
+    return TeacherWeights.find(DistillationArguments(teacher=str(teacher), **flags))
+
+
+@pytest.fixture
+def build(weights, accelerator):
+    """The teacher in a single process."""
+
+    def build(dtype: str, folder: Path = weights) -> Teacher:
+        torch.manual_seed(1)
+        found, engine = find(folder), Engine(accelerator, "single process", deepspeed=None)
+        return Teacher(found, found.source.sha256(), engine, dtype)
+
+    return build
+
+
+def test_other_programs_have_none():
+    assert TeacherWeights.find(TrainingArguments()) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_has_the_weights_in_the_precision_of_training(build, dtype):
+    teacher, expected = build(dtype), opinionated(400, SEQ_LEN).to(getattr(torch, dtype))
+    parameters = dict(teacher.model.named_parameters())
+    assert len(parameters) == len(list(expected.parameters()))  # what is tied is one
+    for name, parameter in expected.named_parameters():
+        assert parameters[name].dtype == parameter.dtype
+        assert torch.equal(parameters[name], parameter)
+    assert teacher.held == sum(p.numel() * p.element_size() for p in expected.parameters())
+    tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
+    assert torch.equal(teacher(tokens), expected(tokens).logits)
+
+
+def test_an_output_layer_of_its_own_stays_one(build, tmp_path, packed):
+    torch.manual_seed(0)
+    shape = {"dim": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 400, "max_seq_len": SEQ_LEN}
+    model = Transformer(LMConfig(**shape, tie_embeddings=False)).eval()
+    teacher = build("float32", save(tmp_path / "untied", model, packed))
+    tokens = torch.arange(SEQ_LEN)[None]
+    assert torch.equal(teacher(tokens), model(tokens).logits)
+
+
+def test_its_logits_have_no_gradient_and_may_be_compared_with_some_that_have(build):
+    tokens, student = torch.arange(SEQ_LEN)[None], opinionated(400, SEQ_LEN)
+    teacher = build("float32")
+    (student(tokens).logits * teacher(tokens)).sum().backward()
+    assert all(p.grad is None for p in teacher.model.parameters())
+    assert all(p.grad is not None for p in student.parameters())
+
+
+def test_its_forward_pass_is_a_third_of_a_step(weights):
+    model = opinionated(400, SEQ_LEN)
+    assert find(weights).flops_per_token(16) == model.flops_per_token(16) // 3
+
+
+def test_the_hash_is_that_of_the_weights_wherever_they_are(weights, tmp_path):
+    model = opinionated(400, SEQ_LEN)
+    tensors = {name: p.data for name, p in model.named_parameters()}
+    state = {"step": 1, "model": model.config.to_dict(), "processes": 1, "optimizer_step": 1}
+    run, files = RunFolder(tmp_path / "run"), {WEIGHTS: tensors, OPTIMIZER: {}, RANDOM: {}}
+    write_checkpoint(run, files, state | {"identity": {}})
+    first = WeightsFolder.find(str(weights)).sha256()
+    assert WeightsFolder.find(str(run.checkpoint(1))).sha256() == first
+    tensors["norm.weight"][3] += 1e-3
+    write_checkpoint(run, files, state | {"step": 2, "identity": {}})
+    assert WeightsFolder.find(str(run.checkpoint(2))).sha256() != first
+
+
+def refused(folder: Path, data: PackedDataset, **student) -> str:
+    shape = {"vocab_size": 400, "max_seq_len": SEQ_LEN} | student
+    with pytest.raises(UsageError) as error:
+        find(folder).require_fit(LMConfig(**shape), data)
+    assert str(folder) in str(error.value)
+    return str(error.value)
+
+
+def test_a_student_must_read_and_say_what_its_teacher_does(weights, data, packed, tmp_path):
+    find(weights).require_fit(LMConfig(vocab_size=400, max_seq_len=SEQ_LEN), data)
+    assert "reads 32 tokens at most, the student 64: pass --max_seq_len 32" in refused(
+        weights, data, max_seq_len=64
+    )
+    assert "an output of 400 pieces, the student one of 512" in refused(
+        weights, data, vocab_size=512
+    )
+    alone = save(tmp_path / "alone", opinionated(400, SEQ_LEN))
+    said = refused(alone, data)
+    assert "has no tokenizer beside it" in said
+    assert str(packed) in said
+
+
+def test_the_tokenizer_must_be_the_same(weights, data):
+    other = PackedDataset(data.folder, "train", SEQ_LEN)
+    other.description = data.description | {"tokenizer_sha256": "0" * 64}
+    said = refused(weights, other)
+    assert f"{data.folder} has another tokenizer than the teacher in {weights}" in said
+    assert f"--tokenizer {weights / 'tokenizer.model'}" in said
+
+
+def test_what_cannot_teach_is_one_line(weights, tmp_path):
+    with pytest.raises(UsageError, match="no such folder"):
+        find(weights / "none")
+    foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))
+    (foreign / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match=r"python -m scripts.import_weights .*foreign OUT"):
+        find(foreign)
+    with pytest.raises(
+        UsageError, match=r'"zero_optimization.stage" is 2, and a teacher is divided'
+    ):
+        find(weights, teacher_config="ds_config.json")
+    with pytest.raises(UsageError, match=r"DeepSpeed configuration none.json"):
+        find(weights, teacher_config="none.json")
+
+
+def test_of_its_deepspeed_file_stays_what_is_not_about_training(weights):
+    found = find(weights, teacher_config="configs/zero3_offload.json").zero.config
+    assert found["bf16"] == {"enabled": True}
+    assert found["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert found["zero_optimization"]["memory_efficient_linear"] is False
+    assert "offload_optimizer" not in found["zero_optimization"]
+    assert (
+        "bf16"
+        not in find(
+            weights, teacher_config="configs/zero3_inference.json", dtype="float32"
+        ).zero.config
+    )
+
+
+def test_a_run_that_goes_on_keeps_its_teacher_though_another_is_newer(tmp_path):
+    run = RunFolder(tmp_path / "runs" / "mine")
+    flags = {"out_dir": str(tmp_path / "runs"), "resume": "auto"}
+    assert named_teacher(DistillationArguments(**flags)) == "auto"
+    state = {"step": 1, "processes": 1, "optimizer_step": 1, "identity": {}}
+    write_checkpoint(run, {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}, state)
+    settings = {"program": DistillationArguments.program, "arguments": {"teacher": "its own"}}
+    run.settings.write_text(json.dumps(settings))
+    assert named_teacher(DistillationArguments(**flags)) == "its own"
+    assert named_teacher(DistillationArguments(**flags, teacher="typed")) == "typed"
+    assert named_teacher(DistillationArguments(out_dir=flags["out_dir"])) == "auto"
