@@ -44,7 +44,8 @@ class DistillationArguments(TrainingArguments):
     )
     kl: str = setting(
         "forward",
-        "soft loss: KL(teacher || student), or with 'reverse' KL(student || teacher)",
+        "divergence of the soft loss: forward, for which the student covers all that the teacher "
+        "expects, or reverse, for which it says only what the teacher would",
         choices=KL,
     )
 
