@@ -63,7 +63,7 @@ class TrainingArguments:
     program: ClassVar[str] = PRETRAINING
     about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
     dataset: ClassVar[type] = PackedDataset  # which reads --data
-    teacher: ClassVar[str | None] = None  # whose expectations are learned, see training/teacher.py
+    teacher = None  # whose expectations are learned; with a type it would come before its group
     logged: ClassVar[tuple[str, ...]] = ()  # what the log has the mean of, besides the loss
 
     data: str = setting(

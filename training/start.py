@@ -81,6 +81,7 @@ def start_run(
     shapes_of(config, args.adapt)  # what cannot be built leaves no folder
     sha256 = None
     if found_teacher:
+        found_teacher.require_processes()
         on_every_process(engine, lambda: found_teacher.require_fit(config, train_set))
         sha256 = on_main_process(accelerator, found_teacher.source.sha256)
 

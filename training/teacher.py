@@ -90,22 +90,24 @@ class TeacherWeights:
                 f"student {student.max_seq_len}: pass --max_seq_len {self.config.max_seq_len}"
             )
 
+    def require_processes(self) -> None:
+        """Raises UsageError: there are none to divide it among."""
+        if self.zero and not torch.distributed.is_initialized():
+            raise UsageError(
+                "--teacher_config divides the teacher among a launcher's processes, and here is no "
+                "launcher: leave it out, or accelerate launch --config_file accelerate_config.yaml"
+            )
+
 
 class Teacher:
     """Built, on its device, in the precision of training's forward pass. All processes must make it
     and ask it together; to make it draws random numbers.
 
-    Raises UsageError, ConfigError: its weights cannot be read, or there are no processes to divide
-    it among.
+    Raises UsageError, ConfigError: its weights cannot be read.
     """
 
     def __init__(self, found: TeacherWeights, sha256: str, engine: Engine, dtype: str):
         self.found, self.sha256 = found, sha256
-        if found.zero and not torch.distributed.is_initialized():
-            raise UsageError(
-                "--teacher_config divides the teacher among a launcher's processes, and here is no "
-                "launcher: leave it out, or accelerate launch --config_file accelerate_config.yaml"
-            )
         if found.zero:
             model = found.zero.load(found.source)
         else:
