@@ -132,7 +132,7 @@ def test_the_teacher_is_named_and_counted(run_of):
         found = TeacherWeights(source, config, divided)
         run.teacher = SimpleNamespace(found=found, held=held)
         line = start_block._teacher(run.teacher, "bfloat16")
-        assert line.startswith("out/runs/mine/weights: 1.15 million (dim 128, 2 layers, 8 heads, 2")
+        assert line.startswith("out/runs/mine/weights: 1.20 million (dim 128, 2 layers, 8 heads, 2")
         assert line.endswith(f"never trained; {said}, 1.2 MB of weights per process")
         plan = expect(*start_block.in_use(run))
         assert plan.teacher == held * (1 if divided else 2)
