@@ -13,7 +13,7 @@ from model.loss import tokens_at_once
 from training.engine.workload import Workload
 
 # What training/distillation_loss.py has of a chunk of tokens, in forward and backward.
-COMPARED = 6 * (1 << 26)
+COMPARED = 6 * (1 << 27)
 
 
 @dataclass(frozen=True)
