@@ -220,7 +220,7 @@ def test_a_smaller_model_is_taught_by_the_newest_run(clone, pretrained):
     flags += " --teacher_config configs/zero3_inference.json"
     ended = run_accelerate(clone, Path(), flags, **two)
     assert ended.code == 0, ended.out
-    assert "teacher: out/runs/mine/weights: 0.02 million (dim 32, 1 layers" in ended.out
+    assert "teacher: out/runs/mine/weights: 0.02 million (dim 32, 1 layer, " in ended.out
     assert "never trained; ZeRO-3, " in ended.out
     assert "data: out/data/short: " in ended.out
     assert re.search(r"step 2/2  loss \S+  hard_loss \S+  soft_loss \S+  agreement \S+", ended.out)
