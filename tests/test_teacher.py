@@ -92,7 +92,7 @@ def test_its_logits_have_no_gradient_and_may_be_compared_with_some_that_have(bui
 
 def test_its_forward_pass_is_a_third_of_a_step(weights):
     model = opinionated(400, SEQ_LEN)
-    assert find(weights).flops_per_token(16) == model.flops_per_token(16) // 3
+    assert find(weights).flops_per_token(16) == model.flops_per_token(16) / 3
 
 
 def test_the_hash_is_that_of_the_weights_wherever_they_are(weights, tmp_path):

@@ -6,7 +6,7 @@ have it prepare a model that has no optimizer, and with that overwrite the accum
 first, and fail to save either.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -16,7 +16,6 @@ from common.errors import UsageError
 from data.dataset import TokenStream
 from data.tokenizer import tokenizer_hash
 from model import LMConfig, Transformer
-from model.transformer import flops_per_token
 from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
@@ -61,9 +60,10 @@ class TeacherWeights:
         """What it adds to a process's memory."""
         return Beside(Parameters.of(self.config), kind_of(self.zero.config) if self.zero else DDP)
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def flops_per_token(self, seq_len: float) -> float:
         """Of its forward pass, a third of what `Transformer.flops_per_token` counts."""
-        return flops_per_token(replace(self.config, max_seq_len=seq_len)) // 3
+        with torch.device("meta"):
+            return Transformer(self.config).flops_per_token(seq_len) / 3
 
     def require_fit(self, student: LMConfig, data: TokenStream) -> None:
         """Raises UsageError: the teacher does not read what the student reads, or does not say what
