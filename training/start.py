@@ -73,6 +73,7 @@ def start_run(
         train_set, val_set: see `open_splits`.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
         beside: bytes that other models keep from a process, see `training.engine.memory.stays`.
+        found_teacher: see training/teacher.py; None where nobody teaches.
 
     Raises UsageError, ConfigError: this cannot be trained.
     """
