@@ -24,7 +24,7 @@ from runs.find import data_of
 PASSES = 4  # more of them teach less and less (https://arxiv.org/abs/2305.16264)
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
 LEAST, MOST = 100, 600  # steps
-MOST_TAUGHT = 300  # with a teacher, that reads along
+MOST_TAUGHT = 180  # with a teacher, that reads along
 # Its validation loss ends at 0.6 below that of AdamW. The rate falls straight from its peak to 0.
 MUON = (
     "--optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --lr_schedule wsd "
