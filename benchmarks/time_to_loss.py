@@ -9,19 +9,16 @@ and order; finished ones are kept, and not run again with the same data and flag
 """
 
 import argparse
-import hashlib
 import json
-import shlex
 import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.flags import new_parser
 from benchmarks.markdown import heading, table
+from benchmarks.training_runs import folder_of, make
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.shards import DESCRIPTION_FILE, read_description
+from data.shards import read_description
 
 PROGRAM = "benchmarks.time_to_loss"
 OUT = Path("out/benchmarks/time_to_loss")
@@ -156,30 +153,13 @@ def closing_line(name: str, races: list[Race]) -> str:
 
 
 def run_folder(kind: str, data: Path, flags: str, seed: int) -> Path:
-    """Where a run is kept: another folder for another text, model, or anything it is told."""
-    description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
-    told = "\0".join([str(data.resolve()), description, MODEL, QUIET, flags])
-    mark = hashlib.sha256(told.encode()).hexdigest()[:8]
-    return OUT / f"{data.resolve().name}-{kind}-{mark}-seed{seed}"
+    return folder_of(OUT, kind, data, [MODEL, QUIET, flags], seed)
 
 
 def train(kind: str, data: Path, flags: str, seed: int) -> Result:
-    """One run, unless it has been made before.
-
-    Raises:
-        UsageError: the training script failed.
-    """
+    """One run, unless it has been made before. Raises UsageError: the training script failed."""
     run = run_folder(kind, data, flags, seed)
-    if not (run / "weights").exists():
-        print(f"{run.name}: {flags} ...", file=sys.stderr, flush=True)
-        words = [sys.executable, "train_pretrain_accelerate.py", *shlex.split(MODEL)]
-        words += [*shlex.split(QUIET), *shlex.split(flags), "--seed", str(seed)]
-        words += ["--data", str(data), "--out_dir", str(run.parent), "--run_name", run.name]
-        words += ["--resume", "auto"]
-        # Does not outlive an interruption of this process.
-        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if ended.returncode or not (run / "weights").exists():
-            raise UsageError(f"{run.name} failed: {''.join(ended.stdout.splitlines()[-1:])}")
+    make(run, data, [MODEL, QUIET, flags], seed)
     return read(run / "metrics.jsonl")
 
 

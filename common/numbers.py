@@ -8,5 +8,7 @@ def counted(n: int, plural: str) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """12.1 MB, or 3.4 kB where a tenth of an MB would say little."""
+    """12.1 MB, or 3.4 kB where a tenth of an MB would say little, or 3.4 GB."""
+    if n_bytes >= 1e9:
+        return f"{n_bytes / 1e9:.1f} GB"
     return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.1f} kB"

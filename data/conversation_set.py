@@ -1,5 +1,6 @@
 """Prepared conversations as a PyTorch dataset of (tokens, targets) pairs, one for each."""
 
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,16 @@ class ConversationSet(TokenStream):
         for said in (slice(*answer) for answer in (answers[:, 1:] - begin).tolist()):
             targets[said] = row[said]
         return row[:-1], targets[1:]
+
+    def targets_before(self, i: int) -> int:
+        """How many targets that count the rows before i have, all of them for i = len."""
+        return int(self._counted[i])
+
+    @cached_property
+    def _counted(self) -> np.ndarray:
+        _, said, end = self._answers().T
+        of_answers = np.append(0, np.cumsum(end - said))
+        return np.append(0, np.cumsum(of_answers[self._end] - of_answers[self._first]))
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """(tokens, targets), both (rows, longest rounded up, see `padded`): padded at their ends,

@@ -144,6 +144,10 @@ class PackedDataset(TokenStream):
         window = self._read(i * self.seq_len, self.seq_len + 1)
         return window[:-1], window[1:]
 
+    def targets_before(self, i: int) -> int:
+        """How many targets that count the samples before i have, all of them for i = len."""
+        return i * self.seq_len
+
     def documents_of(self, samples: Sequence[int], bos_id: int) -> np.ndarray:
         """The number of the document in which each sample begins, int64 of shape (samples,)."""
         begins = [

@@ -77,6 +77,11 @@ def test_with_a_teacher_the_text_is_what_it_was_trained_on(packed, tmp_path, cap
     alone = capfd.readouterr().out
     main(["--teacher", str(tmp_path)])
     assert capfd.readouterr().out == alone  # so little text is read as often
+    numbers = {"format": 1, "samples_per_part": 1, "k": 1, "vocab_size": 400, "temperature": 2}
+    recorded = numbers | {"parts": [], "teacher": "t", "folder": str(packed)}
+    (tmp_path / "teacher_logits.json").write_text(json.dumps(recorded))
+    main(["--teacher", "auto", "--teacher_logits", str(tmp_path)])
+    assert capfd.readouterr().out == alone
     monkeypatch.setattr(cpu_steps, "MOST_TAUGHT", 7)
     main(["--teacher", "auto", "--teacher", str(tmp_path)])
     assert capfd.readouterr().out.split()[:2] == ["--max_steps", "7"]

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from test_compilation import needs_compiler
 from torch import Tensor
 
 from model import IGNORE_INDEX
@@ -109,6 +110,19 @@ def test_nothing_as_large_as_all_logits_is_kept_for_backward_but_they_themselves
 
     assert kept(1 << 20) > 2
     assert kept(4 * VOCAB) == 1  # the student's logits
+
+
+@needs_compiler
+@pytest.mark.parametrize("recorded", [False, True])
+def test_compiled_it_is_the_same(monkeypatch, recorded):
+    ours, theirs, targets = some_logits(1), some_logits(2), some_targets()
+    theirs = top_k(theirs, 4, 2) if recorded else theirs
+    settings = {"alpha": 0.3, "temperature": 2, "kl": "forward"}
+    expected, gradients = with_gradient(ours, theirs, targets, **settings)
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 8 * VOCAB)  # of the last chunk there are 5 tokens
+    found, gradient = with_gradient(ours, theirs, targets, **settings, compiled=True)
+    torch.testing.assert_close(tuple(found), tuple(expected))
+    torch.testing.assert_close(gradient, gradients)
 
 
 @EVERY_KL

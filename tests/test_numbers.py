@@ -9,4 +9,5 @@ def test_one_of_a_kind_is_singular():
 
 def test_a_size_never_reads_as_nothing():
     assert [size(n) for n in (12_140_000, 100_000, 99_900)] == ["12.1 MB", "0.1 MB", "99.9 kB"]
+    assert [size(n) for n in (999_900_000, 67_730_000_000)] == ["999.9 MB", "67.7 GB"]
     assert size(160) == "0.2 kB"

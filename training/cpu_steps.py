@@ -72,11 +72,15 @@ def optimizer(config_file: str | None, deepspeed: str | None) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--config_file", "--data", "--teacher", "--epochs", "--max_steps"):
-        parser.add_argument(name)
+    for name in ("config_file", "data", "teacher", "teacher_logits", "epochs", "max_steps"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--deepspeed", "--deepspeed_config", nargs="?", action=UnlessGiven)
     typed, _ = parser.parse_known_args(argv)  # the rest, and nonsense, is judged where it is used
     most = MOST_TAUGHT if typed.teacher else MOST
+    if typed.data is None and typed.teacher_logits:
+        from data.teacher_logits import finished_recording  # it loads torch
+
+        typed.data = finished_recording(Path(typed.teacher_logits))["folder"]
     description = read_description(typed.data or data_of(typed.teacher))
     tokens = description["splits"]["train"]["tokens"]
     segmentations = description.get("prepared_from", {}).get("segmentations", 1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from data.teacher_logits import TopK
 from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
@@ -30,14 +31,6 @@ class Distilled(NamedTuple):
     hard: Tensor  # cross-entropy with the targets
     soft: Tensor  # T² times the divergence
     agreement: Tensor  # how often both models' likeliest piece is the same
-
-
-class TopK(NamedTuple):
-    """What is left of a teacher's probabilities at some temperature: those of its k likeliest
-    pieces, the likeliest first, and where there are others, theirs together."""
-
-    ids: Tensor  # (B, T, k) int64
-    log_probabilities: Tensor  # (B, T, k + 1), the others' last; (B, T, k) where there are none
 
 
 def distillation_loss(

@@ -37,7 +37,7 @@ from training.resume import (
 from training.settings import saved_arguments
 from training.setup import shapes_of, with_data
 from training.sft_arguments import SFTArguments
-from training.teacher import TeacherWeights
+from training.teacher import find_teacher
 from training.trackers import require_trackers
 
 KINDS = TrainingArguments, SFTArguments, DistillationArguments
@@ -85,9 +85,8 @@ def check_launch(
         os.environ["WORLD_SIZE"] = processes
         deepspeed = deepspeed_plugin(args).deepspeed_config
     initial = InitialWeights.find(starting_weights(args), model_settings)
-    teacher = TeacherWeights.find(args)
-    if teacher:
-        args = replace(args, teacher=str(teacher.source.path))
+    teacher = find_teacher(args)
+    args = teacher.named_in(args) if teacher else args
     args = with_data(args, initial)
     train_set = args.dataset(args.data, "train", initial.max_seq_len)
     train_set.scan()
@@ -103,7 +102,7 @@ def check_launch(
         if deepspeed:
             deepspeed_plugin(args)  # its file may hold a micro-batch as well
     if start.checkpoint:
-        sha256 = teacher and teacher.source.sha256()
+        sha256 = teacher and teacher.sha256()
         resumed_arguments(start, args, model, train_set, int(processes), sha256)
         require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
     elif initial.source:

@@ -198,9 +198,10 @@ def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current
         if not others:
             advice.append(f"--data {before} goes on with it")
     if saved.get("teacher") != current.get("teacher"):
+        before = saved_arguments(start.folder)
         lines.append(
-            f"the teacher was {saved_arguments(start.folder).get('teacher')}, and is "
-            f"{args.teacher} now"
+            f"the teacher was {before.get('teacher') or before.get('teacher_logits')}, and is "
+            f"{args.teacher or args.teacher_logits} now"
         )
     if not advice and start.folder.settings.exists():
         advice.append(f"the flags that go on with it stand in {start.folder.settings}")

@@ -11,6 +11,7 @@ from training.arguments import TrainingArguments
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.initial_weights import InitialWeights
+from training.recorded_teacher import RecordedTeacher, Recording
 from training.resume import describe_finished, say_what_changed, set_aside, starting_weights
 from training.run import Run
 from training.schedule import count_steps
@@ -24,7 +25,7 @@ from training.setup import (
     with_data,
 )
 from training.start_block import start_block, warnings
-from training.teacher import Teacher, TeacherWeights
+from training.teacher import Teacher, TeacherWeights, find_teacher
 from training.trackers import require_trackers, start_trackers
 
 
@@ -43,9 +44,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     initial = on_main_process(
         accelerator, lambda: InitialWeights.find(starting_weights(args), model_settings)
     )
-    teacher = on_main_process(accelerator, lambda: TeacherWeights.find(args))
-    if teacher:
-        args = replace(args, teacher=str(teacher.source.path))
+    teacher = on_main_process(accelerator, lambda: find_teacher(args))
+    args = teacher.named_in(args) if teacher else args
     prepared = on_main_process(accelerator, lambda: with_data(args, initial))
     args = replace(args, data=args.data or prepared.data)  # each process keeps its own flags
     train_set, val_set = open_splits(args, initial.max_seq_len, engine)
@@ -65,7 +65,7 @@ def start_run(
     val_set: PackedDataset | None,
     started: float,
     beside: int = 0,
-    found_teacher: TeacherWeights | None = None,
+    found_teacher: TeacherWeights | Recording | None = None,
 ) -> Run | None:
     """Build the model, resume where asked, and say what is in use; None if the run is finished.
 
@@ -84,7 +84,7 @@ def start_run(
     if found_teacher:
         found_teacher.require_processes()
         on_every_process(engine, lambda: found_teacher.require_fit(config, train_set))
-        sha256 = on_main_process(accelerator, found_teacher.source.sha256)
+        sha256 = on_main_process(accelerator, found_teacher.sha256)
 
     # A new run or an old one, and how many steps.
     asked = args
@@ -99,7 +99,11 @@ def start_run(
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
     compilation = plan_compilation(args, config, start, total_steps, engine, train_set)
-    teacher = Teacher(found_teacher, sha256, engine, args.dtype) if found_teacher else None
+    teacher = None
+    if isinstance(found_teacher, Recording):
+        teacher = RecordedTeacher(found_teacher, sha256, found_teacher.open(config, train_set))
+    elif found_teacher:
+        teacher = Teacher(found_teacher, sha256, engine, args.dtype)
     built = build_model(config, args, engine, compilation, args.adapt)
     if initial.source and not start.checkpoint:
         weights = on_every_process(engine, initial.load)

@@ -22,6 +22,7 @@ from training.engine.memory import (
 from training.engine.state import is_deepspeeds
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
+from training.recorded_teacher import RecordedTeacher
 from training.run import Run
 from training.teacher import Teacher
 
@@ -89,8 +90,10 @@ def _parameters(number: int, config: LMConfig) -> str:
     )
 
 
-def _teacher(teacher: Teacher, dtype: str) -> str:
+def _teacher(teacher: Teacher | RecordedTeacher, dtype: str) -> str:
     """Who teaches, and what this process has of it."""
+    if isinstance(teacher, RecordedTeacher):
+        return str(teacher.found)
     found, beside = teacher.found, teacher.found.beside
     divided = beside.kind.name if found.zero else "whole on each process"
     parameters = _parameters(beside.parameters.total, found.config)

@@ -6,7 +6,7 @@ have it prepare a model that has no optimizer, and with that overwrite the accum
 first, and fail to save either.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -18,13 +18,14 @@ from data.tokenizer import tokenizer_hash
 from model import LMConfig, Transformer
 from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
-from training.arguments import TrainingArguments
+from training.arguments import Arguments, TrainingArguments
 from training.engine.deepspeed_config import read_config
 from training.engine.kinds import DDP, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.workload import Beside, Parameters
 from training.engine.zero_inference import ZeroInference
+from training.recorded_teacher import Recording
 from training.resume import named_teacher
 
 
@@ -54,6 +55,14 @@ class TeacherWeights:
             config["zero_optimization"]["memory_efficient_linear"] = False
             zero = ZeroInference.of_config(config, path, args.dtype)
         return cls(source, source.config(), zero)
+
+    def named_in(self, args: Arguments) -> Arguments:
+        """With its path, whatever it was called by."""
+        return replace(args, teacher=str(self.source.path))
+
+    def sha256(self) -> str:
+        """Of its weights."""
+        return self.source.sha256()
 
     @cached_property
     def beside(self) -> Beside:
@@ -97,6 +106,11 @@ class TeacherWeights:
                 "--teacher_config divides the teacher among a launcher's processes, and here is no "
                 "launcher: leave it out, or accelerate launch --config_file accelerate_config.yaml"
             )
+
+
+def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:
+    """Raises UsageError, ConfigError: as their `find`."""
+    return Recording.find(args) if args.teacher_logits else TeacherWeights.find(args)
 
 
 class Teacher:

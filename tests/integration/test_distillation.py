@@ -24,7 +24,7 @@ from training.optimizer import parameter_groups
 
 pytestmark = pytest.mark.slow
 
-DISTIL = "train_distillation_accelerate.py"
+DISTIL, RECORD = "train_distillation_accelerate.py", "scripts.teacher_logits"
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}  # of TINY
 STEPS, BATCH, ALPHA, TEMPERATURE, RATE = 4, 8, 0.3, 2.0, 1e-2
 FLAGS = (
@@ -104,6 +104,8 @@ PAIRS = {
     "ZeRO-2 and a whole one": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("zero3", "divided", 4, 1, ""),
 }
+# What was recorded, in place of a teacher: --accumulation_steps, and of what.
+RECORDED = {"recorded": (4, ""), "recorded of answers": (1, "of answers")}
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
 
 
@@ -132,6 +134,22 @@ def found(packed, conversations, teacher, tmp_path_factory) -> dict:
     runs["whole"] = first | {"flags": [*first["flags"], *IN_BF16.split()]}
     resumed = [*runs["whole"]["flags"], "--resume", "auto"]
     runs["resumed"] = first | {"flags": resumed, "killed": "whole", "after": 3}
+    for name, (accumulation, of) in RECORDED.items():
+        data, flags = (conversations, "--max_seq_len 32") if of else (packed, "")
+        out = folder / name
+        record = [*("--data", str(data)), *("--out", str(out)), *f"--k 400 {flags}".split()]
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+        launch += ["--num_processes", "2", "--main_process_port", "0", "-m", RECORD, str(teacher)]
+        ended = run_warm([*launch, *record, "--dtype", "float32", "--batch_size", "5"])
+        assert ended.code == 0, ended.out
+        flags = [*TINY, *FLAGS.split(), "--teacher_logits", str(out)]
+        flags += ["--batch_size", str(4 // accumulation), "--accumulation_steps", str(accumulation)]
+        runs[name] = {"student": "zero2", "flags": flags}
+    first = runs["recorded"]
+    runs["recorded, whole"] = first | {"flags": [*first["flags"], *IN_BF16.split()]}
+    resumed = [*runs["recorded, whole"]["flags"], "--resume", "auto"]
+    killed = {"killed": "recorded, whole", "after": 3}
+    runs["recorded, resumed"] = first | {"flags": resumed} | killed
     (folder / "runs.json").write_text(json.dumps(runs))
     return found_by("distilling_engines.py", folder, 2, ()) | {"folder": folder / "runs"}
 
@@ -159,6 +177,16 @@ def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
     require_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
 
 
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_was_recorded_of_the_whole_vocabulary_teaches_the_same(found, expected, name):
+    """But for the rounding of logarithms to 16 bits, which AdamW's first steps carry on."""
+    for part in (*PARTS, "grad_norm"):
+        wanted, *later = [row[part] for row in expected[RECORDED[name][1]]]
+        ours, *others = Trained(found["folder"] / name, "").column(part)
+        assert ours == pytest.approx(wanted, rel=1e-3, abs=1e-3), part
+        assert others == pytest.approx(later, rel=1e-2, abs=1e-2), part
+
+
 def test_the_loops_by_hand_differ(expected):
     forward, reverse, answers = ([row["loss"] for row in rows] for rows in expected.values())
     for other in (reverse, answers):
@@ -183,9 +211,10 @@ def test_two_processes_hold_half_a_teacher_each(found):
     assert [process["bytes"] for process in found["whole"]] == [alone["bytes"] // 2] * 2  # bf16
 
 
-def test_a_run_goes_on_to_the_bit(found):
+@pytest.mark.parametrize("of", ["", "recorded, "])
+def test_a_run_goes_on_to_the_bit(found, of):
     """With dropout, from the middle of a log line."""
-    whole, resumed = (Trained(found["folder"] / name, "") for name in ("whole", "resumed"))
+    whole, resumed = (Trained(found["folder"] / f"{of}{name}", "") for name in ("whole", "resumed"))
     assert resumed.rows() == [
         row | {key: own[key] for key in ("tokens_per_second", "step_seconds", "memory_gib")}
         for row, own in zip(whole.rows(), resumed.rows(), strict=True)
