@@ -193,6 +193,7 @@ def test_a_full_disk_while_training(refused, small_disk):
     assert "no space left" in refused(f"--max_steps 1 --dim 64 --out_dir {disk}")
 
 
+@pytest.mark.variant  # of tests/test_deepspeed_config.py
 def test_a_contradiction_is_readable_below_the_launchers_own_page(packed, tmp_path):
     config = json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
     config["gradient_accumulation_steps"] = 8

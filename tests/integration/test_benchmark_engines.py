@@ -8,7 +8,8 @@ import torch
 from benchmarks import engines
 from benchmarks.work import Work
 
-pytestmark = pytest.mark.slow
+# What is expected is in tests/test_memory.py and test_communication.py.
+pytestmark = [pytest.mark.slow, pytest.mark.variant]
 WORK = Work(dim=128, n_layers=4, batch_size=2, seq_len=64, accumulation_steps=2, dtype="float32")
 
 

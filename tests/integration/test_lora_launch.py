@@ -4,7 +4,8 @@ adapters leaves is in test_sft.py."""
 import pytest
 from conftest import found_by
 
-pytestmark = pytest.mark.slow
+# test_sft.py goes on with adapters under ZeRO-2 and ZeRO-3.
+pytestmark = [pytest.mark.slow, pytest.mark.variant]
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
 TOLERANCE = 1e-4

@@ -232,14 +232,8 @@ CHAINS = {
 }
 
 
-# The relay of test_engines, and test_equivalence, have the like of them.
-VARIANTS = {*CHAINS} - {"2 to 4 to 2"}
-CHAIN_NAMES = [
-    pytest.param(name, marks=[pytest.mark.variant] if name in VARIANTS else []) for name in CHAINS
-]
-
-
-@pytest.mark.parametrize("name", CHAIN_NAMES)
+@pytest.mark.variant  # of the relay of test_engines.py, and of test_equivalence.py
+@pytest.mark.parametrize("name", CHAINS)
 def test_another_engine_or_process_count_goes_on_with_the_same_losses(packed, tmp_path, name):
     total = 3 * len(CHAINS[name])
     flags = "--dtype float32 --batch_size 2 --save_interval 0"

@@ -85,6 +85,7 @@ def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
     assert "dim 7 is not divisible" in ended.out
 
 
+@pytest.mark.variant  # of a rank that dies: test_reliability.py
 def test_a_process_that_the_system_kills_is_named(clone, by_hand):
     flags = f"{TINY} --max_steps 1000000 --compile off".split()
     command = ["bash", "run_accelerate.sh", *flags]
