@@ -107,11 +107,10 @@ if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 fi
 
-sequences=0 # of a process and step, to be divided into micro-batches that fit into memory; 0: as the flags say
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
 if [ "$stage" = sft ]; then
   flags=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}" --dtype bfloat16) # with =: a value may begin with --
-  flags+=(--batch_size 16)
+  flags+=(--batch_size 16) share=16
   ((gpus > 0)) || flags+=(--epochs 2 --learning_rate 2e-3) # a small model takes a higher rate than a large one
 elif ((gpus > 0)); then
   flags=(
@@ -121,7 +120,7 @@ elif ((gpus > 0)); then
   )
   shape=(--dim 1024 --n_layers 32)
   [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
-  [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$((24 * 32))
+  share=$((24 * 32))
 else
   # A small model that two cores train in a few minutes.
   flags=(
@@ -142,6 +141,8 @@ fi
 # Weights to begin with have a shape of their own.
 [ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}")
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
+sequences=0 # of a process and step, to be divided into micro-batches that fit into a GPU's memory; 0: as the flags say
+((gpus == 0)) || [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$share
 flags+=("$@")
 
 processes=${NUM_PROCESSES:-$((machines * (gpus > 0 ? gpus : 1)))}
