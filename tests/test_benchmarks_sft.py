@@ -192,6 +192,7 @@ def test_peers_are_told_the_same_sizes_and_conversations(prepared, out):
 
 
 @pytest.mark.slow
+@pytest.mark.variant  # of the fakes above, by the real program
 def test_ours_takes_the_same_steps(prepared, out):
     ours = prepared[0]
     del ours.environment["PYTHONPATH"]  # where the fakes are

@@ -1,5 +1,5 @@
 """Models side by side, stopped and resumed, and each of them alone, in the same processes. Started
-by test_several.py, which compares the run folders.
+by test_several_launch.py, which compares the run folders.
 
     accelerate launch --multi_gpu ... several_models.py FOLDER ENGINE ...
 """
