@@ -83,6 +83,7 @@ def test_the_packed_loss_is_the_last_validation_loss_of_the_run(trained, packed,
         assert found["metrics"][name]["value"] == pytest.approx(last[f"val_{name}"], rel=1e-6)
 
 
+@pytest.mark.variant  # of tests/test_evaluate.py, by a real model
 def test_text_like_that_of_the_training_is_likelier_than_other_text(trained, corpus, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("zebras cross where nobody counts them " * 9, encoding="utf-8")

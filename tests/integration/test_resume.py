@@ -105,6 +105,7 @@ def test_muon_resumes_bit_for_bit_under_zero_1_in_bf16(packed, tmp_path):
         assert_equal_bits(before.tensors(file), resumed.tensors(file))
 
 
+@pytest.mark.variant  # of tests/test_compilation.py and the resumes above
 @pytest.mark.skipif(
     not (shutil.which("g++") and Path(sysconfig.get_paths()["include"], "Python.h").exists()),
     reason="needs a C++ compiler and Python's headers",

@@ -212,6 +212,7 @@ def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path)
     assert (tuned / "weights" / "chat_template.jinja").is_file()
 
 
+@pytest.mark.variant  # of the next stage, and of test_distillation.py
 def test_a_smaller_model_is_taught_by_the_newest_run(clone, pretrained):
     """Of pretraining, whatever other stages have left."""
     flags = (
