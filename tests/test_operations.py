@@ -56,8 +56,14 @@ def cpu_adam(tmp_path, monkeypatch):
     return builder
 
 
-def test_the_file_that_a_start_waits_for_is_named_before_it_waits(cpu_adam, capsys):
+def test_what_a_start_waits_for_is_named_before_it_waits(cpu_adam, capsys):
     folder = cpu_adam(error=None)
+    operations._compile("CPUAdamBuilder")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("compiling DeepSpeed's cpu_adam, ")
+    assert line.endswith(folder)
+    with open(f"{folder}/cpu_adam.so", "w"):
+        pass
     operations._compile("CPUAdamBuilder")
     assert capsys.readouterr().out == ""
     with open(f"{folder}/lock", "w"):

@@ -3,6 +3,8 @@ checkpoint of each other one."""
 
 import json
 import shutil
+import subprocess
+import sys
 from ctypes.util import find_library
 from pathlib import Path
 
@@ -171,9 +173,16 @@ def nvme_command(folder: Path, processes: int) -> list[str]:
     return deepspeed_command(file, processes)
 
 
+@pytest.fixture(scope="module")
+def async_io() -> None:
+    """Compiled before a run needs it: that may take longer than a run should, beside others."""
+    builder = "from deepspeed.ops.op_builder import AsyncIOBuilder as Builder"
+    subprocess.run([sys.executable, "-c", f"{builder}; Builder().load()"], check=True)
+
+
 @pytest.mark.variant  # compiles for minutes where it was not done before
 @pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
-def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
+def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path, async_io):
     # Partitions below 1 MiB stay in memory: most of this model's are larger.
     flags = f"{FLAGS} --dim 512 --n_layers 1 --batch_size 2 --max_steps 4 --save_interval 2"
     command = nvme_command(tmp_path / "nvme", 2)

@@ -39,19 +39,22 @@ def compile_operations(engine: Engine) -> None:
 
 
 def _compile(name: str) -> None:
-    """Says first for which file it waits, if there is one: PyTorch waits without a word, and for
-    ever where a compilation was killed."""
+    """Says first that it compiles, and for which file it waits, if there is one: PyTorch does both
+    without a word, and waits for ever where a compilation was killed."""
     from deepspeed.ops import op_builder  # seconds to import
     from torch.utils import cpp_extension  # it changes sys.path
 
     builder = getattr(op_builder, name)()
-    lock = Path(cpp_extension._get_build_directory(builder.name, verbose=False), "lock")
+    folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
+    lock = folder / "lock"
     if lock.exists():
         print(
             f"waiting for {lock}: another program compiles DeepSpeed's {builder.name}; if none "
             "does, one that was killed has left the file: delete it",
             flush=True,
         )
+    elif not (folder / f"{builder.name}.so").exists():
+        print(f"compiling DeepSpeed's {builder.name}, once, for minutes: {folder}", flush=True)
     try:
         builder.load()
     except (RuntimeError, OSError) as error:
