@@ -26,10 +26,14 @@ def faster_engine(kind: Kind, work: Workload, room: int | None) -> str | None:
         if fits(other, work, room) and (kind.offloads or less < sent):
             spares = "moves nothing to the CPU, " if kind.offloads and not other.offloads else ""
             return (
-                f"{other.name} would be faster: it {spares}sends {less / 1e6:,.0f} MB per process "
-                f"and step, not {sent / 1e6:,.0f}, and fits into memory; {how_to_choose(other)}"
+                f"{other.name} would be faster: it {spares}sends {_megabytes(less)} MB per process "
+                f"and step, not {_megabytes(sent)}, and fits into memory; {how_to_choose(other)}"
             )
     return None
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.{0 if count >= 1e7 else 2}f}"
 
 
 def lighter_engine(kind: Kind, work: Workload, room: int) -> str:
