@@ -15,6 +15,12 @@ def test_flags_for_preparing_are_taken_apart_as_a_shell_would():
         SFTArguments(prepare_flags="--out 'my").prepare_words()
 
 
+@pytest.mark.parametrize("flag", ["--out x", "--out=x", "--tokenizer x", "--conversations x"])
+def test_flags_of_preparing_that_are_given_anyway_are_refused(flag):
+    with pytest.raises(UsageError, match=r"^--prepare_flags --\w+: leave it out, "):
+        SFTArguments(prepare_flags=f"--skip_bad_lines {flag}").prepare_words()
+
+
 @pytest.mark.parametrize("flags", [{"conversations": "my.jsonl"}, {"prepare_flags": "--reuse"}])
 def test_prepared_data_and_how_to_prepare_it_contradict_each_other(flags):
     with pytest.raises(UsageError, match=r"^--data is a folder .*: give either$"):

@@ -10,6 +10,14 @@ from model.config import setting
 from training.arguments import FILE_NAME, changed
 from training.lora_arguments import LoRAArguments
 
+# Flags of scripts.prepare_data that cannot be chosen here, and why.
+GIVEN = {
+    "--data": "--conversations names what is prepared",
+    "--conversations": "it is a flag of its own",
+    "--tokenizer": "it is that of the weights in --init_from",
+    "--out": "the folder is named after the conversations; scripts.prepare_data takes any",
+}
+
 
 @dataclass
 class SFTArguments(LoRAArguments):
@@ -45,8 +53,13 @@ class SFTArguments(LoRAArguments):
         return (self.conversations, self.prepare_flags) != ("builtin", "")
 
     def prepare_words(self) -> list[str]:
-        """--prepare_flags, as a shell would take them apart. Raises UsageError: it could not."""
+        """--prepare_flags, as a shell would take them apart. Raises UsageError: it could not, or
+        one of them is given by this program."""
         try:
-            return shlex.split(self.prepare_flags)
+            words = shlex.split(self.prepare_flags)
         except ValueError as error:
             raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
+        for word in words:
+            if (name := word.partition("=")[0]) in GIVEN:
+                raise UsageError(f"--prepare_flags {name}: leave it out, {GIVEN[name]}")
+        return words
