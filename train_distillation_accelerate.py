@@ -7,14 +7,10 @@ The steps are those of pretraining, see train_pretrain_accelerate.py. What diffe
 models' logits.
 """
 
-from common.errors import UsageError, one_line_errors
-from model import ConfigError
-from training.arguments import parse_arguments
 from training.distillation_arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
-from training.engine.failures import one_line_failures
 from training.interruption import leave
-from training.notebook import leave_as_found
+from training.program import run_program
 from training.start import set_up
 
 
@@ -23,11 +19,7 @@ def main(argv: list[str] | None = None) -> None:
 
     A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
     """
-    program = DistillationArguments.program
-    with one_line_errors(program, UsageError, ConfigError), leave_as_found(program, argv):
-        args, model_settings = parse_arguments(argv, DistillationArguments)
-        with one_line_failures(args, model_settings):
-            train(args, model_settings)
+    run_program(DistillationArguments, train, argv)
 
 
 def train(args: DistillationArguments, model_settings: dict) -> None:

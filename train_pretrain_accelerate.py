@@ -7,12 +7,9 @@ launcher chose (DeepSpeed ZeRO, DDP, or a single process) and leaves everything 
 step always means an optimizer step; a micro-batch is what one process feeds forward at once.
 """
 
-from common.errors import UsageError, one_line_errors
-from model import ConfigError
-from training.arguments import TrainingArguments, parse_arguments
-from training.engine.failures import one_line_failures
+from training.arguments import TrainingArguments
 from training.interruption import leave
-from training.notebook import leave_as_found
+from training.program import run_program
 from training.start import set_up
 
 
@@ -21,11 +18,7 @@ def main(argv: list[str] | None = None) -> None:
 
     A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
     """
-    program = TrainingArguments.program
-    with one_line_errors(program, UsageError, ConfigError), leave_as_found(program, argv):
-        args, model_settings = parse_arguments(argv)
-        with one_line_failures(args, model_settings):
-            train(args, model_settings)
+    run_program(TrainingArguments, train, argv)
 
 
 def train(args: TrainingArguments, model_settings: dict) -> None:

@@ -7,12 +7,8 @@ begin with (--init_from, by default the newest run's), rows that are whole conve
 only the tokens of answers count in the loss.
 """
 
-from common.errors import UsageError, one_line_errors
-from model import ConfigError
-from training.arguments import parse_arguments
-from training.engine.failures import one_line_failures
 from training.interruption import leave
-from training.notebook import leave_as_found
+from training.program import run_program
 from training.sft_arguments import SFTArguments
 from training.start import set_up
 
@@ -22,11 +18,7 @@ def main(argv: list[str] | None = None) -> None:
 
     A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
     """
-    program = SFTArguments.program
-    with one_line_errors(program, UsageError, ConfigError), leave_as_found(program, argv):
-        args, model_settings = parse_arguments(argv, SFTArguments)
-        with one_line_failures(args, model_settings):
-            train(args, model_settings)
+    run_program(SFTArguments, train, argv)
 
 
 def train(args: SFTArguments, model_settings: dict) -> None:
