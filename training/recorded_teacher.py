@@ -11,6 +11,7 @@ from data.teacher_logits import RecordedSet, TopK, finished_recording, identity_
 from model import LMConfig
 from training.arguments import Arguments, TrainingArguments
 from training.engine.kinds import DDP
+from training.engine.launch import Engine
 from training.engine.workload import Beside, Parameters
 
 
@@ -50,6 +51,12 @@ class Recording:
         return RecordedSet(samples, self.folder, asked)
 
     require_fit = open
+
+    def build(
+        self, sha256: str, engine: Engine, dtype: str, student: LMConfig, samples: TokenStream
+    ) -> "RecordedTeacher":
+        """As `TeacherWeights.build`."""
+        return RecordedTeacher(self, sha256, self.open(student, samples))
 
     def __str__(self) -> str:
         about = self.description

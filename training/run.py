@@ -95,7 +95,7 @@ class Run:
             start=start.step * self.samples_per_step,
         )
         on_gpu = accelerator.device.type == "cuda"
-        read = teacher.samples if isinstance(teacher, RecordedTeacher) else train_set
+        read = (teacher and teacher.samples) or train_set
         self.batches = micro_batches(read, self.sampler, args.num_workers, pin_memory=on_gpu)
         self._ahead: deque[MicroBatch] = deque()  # read, and not yet trained on
         self.log = TrainingLog(

@@ -11,7 +11,7 @@ from training.arguments import TrainingArguments
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.initial_weights import InitialWeights
-from training.recorded_teacher import RecordedTeacher, Recording
+from training.recorded_teacher import Recording
 from training.resume import describe_finished, say_what_changed, set_aside, starting_weights
 from training.run import Run
 from training.schedule import count_steps
@@ -25,7 +25,7 @@ from training.setup import (
     with_data,
 )
 from training.start_block import start_block, warnings
-from training.teacher import Teacher, TeacherWeights, find_teacher
+from training.teacher import TeacherWeights, find_teacher
 from training.trackers import require_trackers, start_trackers
 
 
@@ -99,11 +99,7 @@ def start_run(
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
     compilation = plan_compilation(args, config, start, total_steps, engine, train_set)
-    teacher = None
-    if isinstance(found_teacher, Recording):
-        teacher = RecordedTeacher(found_teacher, sha256, found_teacher.open(config, train_set))
-    elif found_teacher:
-        teacher = Teacher(found_teacher, sha256, engine, args.dtype)
+    teacher = found_teacher and found_teacher.build(sha256, engine, args.dtype, config, train_set)
     built = build_model(config, args, engine, compilation, args.adapt)
     if initial.source and not start.checkpoint:
         weights = on_every_process(engine, initial.load)

@@ -107,6 +107,12 @@ class TeacherWeights:
                 "launcher: leave it out, or accelerate launch --config_file accelerate_config.yaml"
             )
 
+    def build(
+        self, sha256: str, engine: Engine, dtype: str, student: LMConfig, samples: TokenStream
+    ) -> "Teacher":
+        """For a student that reads these samples, both checked by `require_fit`; see `Teacher`."""
+        return Teacher(self, sha256, engine, dtype)
+
 
 def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:
     """Raises UsageError, ConfigError: as their `find`."""
@@ -119,6 +125,8 @@ class Teacher:
 
     Raises UsageError, ConfigError: its weights cannot be read.
     """
+
+    samples = None  # nothing of it has been recorded, that would come with the student's
 
     def __init__(self, found: TeacherWeights, sha256: str, engine: Engine, dtype: str):
         self.found, self.sha256 = found, sha256

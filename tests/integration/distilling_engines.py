@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import distributed
 
 import train_distillation_accelerate
-from training import start
+from training import teacher as teachers
 from training.engine.partition import gathered, shape_of
 from training.interruption import leave
 from training.teacher import Teacher
@@ -58,7 +58,7 @@ def go_back(path: Path, source: Path, step: int) -> None:
 
 
 def main(folder: Path) -> None:
-    start.Teacher = Noted
+    teachers.Teacher = Noted
     # It would take the processes' groups along, and the next run needs them.
     Accelerator.end_training = lambda self: None
     result = {}

@@ -166,7 +166,7 @@ def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
     }
 
 
-def require_the_same(run: Trained, expected: list[dict]) -> None:
+def assert_the_same(run: Trained, expected: list[dict]) -> None:
     for name in (*PARTS, "grad_norm"):
         wanted = [row[name] for row in expected]
         assert run.column(name) == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
@@ -174,7 +174,7 @@ def require_the_same(run: Trained, expected: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
-    require_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
+    assert_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -234,7 +234,7 @@ def distilled(packed, teacher, tmp_path_factory) -> Trained:
 
 
 def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected, teacher, packed):
-    require_the_same(distilled, expected[""])
+    assert_the_same(distilled, expected[""])
     student = load_trained(str(distilled.path)).model
     assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()
     row = distilled.rows()[-1]
