@@ -31,6 +31,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
 # After which a process is taken to hang. No test knows how fast a machine is.
 SAFETY_NET_SECONDS = 900
+# Everything that run_accelerate.sh and the libraries call, besides Python; no compiler, no ninja.
+TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
 # What a test that was skipped says → what it needs, and what gives that.
 NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
@@ -112,6 +114,18 @@ def tests_in(node: str) -> int:
 def thorough(request) -> bool:
     """Whether slow proofs run in full."""
     return request.config.getoption("--all")
+
+
+@pytest.fixture(scope="session")
+def path_without_compilers(tmp_path_factory) -> str:
+    """A PATH with this Python and a few tools. The environment's own folder holds ninja."""
+    folder = tmp_path_factory.mktemp("bin")
+    for tool in TOOLS:
+        (folder / tool).symlink_to(shutil.which(tool))
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -309,7 +323,13 @@ class Trained:
 
 
 def train(
-    engine: str | list[str], processes: int, data: Path, path: Path, flags: str, start=run_warm
+    engine: str | list[str],
+    processes: int,
+    data: Path,
+    path: Path,
+    flags: str,
+    start=run_warm,
+    **environ: str,
 ) -> Trained:
     """Train a TINY model into the run folder `path`; fails if the run does.
 
@@ -319,7 +339,7 @@ def train(
     """
     command = launch_command(engine, processes) if isinstance(engine, str) else engine
     where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
-    ended = start([*command, *TINY, *where, *flags.split()])
+    ended = start([*command, *TINY, *where, *flags.split()], **environ)
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)
 

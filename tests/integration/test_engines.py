@@ -116,13 +116,18 @@ FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule con
 
 
 @pytest.fixture(scope="module")
-def relay(packed, tmp_path_factory) -> list[Trained]:
-    """A run that every engine takes one step further, validating and writing a sample."""
+def relay(packed, tmp_path_factory, path_without_compilers, thorough) -> list[Trained]:
+    """A run that every engine takes one step further, validating and writing a sample.
+
+    DeepSpeed's AdamW for the CPU is compiled for --all alone: minutes, and each environment its
+    own.
+    """
+    environ = {} if thorough else {"PATH": path_without_compilers}
     path, runs = tmp_path_factory.mktemp("relay") / "run", []
     for step, (engine, processes) in enumerate(RELAY, start=1):
         flags = f"{FLAGS} --batch_size {8 // processes} --max_steps {step} --resume auto"
         flags += f" --sample_interval {step} --eval_samples 17"
-        runs.append(train(f"configs/{engine}.yaml", processes, packed, path, flags))
+        runs.append(train(f"configs/{engine}.yaml", processes, packed, path, flags, **environ))
     return runs
 
 

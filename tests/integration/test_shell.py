@@ -24,8 +24,6 @@ from conftest import (
 
 pytestmark = pytest.mark.slow
 
-# Everything the script and the libraries call, besides Python; no compiler and no ninja among it.
-TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
 TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --max_steps 2 --sample_tokens 4"
 
 
@@ -33,18 +31,6 @@ TINY = "--dim 32 --n_layers 1 --n_heads 4 --max_seq_len 32 --max_steps 2 --sampl
 def clone(tmp_path_factory) -> Path:
     """The repository in a folder of its own."""
     return copy_repository(tmp_path_factory.mktemp("clone"))
-
-
-@pytest.fixture(scope="module")
-def path_without_compilers(tmp_path_factory) -> str:
-    """A PATH with this Python and a few tools. The environment's own folder holds ninja."""
-    folder = tmp_path_factory.mktemp("bin")
-    for tool in TOOLS:
-        (folder / tool).symlink_to(shutil.which(tool))
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
-    python.chmod(0o755)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
