@@ -6,7 +6,10 @@ On each text a teacher is pretrained first, and what it expects is recorded. The
 with every seed, in turns: alone, with the teacher beside them, and with what was recorded of it;
 last, as many steps alone as take the time of those with the teacher. All are real runs with the
 same model, data, batch and order; each schedule ends with its last step. The held-out text is the
-validation split. Finished runs are kept, and not made again with the same data and flags.
+validation split.
+
+How long a step takes is measured first, by short runs in turns: free cores are needed for those
+alone. Finished runs are kept, and not made again with the same data and flags.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +43,9 @@ QUIET = (
     "--log_interval 10 --log_with none --eval_interval 0 --eval_samples 0 --save_interval 0 "
     "--keep_last 1 --sample_tokens 1 --compile on"
 )
+# The runs that measure speed: in turns, validating as little as can be.
+ROUNDS, PACE_STEPS = 3, 20
+BRIEF = "--eval_samples 16"
 
 
 @dataclass
@@ -50,10 +56,6 @@ class Result:
     steps: int
     step_seconds: float  # median over the log intervals, validation left out
     n_parameters: int
-
-    @property
-    def seconds(self) -> float:
-        return self.steps * self.step_seconds
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -87,51 +89,67 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     """The runs on one text, and their table."""
     flags = f"{args.teacher} --max_steps {args.teacher_steps}"
     run, teacher = train("teacher", data, args.batch, flags, seed=0)
-    recorded, about = record(run, data, args)
+    recorded, said = record(run, data, args)
     how = f"--temperature {args.temperature:g} {args.how}"
 
-    def student(kind: str, seed: int, flags: str = "", steps: int = args.steps) -> Result:
-        stage = "distillation" if flags else "pretrain"
-        flags = f"{args.student} --max_steps {steps} {flags}".strip()
+    def student(kind: str, seed: int, steps: int = args.steps, brief: str = "") -> Result:
+        stage = "distillation" if teaching[kind] else "pretrain"
+        flags = f"{args.student} --max_steps {steps} {brief} {teaching[kind]}".strip()
         return train(kind, data, args.batch, flags, seed, stage)[1]
 
-    taught = f"--teacher {shlex.quote(str(run))} {how}"
-    by_record = f"--teacher_logits {shlex.quote(str(recorded))} {how}"
-    alone, distilled, from_record = [], [], []
+    teaching = {
+        "alone": "",
+        "distilled": f"--teacher {shlex.quote(str(run))} {how}",
+        "recorded": f"--teacher_logits {shlex.quote(str(recorded))} {how}",
+    }
+    seconds = step_seconds(student, list(teaching))
+    found = {kind: [] for kind in teaching}
     for seed in args.seeds:
-        alone.append(student("alone", seed))
-        distilled.append(student("distilled", seed, taught))
-        from_record.append(student("recorded", seed, by_record))
-    ratio = statistics.median(
-        one.step_seconds / other.step_seconds for one, other in zip(distilled, alone, strict=True)
-    )
-    as_long = [student("alone", seed, steps=round(ratio * args.steps)) for seed in args.seeds]
+        for kind, results in found.items():
+            results.append(student(kind, seed))
+    alone, distilled = found["alone"], found["distilled"]
+    as_long = round(seconds["distilled"] / seconds["alone"] * args.steps)
+    longer = [student("alone", seed, as_long) for seed in args.seeds]
     name = f"distilled, {args.k} pieces recorded"
     rows = [
         row("teacher", [teacher]),
-        row("alone", alone),
-        row("distilled", distilled, alone),
-        row(name, from_record, alone),
-        row("alone, as long as distilled", as_long, alone),
+        row("alone", alone, seconds["alone"]),
+        row("distilled", distilled, seconds["distilled"], alone),
+        row(name, found["recorded"], seconds["recorded"], alone),
+        row("alone, as long as distilled", longer, seconds["alone"], alone),
     ]
     times = teacher.n_parameters / alone[0].n_parameters
     return (
         f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`, "
         f"{alone[0].n_parameters / 1e6:.2f} million parameters; teacher: `{args.teacher}`, "
         f"{times:.1f} times as many. Bits per byte of the validation split at each run's end; "
-        f"seconds are steps times the median step. Recording took {about['seconds']:.0f} s: "
-        f"{about['said']}.\n\n"
-        f"{table(rows)}\n\n{closing_line(data.name, alone, distilled, as_long)}"
+        f"seconds are steps times the median step of {ROUNDS} short runs in turns. Recorded: "
+        f"{said}.\n\n"
+        f"{table(rows)}\n\n{closing_line(data.name, alone, distilled, longer)}"
     )
 
 
-def row(name: str, results: list[Result], beside: list[Result] | None = None) -> dict:
+def step_seconds(student: Callable[..., Result], kinds: list[str]) -> dict[str, float]:
+    """How long a step of each kind takes: the median of short runs in turns."""
+    runs = {kind: [] for kind in kinds}
+    for seed in range(ROUNDS):
+        for kind, seconds in runs.items():
+            seconds.append(student(kind, seed, PACE_STEPS, BRIEF).step_seconds)
+    return {kind: statistics.median(seconds) for kind, seconds in runs.items()}
+
+
+def row(
+    name: str,
+    results: list[Result],
+    step_seconds: float | None = None,
+    beside: list[Result] | None = None,
+) -> dict:
     """Of one kind of run with all seeds, and how far it is from another kind."""
-    found = [result.bits_per_byte for result in results]
+    found, steps = [result.bits_per_byte for result in results], results[0].steps
     return {
         "": name,
-        "steps": f"{results[0].steps:,}",
-        "seconds": f"{statistics.median(result.seconds for result in results):.0f}",
+        "steps": f"{steps:,}",
+        "seconds": f"{steps * step_seconds:.0f}" if step_seconds else "",
         "bits per byte, by seed": ", ".join(f"{value:.4f}" for value in found),
         "mean": f"{statistics.mean(found):.4f}",
         "against alone": "" if beside is None else spread(differences(results, beside)),
@@ -183,22 +201,21 @@ def read(run: Path) -> Result:
     )
 
 
-def record(teacher: Path, data: Path, args: argparse.Namespace) -> tuple[Path, dict]:
-    """What the teacher expects of the training split, unless it has been recorded before; with the
-    "seconds" that took, and what was "said" of it. Raises UsageError: the program failed."""
+def record(teacher: Path, data: Path, args: argparse.Namespace) -> tuple[Path, str]:
+    """What the teacher expects of the training split, unless it has been recorded before, and what
+    was said of it at the end. Raises UsageError: the program failed."""
     out = teacher.with_name(f"{teacher.name}-{args.k}-of-{args.temperature:g}")
     about = out.with_name(f"{out.name}.json")
     if not about.exists():
         print(f"{out.name} ...", file=sys.stderr, flush=True)
         words = [sys.executable, "-m", "scripts.teacher_logits", str(teacher), "--data", str(data)]
         words += ["--out", str(out), "--k", str(args.k), "--temperature", str(args.temperature)]
-        began = time.monotonic()
         ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         said = "".join(ended.stdout.splitlines()[-1:])
         if ended.returncode:
             raise UsageError(f"{out.name} failed: {said}")
-        write_json(about, {"seconds": time.monotonic() - began, "said": said})
-    return out, read_json(about)
+        write_json(about, {"said": said})
+    return out, read_json(about)["said"]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def results(*values: float) -> list[Result]:
 
 
 def test_a_row_has_every_seed_and_how_far_it_is_from_another():
-    shown = row("distilled", results(1.9, 1.8), results(2.0, 2.0))
+    shown = row("distilled", results(1.9, 1.8), 0.25, results(2.0, 2.0))
     assert shown == {
         "": "distilled",
         "steps": "600",
@@ -40,7 +40,8 @@ def test_a_row_has_every_seed_and_how_far_it_is_from_another():
         "mean": "1.8500",
         "against alone": "-0.1500 (-0.2000 to -0.1000)",
     }
-    assert row("alone", results(2.0))["against alone"] == ""
+    assert row("alone", results(2.0), 0.25)["against alone"] == ""
+    assert row("teacher", results(2.0))["seconds"] == ""
 
 
 def test_the_closing_line_says_both_differences_whatever_comes_out():
@@ -105,7 +106,8 @@ def programs(tmp_path, monkeypatch) -> list:
 
 def test_students_differ_in_their_teacher_alone(packed, programs, capsys):
     main(["--data", str(packed), *FLAGS])
-    teacher, recording, *students = programs
+    teacher, recording, *trained = programs
+    paced, students = trained[:9], trained[9:]
     folder = Path(teacher.out_dir) / teacher.run_name
     assert (recording.teacher, recording.data) == (str(folder), str(packed))
     assert (recording.k, recording.temperature) == (5, students[1].temperature)
@@ -117,12 +119,15 @@ def test_students_differ_in_their_teacher_alone(packed, programs, capsys):
     same = ("batch_size", "learning_rate", "optimizer", "lr_schedule", "data", "eval_samples")
     for args in students:
         assert [getattr(args, name) for name in same] == [getattr(teacher, name) for name in same]
+    assert [(args.teacher, args.teacher_logits) for args in paced] == each * 3
+    assert {(args.max_steps, args.eval_samples) for args in paced} == {(20, 16)}
+    assert [args.seed for args in paced] == [0] * 3 + [1] * 3 + [2] * 3
 
 
 def test_the_table_has_them_beside_each_other_and_runs_are_not_repeated(packed, programs, capsys):
     main(["--data", str(packed), *FLAGS])
     shown = capsys.readouterr()
-    assert "| teacher | 20 | 80 | 1.5000 | 1.5000 |  |" in shown.out
+    assert "| teacher | 20 |  | 1.5000 | 1.5000 |  |" in shown.out
     assert "| alone | 10 | 10 | 2.0010, 2.0020 | 2.0015 |  |" in shown.out
     assert "| distilled | 10 | 16 | 1.9010, 1.9020 | 1.9015 | -0.1000 (-0.1000 to -0.1000) |" in (
         shown.out
@@ -132,7 +137,7 @@ def test_the_table_has_them_beside_each_other_and_runs_are_not_repeated(packed, 
     assert "12 targets, 5 pieces each." in shown.out
     assert "bits per byte after as many steps, -0.0500 (-0.0500 to -0.0500)" in shown.out
     n = len(programs)
-    assert n == shown.err.count(" ...") == 10
+    assert n == shown.err.count(" ...") == 19
     main(["--data", str(packed), *FLAGS])
     assert len(programs) == n
 
