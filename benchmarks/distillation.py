@@ -80,7 +80,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--teacher_steps", type=at_least(1), default=1200)
     add("--temperature", type=float, default=2.0, help="of distillation, and of what is recorded")
     add("--how", default="--alpha 0.5", help="other flags of distillation")
-    add("--k", type=at_least(1), default=64, help="pieces that are recorded")
+    add("--k", type=at_least(0), default=64, help="pieces that are recorded; 0: no such students")
     add("--seeds", type=numbers(0), default=[1, 2, 3], help="of students; the teacher's is 0")
     return parser.parse_args(argv)
 
@@ -89,7 +89,6 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     """The runs on one text, and their table."""
     flags = f"{args.teacher} --max_steps {args.teacher_steps}"
     run, teacher = train("teacher", data, args.batch, flags, seed=0)
-    recorded, said = record(run, data, args)
     how = f"--temperature {args.temperature:g} {args.how}"
 
     def student(kind: str, seed: int, steps: int = args.steps, brief: str = "") -> Result:
@@ -100,8 +99,11 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     teaching = {
         "alone": "",
         "distilled": f"--teacher {shlex.quote(str(run))} {how}",
-        "recorded": f"--teacher_logits {shlex.quote(str(recorded))} {how}",
     }
+    said = ""
+    if args.k:
+        recorded, said = record(run, data, args)
+        teaching["recorded"] = f"--teacher_logits {shlex.quote(str(recorded))} {how}"
     seconds = step_seconds(student, list(teaching))
     found = {kind: [] for kind in teaching}
     for seed in args.seeds:
@@ -110,21 +112,18 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     alone, distilled = found["alone"], found["distilled"]
     as_long = round(seconds["distilled"] / seconds["alone"] * args.steps)
     longer = [student("alone", seed, as_long) for seed in args.seeds]
-    name = f"distilled, {args.k} pieces recorded"
-    rows = [
-        row("teacher", [teacher]),
-        row("alone", alone, seconds["alone"]),
-        row("distilled", distilled, seconds["distilled"], alone),
-        row(name, found["recorded"], seconds["recorded"], alone),
-        row("alone, as long as distilled", longer, seconds["alone"], alone),
-    ]
+    rows = [row("teacher", [teacher]), row("alone", alone, seconds["alone"])]
+    rows.append(row("distilled", distilled, seconds["distilled"], alone))
+    if args.k:
+        name = f"distilled, {args.k} pieces recorded"
+        rows.append(row(name, found["recorded"], seconds["recorded"], alone))
+    rows.append(row("alone, as long as distilled", longer, seconds["alone"], alone))
     times = teacher.n_parameters / alone[0].n_parameters
     return (
         f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`, "
         f"{alone[0].n_parameters / 1e6:.2f} million parameters; teacher: `{args.teacher}`, "
         f"{times:.1f} times as many. Bits per byte of the validation split at each run's end; "
-        f"seconds are steps times the median step of {ROUNDS} short runs in turns. Recorded: "
-        f"{said}.\n\n"
+        f"seconds are steps times the median step of {ROUNDS} short runs in turns. {said}\n\n"
         f"{table(rows)}\n\n{closing_line(data.name, alone, distilled, longer)}"
     )
 
@@ -202,8 +201,8 @@ def read(run: Path) -> Result:
 
 
 def record(teacher: Path, data: Path, args: argparse.Namespace) -> tuple[Path, str]:
-    """What the teacher expects of the training split, unless it has been recorded before, and what
-    was said of it at the end. Raises UsageError: the program failed."""
+    """What the teacher expects of the training split, unless it has been recorded before, and a
+    sentence on it. Raises UsageError: the program failed."""
     out = teacher.with_name(f"{teacher.name}-{args.k}-of-{args.temperature:g}")
     about = out.with_name(f"{out.name}.json")
     if not about.exists():
@@ -215,7 +214,7 @@ def record(teacher: Path, data: Path, args: argparse.Namespace) -> tuple[Path, s
         if ended.returncode:
             raise UsageError(f"{out.name} failed: {said}")
         write_json(about, {"said": said})
-    return out, read_json(about)["said"]
+    return out, f"Recorded: {read_json(about)['said']}."
 
 
 if __name__ == "__main__":

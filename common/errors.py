@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import signal
 import sys
 import time
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_CODE = 2
+STDOUT = 1  # as a file descriptor
 STOPPED = 130  # what shells report of a program that Ctrl-C has ended
+NOT_READ = 141  # ... of one whose output nobody reads any more
 
 
 class UsageError(ValueError):
@@ -43,12 +46,25 @@ def stop_in_order() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _nobody_reads() -> bool:
+    """Whether it was the output that broke; what is left of it then goes nowhere."""
+    output = select.poll()
+    output.register(STDOUT, 0)  # errors are always told
+    if broken := bool(output.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return broken
+
+
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2."""
+    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2; end
+    without a word where whoever read the output has seen enough, as `head` does."""
     try:
         yield
+        sys.stdout.flush()
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            sys.exit(NOT_READ)
         disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full and not isinstance(error, expected):
             raise

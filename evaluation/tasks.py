@@ -28,6 +28,7 @@ from data.corpus import (
 )
 from data.dataset import PackedDataset
 from data.errors import DataError
+from data.readers import parquet_objects
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, kind_of, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.conversations import CutCounts, conversation_rows, prepared_rows
@@ -114,15 +115,20 @@ def data_of_run(source: Path) -> str:
 
 
 def detect_task(data: str, text_column: str | None = None) -> str:
-    """What the path is, by its files and the first line of the first. Raises DataError: nothing
-    there that could be scored."""
+    """What the path is, by its files and the first line or row of the first. Raises DataError:
+    nothing there that could be scored."""
     if (Path(data) / DESCRIPTION_FILE).exists():
         return PREPARED[kind_of(read_description(data))]
     files, text = find_files(data), text_column or TEXT_COLUMN
-    first = next(read_records(files, Reading(text)), None)
+    by_columns = files[0].endswith(".parquet") and text_column is None
+    if by_columns:
+        rows = parquet_objects(files[0], (TEXT_COLUMN, *CONVERSATION_KEYS))
+        first = next((Record(files[0], *row) for row in rows), None)
+    else:
+        first = next(read_records(files, Reading(text)), None)
     if first is None:
         raise DataError(f"{files[0]}: an empty file" if len(files) == 1 else f"{data}: no text")
-    if not is_jsonl(first.path):
+    if not by_columns and not is_jsonl(first.path):
         return "text"
     fields = load_json(first)
     if isinstance(fields, dict) and ("question" in fields or text in fields):

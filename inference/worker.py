@@ -1,10 +1,8 @@
 """One thread that writes for everybody who asks."""
 
-import queue
 import sys
 import threading
 import traceback
-from contextlib import suppress
 
 from inference.batch import Batch
 from inference.continuation import Continuation
@@ -21,37 +19,39 @@ class Worker:
 
     Args:
         together: texts written at a time, at most; further ones wait for one of them to end.
-        waiting: how many may wait, at least 1.
+        waiting: how many may wait besides.
     """
 
     def __init__(self, decoder: Decoder, *, together: int, waiting: int):
-        self._batch, self._together = Batch(decoder), together
-        self._waiting: queue.Queue[Continuation | None] = queue.Queue(waiting)
+        self._batch, self._together, self._most_waiting = Batch(decoder), together, waiting
+        self._waiting: list[Continuation] = []
         self._closing = False
+        self._changed = threading.Condition()  # guards the two above
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def submit(self, text: Continuation) -> None:
         """Have it written; its `deliver` is called in the worker's thread. Raises BusyError: too
         many wait already, or the worker is being closed."""
-        if self._closing:
-            raise BusyError("the server is being stopped")
-        try:
-            self._waiting.put_nowait(text)
-        except queue.Full as error:
-            raise BusyError("too many requests are waiting already: try again later") from error
+        with self._changed:
+            if self._closing:
+                raise BusyError("the server is being stopped")
+            if len(self._queue()) >= self._room() + self._most_waiting:
+                raise BusyError("too many requests are waiting already: try again later")
+            self._waiting.append(text)
+            self._changed.notify()
 
     def close(self) -> None:
         """End the thread, at the next token; what is not written by then fails."""
-        self._closing = True
-        with suppress(queue.Full):
-            self._waiting.put_nowait(None)  # it may be waiting for something to do
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
         self._thread.join()
 
     @property
     def load(self) -> dict[str, int]:
         """How many texts are being written, and how many wait."""
-        return {"running": len(self._batch.texts), "waiting": self._waiting.qsize()}
+        return {"running": len(self._batch.texts), "waiting": len(self._queue())}
 
     def _work(self) -> None:
         while not self._closing:
@@ -66,17 +66,21 @@ class Worker:
                 for text in {*new, *self._batch.texts}:
                     text.fail()
                 self._batch = Batch(self._batch.decoder)
-        for text in filter(None, [*self._batch.texts, *self._waiting.queue]):
+        for text in [*self._batch.texts, *self._waiting]:
             text.fail()
 
     def _next(self) -> list[Continuation]:
         """Those whose turn has come. While there is nothing else to do, it waits for one."""
-        new, room = [], self._together - len(self._batch.texts)
-        with suppress(queue.Empty):
-            while len(new) < room:
-                text = self._waiting.get(block=not new and not self._batch.texts)
-                if text is None:
-                    break
-                if not text.finish_reason:  # it has not left meanwhile
-                    new.append(text)
-        return new
+        with self._changed:
+            while not (self._queue() or self._batch.texts or self._closing):
+                self._changed.wait()
+            waiting, room = self._queue(), self._room()
+            self._waiting = waiting[room:]
+        return waiting[:room]
+
+    def _room(self) -> int:
+        return self._together - len(self._batch.texts)
+
+    def _queue(self) -> list[Continuation]:
+        """Those who wait and have not left meanwhile."""
+        return [text for text in self._waiting if not text.finish_reason]

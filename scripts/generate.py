@@ -11,7 +11,6 @@ everything else to stderr.
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 
@@ -102,12 +101,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-        if "RANK" in os.environ:
-            from training.interruption import leave
+    main()
+    if "RANK" in os.environ:
+        from training.interruption import leave
 
-            leave()
-    except BrokenPipeError:  # whoever read the text has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        leave()

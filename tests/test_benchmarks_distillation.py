@@ -142,6 +142,13 @@ def test_the_table_has_them_beside_each_other_and_runs_are_not_repeated(packed, 
     assert len(programs) == n
 
 
+def test_without_a_record_there_are_no_students_of_one(packed, programs, capsys):
+    main(["--data", str(packed), *FLAGS, "--k", "0"])
+    assert all(isinstance(args, TrainingArguments) for args in programs)
+    assert not any(args.teacher_logits for args in programs)
+    assert "ecorded" not in capsys.readouterr().out
+
+
 def test_a_program_that_fails_is_one_line(packed, programs, capsys, monkeypatch):
     ends = {"returncode": 2, "stdout": "a page\nteacher_logits: error: no such thing\n"}
     run = subprocess.run

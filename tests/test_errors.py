@@ -66,6 +66,31 @@ def test_no_error_no_word(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+WRITES = """
+import sys
+from common.errors import one_line_errors
+with one_line_errors("prog"):
+    for number in range(100_000):
+        print(number, flush={flush})
+"""
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_reader_that_has_seen_enough_ends_a_program_without_a_word(flush):
+    command = [sys.executable, "-c", WRITES.format(flush=flush)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": REPOSITORY}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_another_pipe_that_breaks_keeps_its_traceback():
+    with pytest.raises(BrokenPipeError), one_line_errors("prog", UsageError):
+        raise BrokenPipeError(errno.EPIPE, "a worker's")
+
+
 def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)

@@ -4,6 +4,8 @@ import math
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -11,8 +13,10 @@ from conftest import VOCAB_SIZE, write_corpus
 from small_model import opinionated
 
 from data.dataset import PackedDataset
+from data.errors import DataError
 from data.packing import PackingOptions, prepare
 from data.tokenizer import TOKENIZER_FILE
+from evaluation.tasks import detect_task
 from formats.portable import save_portable
 from scripts.evaluate import main
 
@@ -181,6 +185,30 @@ def test_the_task_can_be_told(evaluate, tmp_path):
     path = write_lines(tmp_path / "q.jsonl", both)
     assert evaluate("--data", path)[1]["task"] == "choice"
     assert evaluate("--data", path, "--task", "text")[1]["bytes"] == 9
+
+
+TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "task"),
+    [
+        ({"id": ["1"], "text": ["sum"]}, "text"),
+        ({"id": ["1"], "messages": [TURNS]}, "conversations"),
+        ({"instruction": ["1?"], "input": [None], "output": ["2"]}, "conversations"),
+    ],
+)
+def test_a_table_is_what_its_columns_say(columns, task, tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns), path)
+    assert detect_task(str(path)) == task
+    assert detect_task(str(path), text_column=next(iter(columns))) == "text"
+
+
+def test_a_table_of_something_else_is_refused_with_what_it_could_have(tmp_path):
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: no column is one of text, conversations, "):
+        detect_task(str(tmp_path / "a.parquet"))
 
 
 def test_bfloat16_is_said_and_close(evaluate):

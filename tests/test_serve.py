@@ -1,12 +1,17 @@
 """What is said before a model is asked; test_serve_launch.py has the rest."""
 
+import asyncio
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 from starlette.testclient import TestClient
 
+from data.tokenizer import Tokenizer
+from inference.continuation import Continuation
 from inference.sampling import Sampling
-from inference.server.app import Served, make_app
+from inference.server.app import Served, make_app, whole
+from inference.server.replies import Reply
 from scripts.serve import LOCAL, main
 
 
@@ -62,3 +67,14 @@ def test_who_listens_on_this_machine_alone_has_no_other_name(asked, status):
     if status == 403:
         assert answer.json()["error"]["message"].startswith("this server is not called '")
     assert TestClient(app("mine")).get("/", headers={"Host": asked}).status_code == 200
+
+
+def test_a_client_that_leaves_before_its_turn_gives_its_text_up(packed):
+    async def receive() -> dict:
+        return {"type": "http.disconnect"}
+
+    tokenizer = Tokenizer(packed / "tokenizer.model")
+    text = Continuation(tokenizer, [5], Sampling(), 8, deliver=lambda *_: None)
+    request = SimpleNamespace(receive=receive)
+    answer = asyncio.run(whole(asyncio.Queue(), text, Reply(True, "mine"), request))
+    assert (answer.status_code, text.finish_reason) == (499, "cancelled")

@@ -102,12 +102,13 @@ def test_who_does_not_fit_waits_and_whoever_comes_then_is_refused(worker, client
 def test_who_leaves_while_waiting_costs_nothing(worker, client, decoder, monkeypatch):
     read, join = [], decoder.join
     monkeypatch.setattr(decoder, "join", lambda prompts, n: read.append(n) or join(prompts, n))
-    writer, first, left, last = worker(together=1), client(), client(3), client(4)
+    writer, first, left, last = worker(together=1, waiting=1), client(), client(3), client(4)
     writer.submit(first.text)
     assert happens(first.begun)
-    for one in (left, last):
-        writer.submit(one.text)
+    writer.submit(left.text)
     left.text.cancel()
+    assert writer.load == {"running": 1, "waiting": 0}
+    writer.submit(last.text)  # in the place of the one that has left
     first.text.cancel()
     assert happens(last.ended)
     assert left.pieces == []

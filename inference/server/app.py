@@ -222,14 +222,23 @@ async def whole(
 ) -> Response:
     """The text when it has ended, unless the client leaves before. Raises ApiError: it failed."""
     pieces, finish_reason = [], None
+    leaving = asyncio.create_task(notice_leaving(request, inbox))
     try:
         while not finish_reason:
             piece, finish_reason = await inbox.get()
             pieces.append(piece)
-            if await request.is_disconnected():
-                return Response(status_code=499)  # which nobody reads
     finally:
+        leaving.cancel()
         text.cancel()
+    if finish_reason == "cancelled":
+        return Response(status_code=499)  # which nobody reads
     if finish_reason == "error":
         raise FAILED
     return json_response(reply.whole("".join(pieces), text))
+
+
+async def notice_leaving(request: Request, inbox: asyncio.Queue) -> None:
+    """Put an end into the inbox when the client leaves, though nothing has been written yet."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    inbox.put_nowait(("", "cancelled"))
