@@ -11,6 +11,7 @@ loopback device counts what they send, and nobody else uses it.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,9 +44,17 @@ def main(argv: list[str] | None = None) -> None:
     stop_in_order()
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         options, work = parse_options(argv)
-        rows = [measure(name, work, options) for name in options.engines]
-    print(heading(PROGRAM, argv) + "\n")
-    print(describe(rows, options, on_gpu=torch.cuda.is_available()))
+        rows, failures = [], []
+        for name in options.engines:  # one that fails does not take along what others have given
+            try:
+                rows.append(measure(name, work, options))
+            except UsageError as error:
+                failures.append(str(error))
+        if rows:
+            print(heading(PROGRAM, argv) + "\n")
+            print(describe(rows, options, on_gpu=torch.cuda.is_available()))
+        if failures:
+            raise UsageError("; ".join(failures))
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
@@ -109,10 +118,8 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
             check=False,
         )
         if ended.returncode or not out.exists():
-            said = [
-                line for line in ended.stdout.splitlines() if "Error" in line or "error" in line
-            ]
-            raise UsageError(f"{name} ended with {ended.returncode}: {' '.join(said[-1:])}")
+            said = [line for line in ended.stdout.splitlines() if re.search("[Ee]rror: ", line)]
+            raise UsageError(f"{name} ended with {ended.returncode}: {' '.join(said[:1])}")
         return {"name": name} | json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks import engine_worker, engines
 from benchmarks.work import Work
+from common.errors import UsageError
 from training.engine.memory import GIB
 
 ROW = {"engine": "DDP", "losses": [6.5, 6.25], "seconds": 0.5, "sent": 2e6, "sent_expected": 2.1e6}
@@ -86,6 +87,21 @@ def test_a_launch_that_fails_is_one_line_with_what_it_said(monkeypatch, namespac
     work = Work(dim=32, n_layers=1, batch_size=1, seq_len=8, n_heads=2)
     with pytest.raises(ValueError, match="zero1 ended with 1: ValueError: no such thing"):
         engines.measure("zero1", work, SimpleNamespace(steps=3, processes=2))
+
+
+def test_an_engine_that_fails_does_not_take_the_others_along(monkeypatch, namespaces, capsys):
+    def measure(name, work, options):
+        if name == "zero1":
+            raise UsageError("zero1 ended with 1: no such thing")
+        return {"name": name} | ROW
+
+    monkeypatch.setattr(engines, "measure", measure)
+    with pytest.raises(SystemExit) as ended:
+        engines.main(["--engines", "zero1,zero2"])
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.err == "benchmarks.engines: error: zero1 ended with 1: no such thing\n"
+    assert f"| {ROW['engine']} | " in said.out
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.errors import UsageError
+from model import LMConfig, Transformer
 from runs.lock import release_locks
-from training.engine.zero_3 import claim_folders, divided_as_built
+from training.engine.kinds import NVME, Kind
+from training.engine.zero_3 import claim_folders, divided_as_built, require_buffers
 
 
 @pytest.fixture
@@ -42,3 +45,37 @@ def test_a_folder_that_cannot_be_made_is_named(engine_on, tmp_path):
 def test_other_engines_build_a_model_as_it_is():
     with divided_as_built(SimpleNamespace(divides_model=False)) as nothing:
         assert nothing is None
+
+
+def on_nvme(**numbers: int) -> Kind:
+    return Kind("", 3, parameters_on=NVME, **{"parameter_buffers": 5} | numbers)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Transformer:
+    """Of 4 layers with 7 matrices each, and 2 larger ones; 9 million elements in a layer."""
+    shape = {"dim": 1024, "n_layers": 4, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 1664}
+    with torch.device("meta"):
+        return Transformer(LMConfig(**shape, vocab_size=9000))
+
+
+@pytest.mark.parametrize(
+    ("distance", "kept"), [(0, 1), (1, 8), (10**7, 8), (2 * 10**7, 15), (10**9, 30)]
+)
+def test_weights_that_are_not_let_go_of_need_a_buffer_each(shapes, distance, kept):
+    enough, few = (on_nvme(reuse_distance=distance, parameter_buffers=n) for n in (kept, kept - 1))
+    require_buffers(enough, shapes, 2, 4)
+    with pytest.raises(UsageError, match=f'write "stage3_.*": 0, or "buffer_count": {kept}$'):
+        require_buffers(few, shapes, 2, 4)
+
+
+def test_a_weight_larger_than_a_buffer_is_refused_with_the_size_it_takes(shapes):
+    largest = 1024 * 9000 // 4
+    require_buffers(on_nvme(reuse_distance=0, parameter_buffer=largest), shapes, 4, 2)
+    with pytest.raises(UsageError, match=f'more than its "buffer_size" of .*: make it {largest}$'):
+        require_buffers(on_nvme(reuse_distance=0, parameter_buffer=largest - 1), shapes, 4, 2)
+
+
+def test_weights_elsewhere_and_small_shares_need_none(shapes):
+    require_buffers(Kind("", 3, parameter_buffers=0), shapes, 2, 4)
+    require_buffers(on_nvme(parameter_buffers=0), shapes, 64, 2)

@@ -25,7 +25,7 @@ from training.engine.memory import ram_warning
 from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
 from training.engine.workload import Workload
-from training.engine.zero_3 import claim_folders, divided_as_built
+from training.engine.zero_3 import claim_folders, divided_as_built, require_buffers
 from training.initial_weights import InitialWeights
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
 from training.resume import StartingPoint, choose_run, resumed_arguments, run_identity
@@ -190,6 +190,7 @@ def build_model(
     )
     if accelerator.is_local_main_process and (warning := ram_warning(engine.kind, work)):
         print(warning, flush=True)
+    require_buffers(engine.kind, shapes, engine.processes, work.half)
     claim_folders(engine)
     compile_operations(engine)
     seed_everything(args.seed)  # the same initial weights on every process

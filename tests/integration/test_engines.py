@@ -188,8 +188,8 @@ def async_io() -> None:
 @pytest.mark.variant  # compiles for minutes where it was not done before
 @pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
 def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path, async_io):
-    # Partitions below 1 MiB stay in memory: most of this model's are larger.
-    flags = f"{FLAGS} --dim 512 --n_layers 1 --batch_size 2 --max_steps 4 --save_interval 2"
+    # Partitions below 1 MiB stay in memory: most of this model's are larger, and more than buffers.
+    flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     command = nvme_command(tmp_path / "nvme", 2)
     whole = train(command, 2, packed, tmp_path / "whole", flags)
     assert "engine: DeepSpeed ZeRO-3, all on NVMe" in whole.out

@@ -1,13 +1,19 @@
-"""ZeRO-3 before training: a model that no process ever holds whole, and folders for its parts."""
+"""ZeRO-3 before training: a model that no process ever holds whole, and a place for its parts."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+from torch import nn
+
 from common.errors import UsageError
+from model import Transformer
 from runs.lock import lock
 from training.engine.deepspeed_config import nvme_folders
+from training.engine.kinds import NVME, Kind
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
+
+SWAPPED_BYTES = 2**20  # smaller shares stay in RAM: MIN_AIO_BYTES, deepspeed/runtime/swap_tensor
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
@@ -45,3 +51,42 @@ def claim_folders(engine: Engine) -> None:
 
     if engine.divides_model:
         on_every_process(engine, attempt)
+
+
+def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: int) -> None:
+    """A weight that comes from NVMe has a buffer until it is let go of, and of those that come
+    again within the reuse distance, there and back, none is: a block's at least, which come again
+    where it is recomputed. With all buffers taken DeepSpeed ends in an assertion, in the second
+    step.
+
+    Args:
+        shapes: the model; only the shapes of its parameters are looked at.
+        itemsize: bytes of a weight, as it is computed with.
+
+    Raises UsageError: there are too few buffers, or they are too small.
+    """
+    if kind.parameters_on != NVME:
+        return
+
+    def shares(part: nn.Module) -> list[int]:
+        found = (-(-p.numel() // processes) for p in part.parameters())
+        return [share for share in found if share * itemsize >= SWAPPED_BYTES]
+
+    largest = max(shares(shapes), default=0)
+    if largest > kind.parameter_buffer:
+        raise UsageError(
+            f'"offload_param": a weight of this model has {largest:,} elements on each process, '
+            f'more than its "buffer_size" of {kind.parameter_buffer:,}: make it {largest}'
+        )
+    kept, after = len(shares(shapes.output)), 0
+    for part in [*reversed(shapes.layers), shapes.tok_embeddings]:
+        if 2 * after >= kind.reuse_distance:
+            break
+        kept += len(shares(part))
+        after += sum(p.numel() for p in part.parameters())
+    if kept > kind.parameter_buffers:
+        raise UsageError(
+            f'"offload_param" has {kind.parameter_buffers} buffers, and a "stage3_max_reuse_'
+            f'distance" of {kind.reuse_distance:,} would keep {kept} weights in them: write '
+            f'"stage3_max_reuse_distance": 0, or "buffer_count": {kept}'
+        )
