@@ -21,9 +21,20 @@ ENGINES += ("zero3_offload+torch",)
 DIVIDED = ("zero3", "zero3_offload", "zero3_offload+torch")
 TOLERANCE = 1e-4
 COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
+AIO = find_library("aio") is not None
 
 # Each from each other one's checkpoint: the relay below goes through all engines once.
 PAIRS = pytest.mark.variant
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operations(thorough) -> None:
+    """DeepSpeed's own are compiled for --all alone, since each environment compiles its own, and
+    before a run needs them: beside other tests that takes longer than a run may."""
+    for name in ("CPUAdamBuilder", *["PinMemoryBuilder", "AsyncIOBuilder"] * AIO):
+        if thorough and COMPILES:
+            load = f"from deepspeed.ops.op_builder import {name}; {name}().load()"
+            subprocess.run([sys.executable, "-c", load], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +128,7 @@ FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule con
 
 @pytest.fixture(scope="module")
 def relay(packed, tmp_path_factory, path_without_compilers, thorough) -> list[Trained]:
-    """A run that every engine takes one step further, validating and writing a sample.
-
-    DeepSpeed's AdamW for the CPU is compiled for --all alone: minutes, and each environment its
-    own.
-    """
+    """A run that every engine takes one step further, validating and writing a sample."""
     environ = {} if thorough else {"PATH": path_without_compilers}
     path, runs = tmp_path_factory.mktemp("relay") / "run", []
     for step, (engine, processes) in enumerate(RELAY, start=1):
@@ -178,16 +185,9 @@ def nvme_command(folder: Path, processes: int) -> list[str]:
     return deepspeed_command(file, processes)
 
 
-@pytest.fixture(scope="module")
-def async_io() -> None:
-    """Compiled before a run needs it: that may take longer than a run should, beside others."""
-    builder = "from deepspeed.ops.op_builder import AsyncIOBuilder as Builder"
-    subprocess.run([sys.executable, "-c", f"{builder}; Builder().load()"], check=True)
-
-
-@pytest.mark.variant  # compiles for minutes where it was not done before
-@pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
-def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path, async_io):
+@pytest.mark.variant
+@pytest.mark.skipif(not AIO, reason="needs libaio")
+def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
     # Partitions below 1 MiB stay in memory: most of this model's are larger, and more than buffers.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     command = nvme_command(tmp_path / "nvme", 2)
