@@ -244,6 +244,22 @@ def test_a_shape_that_cannot_be_built_is_refused_by_the_name_of_the_file(run, mo
     assert "\n" not in str(error.value)
 
 
+def test_what_runs_beside_this_one_have_too_is_kept_until_they_have_a_newer_one(run, tmp_path):
+    """Else one that is killed before it has written, or cannot, leaves no step of which all have
+    one."""
+    other = RunFolder(tmp_path / "other")
+    save(run, 1, 2)
+    save(other, 1, 2)
+    for step in (3, 4):  # the other one does not get this far
+        save(run, step)
+        prune(run, 1, [other])
+        assert steps_of(run) == [2, step]
+    save(other, 4)
+    prune(other, 1, [run])
+    prune(run, 1, [other])
+    assert steps_of(run) == steps_of(other) == [4]
+
+
 @pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
 def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, free, warned):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))

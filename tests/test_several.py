@@ -1,6 +1,8 @@
 """What runs side by side share: a progress bar, and the step they go on from."""
 
 import re
+import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ from common.errors import UsageError
 from runs.folder import RunFolder
 from training import several
 from training.arguments import TrainingArguments
-from training.several import Lane, resumed_together
+from training.several import Lane, Runs, resumed_together
 
 
 @pytest.fixture
@@ -104,6 +106,76 @@ class Bar:
 
     def set_postfix_str(self, text: str, refresh: bool) -> None:
         self.shown = text
+
+    def update(self) -> None:
+        self.moves += 1
+
+    def close(self) -> None:
+        pass
+
+
+class Batch:
+    """That can be watched."""
+
+
+class FakeRun:
+    """As much of a Run as goes on beside others."""
+
+    gives_up, give_up = False, lambda self: "why"
+
+    def __init__(self, path, batches=(), n_trained: int = 0):
+        self.folder, self.batches = RunFolder(path), iter(batches)
+        self.args = TrainingArguments(out_dir=str(path.parent), keep_last=3)
+        self.engine, self.first_step = SimpleNamespace(is_main=True), 1
+        self.learning_rate = SimpleNamespace(total_steps=1000)
+        self.log = SimpleNamespace(bar=Bar(), say=lambda text: None)
+        self.checkpointer = SimpleNamespace(poll=lambda: None)
+        self.built = SimpleNamespace(n_trained=n_trained)
+
+    def is_time_to_save(self, step: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def runs_of(*runs: FakeRun) -> Runs:
+    together = Runs(dict.fromkeys(runs), started=0.0)
+    together.stop = SimpleNamespace(reason=lambda: None, time_to_save=False)
+    return together
+
+
+def test_what_the_others_read_is_not_kept_for_one_that_gave_up(tmp_path):
+    seen = []
+
+    def batches():
+        while True:
+            batch = Batch()
+            seen.append(weakref.ref(batch))
+            yield batch
+
+    bad, good = FakeRun(tmp_path / "bad", batches()), FakeRun(tmp_path / "good")
+    together = runs_of(bad, good)
+    assert next(bad.batches) is next(good.batches)
+    bad.gives_up = True
+    for step in range(1, 501):
+        together.end(step)
+        next(good.batches)
+    assert together.trained == [good]
+    assert sum(batch() is not None for batch in seen) < 100  # `tee` lets go of dozens at once
+
+
+def test_each_keeps_what_all_can_go_on_from(tmp_path):
+    runs = [FakeRun(tmp_path / name) for name in ("small", "large", "other")]
+    runs_of(*runs)
+    assert runs[1].checkpointer.beside == [runs[0].folder, runs[2].folder]
+
+
+def test_room_on_the_disk_is_counted_for_all_together(tmp_path, monkeypatch):
+    together = runs_of(*(FakeRun(tmp_path / name, n_trained=1000) for name in ("small", "large")))
+    for free, warned in ((119_999, True), (120_000, False)):  # twice five of 12,000 bytes
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, n=free: SimpleNamespace(free=n))
+        assert bool(together.space_warning()) == warned
 
 
 def test_one_bar_shows_what_each_says():

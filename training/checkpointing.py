@@ -8,6 +8,7 @@ copy.
 import math
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Checkpointer:
     compiled: bool  # a run that resumes computes as this one does
     log: TrainingLog  # tells what happened, and has a state of its own to save
     start_step: int = 0  # checkpoints after it are of a course not taken
+    beside: Sequence[RunFolder] = ()  # runs that go on with this one, from a step that all have
 
     def __post_init__(self):
         # A machine may see the others' files late, and what is best is decided alike on all.
@@ -139,7 +141,7 @@ class Checkpointer:
             f"saved {self.run.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
             f"{size / 1e6:.1f} MB written behind it at {speed:.0f} MB/s"
         )
-        prune(self.run, self.keep_last)
+        prune(self.run, self.keep_last, self.beside)
 
     def _gather_random(self) -> dict[str, Tensor]:
         """Every process's random state and unfinished log line, keyed rank.what."""
@@ -154,13 +156,15 @@ class Checkpointer:
         }
 
 
-def prune(run: RunFolder, keep_last: int) -> None:
-    """Remove all but the newest keep_last and the one with the lowest validation loss; 0 keeps
-    all."""
+def prune(run: RunFolder, keep_last: int, beside: Sequence[RunFolder] = ()) -> None:
+    """Remove all but the newest keep_last, the one with the lowest validation loss, and the newest
+    that runs beside this one have too; 0 keeps all."""
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
-    keep = {*checkpoints[-keep_last:], best(checkpoints)}
+    steps = ({path.name for path in each.all_checkpoints()} for each in (run, *beside))
+    shared = max(set.intersection(*steps), default="")
+    keep = {*checkpoints[-keep_last:], best(checkpoints), run.checkpoints / shared}
     for path in checkpoints:
         if path not in keep:
             remove(path)

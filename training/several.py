@@ -12,7 +12,7 @@ from common.columns import columns
 from common.errors import UsageError
 from report.history import read_history
 from report.page import UNKNOWN, final_numbers, leave_report, write_report
-from runs.checkpoint import damage
+from runs.checkpoint import damage, space_warning
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.kinds import kind_of
@@ -79,6 +79,12 @@ class Runs:
             if run is not first:
                 run.log.bar.close()
             run.log.bar, run.log.prefix = Lane(self.bar, name, shown), f"{name:<{width}}  "
+            run.checkpointer.beside = [other.folder for other in self.all if other is not run]
+
+    def space_warning(self) -> str | None:
+        """What to tell if the disk has too little room for the checkpoints of all together."""
+        n_parameters = sum(run.built.n_trained for run in self.all)
+        return space_warning(RunFolder(Path(self.args.out_dir)), n_parameters, self.args.keep_last)
 
     def steps(self) -> Iterator[int]:
         """The optimizer steps to take, counted from 1. From now on a signal asks all to stop."""
@@ -134,6 +140,7 @@ class Runs:
             if run.gives_up:
                 run.log.say(f"GAVE UP: {run.give_up()}")
                 run.close()
+                run.batches = iter(())  # else all that the others read would be kept for it
                 self.gave_up.append(run)
         if len(self.gave_up) == len(self.all):
             self.bar.close()
@@ -221,7 +228,10 @@ def set_up_several(models: list[Model]) -> Runs | None:
         if run is not None:
             turns[run] = turn
     if turns:
-        return Runs(turns, started)
+        runs = Runs(turns, started)
+        if accelerator.is_main_process and (full := runs.space_warning()):
+            print(full, flush=True)
+        return runs
     accelerator.end_training()
     return None
 
