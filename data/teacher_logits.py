@@ -28,6 +28,7 @@ DESCRIPTION_FILE = "teacher_logits.json"
 BEGUN_FILE = "teacher_logits.begun.json"  # so it is called before
 FORMAT = 1
 PART_BYTES = 1 << 28
+ROUNDING = 0.02  # of the sum of all probabilities: a 2048th of their entropy, some 11 nats at most
 FLAGS = {"max_seq_len", "temperature", "k"}  # of a description, as they are typed
 
 
@@ -97,7 +98,7 @@ def read_recording(folder: Path) -> dict:
                 raise TypeError(f"{numbers} are no counts")
             for part in found["parts"]:
                 bytes.fromhex(part["sha256"])
-            _ = found["folder"], found["teacher"][:1], float(found["temperature"])
+            _ = Path(found["folder"]), found["teacher"][:1], float(found["temperature"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
@@ -156,13 +157,15 @@ class RecordedSet(Dataset):
 
     def __getitem__(self, i: int) -> tuple[tuple[Tensor, Tensor], np.ndarray]:
         """The sample, and the records of those of its targets that count. Raises DataError: see
-        `TokenStream`; an id is outside the vocabulary."""
+        `TokenStream`; the records are no probabilities of pieces."""
         number = i // self.description["samples_per_part"]
         part, before = self._parts[number][0], self.samples.targets_before
         begin, end = (before(sample) - before(part.start) for sample in (i, i + 1))
         records = np.array(self._files()[number][begin:end])
-        if records["ids"].max(initial=0) >= self.description["vocab_size"]:
-            raise DataError(f"{self._path(number)}: damaged: an id outside the vocabulary")
+        sums = torch.from_numpy(records["log_probabilities"].astype(np.float32)).logsumexp(-1)
+        of_pieces = records["ids"].max(initial=0) < self.description["vocab_size"]
+        if not (of_pieces and (sums.abs() < ROUNDING).all()):  # false of what is no number, too
+            raise DataError(f"{self._path(number)} is damaged: record the teacher again")
         return self.samples[i], records
 
     def collate(self, rows: list) -> tuple[Tensor, Tensor, TopK]:

@@ -38,6 +38,7 @@ from data.teacher_logits import (
 from evaluation.scoring import Scorer
 from model import IGNORE_INDEX
 from model.attention import without_cudnn
+from runs.manifest import sha256_of
 from training.distillation_loss import CHUNK_LOGITS
 from training.engine.main_process import on_main_process
 
@@ -94,8 +95,9 @@ class Recorder:
 
     def begin(self, out: Path, overwrite: bool) -> dict:
         """What describes the folder as it is, with the parts that are there, which may be all; and
-        say how much there is to write. Raises UsageError, DataError: the folder is something else,
-        or the disk has too little room."""
+        say how much there is to write. From one that is missing or damaged on, they are written
+        again. Raises UsageError, DataError: the folder is something else, or the disk has too
+        little room."""
         total = self.n_targets * self.dtype.itemsize
         dtype = str(self.scorer.dtype).removeprefix("torch.")
         of_teacher = {"teacher": self.teacher, "vocab_size": self.vocab_size, "dtype": dtype}
@@ -115,7 +117,8 @@ class Recorder:
         begun |= {"samples_per_part": per_part, "parts": []}
         description = begun if other else saved or begun
         parts = parts_of(self.samples, description["samples_per_part"])
-        done = len(description["parts"])
+        listed = description["parts"]
+        done = next((i for i, part in enumerate(listed) if not is_there(out, i, part)), len(listed))
         needed = sum(count for _, count in parts[done:]) * self.dtype.itemsize
         there = next(path for path in (out, *out.absolute().parents) if path.exists())
         free = shutil.disk_usage(there).free
@@ -127,11 +130,15 @@ class Recorder:
         print(f"{out}: {said}; {size(free)} are free", flush=True)
         if done:
             print(f"{out}: {done} of {counted(len(parts), 'parts')} are there already", flush=True)
+        if done < len(listed):
+            print(f"{out / part_name(done)}: missing or damaged, written again", flush=True)
+            description = description | {"parts": listed[:done]}
         if other:
             remove(out)
         out.mkdir(parents=True, exist_ok=True)
-        if description is begun:
+        if description is not saved:
             write_whole(out / BEGUN_FILE, json.dumps(description, indent=1))
+            (out / DESCRIPTION_FILE).unlink(missing_ok=True)
         return description
 
     def _records(self, part: range, bar: tqdm) -> Iterator[np.ndarray]:
@@ -166,6 +173,12 @@ class Recorder:
         chunks = logits.flatten(0, 1).split(max(1, CHUNK_LOGITS // self.vocab_size))
         found = (likeliest(chunk, self.k, self.temperature) for chunk in chunks)
         return [torch.cat(each) for each in zip(*found, strict=True)]
+
+
+def is_there(out: Path, number: int, part: dict) -> bool:
+    """Whether a part is what was written."""
+    path = out / part_name(number)
+    return path.is_file() and sha256_of(path) == part["sha256"]
 
 
 def likeliest(logits: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ MANIFEST = "manifest.json"
 def write_manifest(folder: Path) -> int:
     """Of all files in it, read back; returns their size in bytes."""
     files = {
-        file.name: {"size": file.stat().st_size, "sha256": _sha256(file)}
+        file.name: {"size": file.stat().st_size, "sha256": sha256_of(file)}
         for file in sorted(folder.iterdir())
     }
     write_json(folder / MANIFEST, {"files": files})
@@ -29,12 +29,13 @@ def damage_of_files(folder: Path, names: set[str]) -> str | None:
         size = (folder / name).stat().st_size
         if size != expected["size"]:
             return f"{name} is {size} bytes long instead of {expected['size']}"
-        if _sha256(folder / name) != expected["sha256"]:
+        if sha256_of(folder / name) != expected["sha256"]:
             return f"the checksum of {name} is wrong"
     return None
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Raises OSError: it cannot be read."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -293,7 +293,9 @@ def test_what_was_recorded_for_something_else_is_refused_in_words(
         RecordedSet(recorder.samples, tmp_path / "nowhere", asked)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut short", "format", "junk", "no parts", "k"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "cut short", "format", "junk", "no parts", "k", "folder"]
+)
 def test_damage_is_one_line(recorder_of, tmp_path, damage):
     recorder = recorder_of()
     out, asked = recorded_at(recorder, tmp_path / "out")
@@ -312,22 +314,53 @@ def test_damage_is_one_line(recorder_of, tmp_path, damage):
             described.write_text(json.dumps(content | {"parts": 3}))
         case "k":
             described.write_text(json.dumps(content | {"k": "five"}))
+        case "folder":
+            described.write_text(json.dumps(content | {"folder": 7}))
     with pytest.raises(DataError) as refused:
         RecordedSet(recorder.samples, out, asked)
     assert str(out) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_an_id_outside_the_vocabulary_is_refused(recorder_of, tmp_path):
+@pytest.mark.parametrize("damage", ["an id", "zeros", "no number", "other bytes"])
+def test_records_that_are_no_probabilities_of_pieces_are_refused(recorder_of, tmp_path, damage):
     recorder = recorder_of()
     out, asked = recorded_at(recorder, tmp_path / "out")
     path = out / "train-00000.bin"
     records = np.fromfile(path, record_dtype(VOCAB_SIZE, 5))
-    records["ids"][3] = VOCAB_SIZE
+    match damage:
+        case "an id":
+            records["ids"][3] = VOCAB_SIZE
+        case "zeros":  # what a file system may leave
+            records[3] = 0
+        case "no number":
+            records["log_probabilities"][3, 2] = np.nan
+        case "other bytes":
+            records["log_probabilities"][3] = records["log_probabilities"][3, ::-1] / 2
     records.tofile(path)
     recorded = RecordedSet(recorder.samples, out, asked)
-    with pytest.raises(DataError, match="damaged: an id outside the vocabulary"):
+    with pytest.raises(DataError, match=r"train-00000.bin is damaged: record the teacher again"):
         recorded[0]
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut short", "another byte"])
+def test_to_record_again_mends_what_is_damaged(recorder_of, tmp_path, capsys, damage):
+    recorder = recorder_of()
+    out, _ = recorded_at(recorder, tmp_path / "out")
+    path, whole = out / "train-00001.bin", (out / "train-00001.bin").read_bytes()
+    match damage:
+        case "missing":
+            path.unlink()
+        case "cut short":
+            path.write_bytes(whole[:-1])
+        case "another byte":
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    described = (out / DESCRIPTION_FILE).read_bytes()
+    recorder.record(out)
+    assert f"{path}: missing or damaged, written again" in capsys.readouterr().out
+    assert path.read_bytes() == whole
+    assert (out / DESCRIPTION_FILE).read_bytes() == described
+    assert not (out / BEGUN_FILE).exists()
 
 
 def test_pickling_does_not_carry_the_records_and_moved_ones_are_still_read(recorder_of, tmp_path):
