@@ -15,6 +15,7 @@ from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkp
 from runs.folder import RunFolder
 from runs.lock import release_locks
 from training.arguments import TrainingArguments
+from training.distillation_arguments import DistillationArguments
 from training.resume import (
     StartingPoint,
     choose_run,
@@ -88,6 +89,17 @@ def test_a_new_run_never_falls_on_an_old_one(tmp_path):
     assert str(tmp_path / "first") in message
     assert "--resume auto" in message
     assert "--run_name" in message
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_nor_on_one_of_another_program_whatever_it_is_told_to_resume(tmp_path, resume):
+    run = make_run(tmp_path / "first", 10)
+    (run / "settings.json").write_text("{}")  # of pretraining, as that was the only one
+    args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
+    with pytest.raises(
+        UsageError, match=r"first holds a run of train_pretrain\S+: pass another --run_name$"
+    ):
+        choose_run(args)
 
 
 def test_an_empty_folder_is_no_run(tmp_path):

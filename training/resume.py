@@ -119,6 +119,8 @@ def _named(path: Path) -> StartingPoint:
 
 def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
     run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
+    if run.settings.exists() and (program := program_of(run)) != args.program:
+        raise UsageError(f"{run.path} holds a run of {program}: pass another --run_name")
     if run.metrics.exists() and not may_exist:
         raise UsageError(
             f"{run.path} holds a run: pass --resume auto to go on with it, or another --run_name"
