@@ -2,18 +2,21 @@
 
 import json
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from data.dataset import PackedDataset
+from data.teacher_logits import TopK
 from model import IGNORE_INDEX, LMConfig
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation
 from training.engine.launch import Engine
 from training.interruption import SIGNALS
+from training.recorded_teacher import RecordedTeacher
 from training.resume import StartingPoint
 from training.run import Run
 from training.setup import build_model
@@ -137,6 +140,21 @@ def test_a_step_without_any_target_has_no_gradient_and_no_loss(run_of, tmp_path)
     run.update()
     assert run.grad_norm == 0
     assert logged_loss(run, tmp_path, 1) is None
+
+
+def test_what_was_recorded_of_a_teacher_comes_with_its_micro_batch_and_not_sooner(run_of):
+    """Where targets are masked, a whole step is read ahead."""
+    run = run_of([3] * len(ALL) * 2, every_target_counts=False)
+    kept = ((torch.full((BATCH, SEQ_LEN, 2), i), torch.zeros(BATCH, SEQ_LEN, 3)) for i in range(9))
+    run.batches = ((*some, TopK(*own)) for some, own in zip(run.batches, kept, strict=False))
+    run.teacher = RecordedTeacher(None, "a hash", None)
+    run.accelerator = SimpleNamespace(device=torch.device("meta"))
+    asked = []
+    for tokens, _ in run.micro_batches():
+        assert tokens.is_meta
+        assert all(x.is_meta for x in run.teacher(tokens))
+        asked.append([int(each.recorded.ids[0, 0, 0]) for each in run._ahead])
+    assert asked == [[1, 2], [2], []]
 
 
 def test_every_step_reads_its_own_samples_and_an_epoch_all_of_them(run_of):

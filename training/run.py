@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor
     n_targets: int  # those that count in the loss
     n_tokens: int | None  # without padding, where there may be some
-    recorded: TopK | None = None  # what a teacher expects there, where that was written down
+    recorded: TopK | None = None  # what a teacher wrote down of it, in the CPU's memory
 
 
 class Run:
@@ -162,8 +162,9 @@ class Run:
             self._mean_count = max(1, count) / (steps * self.engine.processes)
         for _ in range(steps):
             tokens, targets, self._count, self._tokens, recorded = self._ahead.popleft()
-            if recorded:
-                self.teacher.answer = recorded
+            if recorded:  # not sooner: k pieces of each token, of a whole step where that is read
+                device = self.accelerator.device
+                self.teacher.answer = TopK(*(x.to(device, non_blocking=True) for x in recorded))
             yield tokens, targets
 
     def _read(self, number: int) -> None:
@@ -174,7 +175,6 @@ class Run:
             if self.train_set.lengths is not None:  # a sample ends with a target that counts
                 n_tokens = int(counts.flip(1).cummax(1).values.sum())
             tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
-            recorded = [TopK(*(x.to(device, non_blocking=True) for x in each)) for each in recorded]
             self._ahead.append(MicroBatch(tokens, targets, int(counts.sum()), n_tokens, *recorded))
 
     @contextmanager
