@@ -151,20 +151,20 @@ def test_a_teacher_is_there_whole_or_in_shares():
     """And the logits of both models, with a gradient of one's, and a chunk of them in fp32."""
     alone, logits = expect(DDP, workload(dtype="float32")), 32 * CONFIG.vocab_size
     divided = Kind(stage=3, persistence=100, live=50_000, reuse_distance=0)
-    for kind, held, whole in (
-        (DDP, 4 * N, 0),
-        (divided, N, 4 * (N // 4 + 4000)),  # a block, more than what may live; and small ones
-        (replace(divided, parameters_on="cpu"), 0, 4 * (N // 4 + 4000)),
+    for kind, held, in_ram, whole in (
+        (DDP, 4 * N, 0, 0),
+        (divided, N, 0, 4 * (N // 4 + 4000)),  # a block, more than what may live; and small ones
+        (replace(divided, parameters_on="cpu"), 0, N, 4 * (N // 4 + 4000)),
     ):
         plan = expect(DDP, workload(dtype="float32", teacher=Beside(COUNTED, kind)))
-        assert plan.teacher == held
+        assert (plan.teacher, plan.host) == (held, in_ram)
         assert plan.held == alone.held + held
         assert plan.buffers == alone.buffers + whole
         assert plan.logits == logits * (3 * 4 + 24)
     on_cpu = expect(
         DDP, workload(on_cpu=True, teacher=Beside(COUNTED, replace(divided, parameters_on="cpu")))
     )
-    assert on_cpu.teacher == 2 * N // 4
+    assert (on_cpu.teacher, on_cpu.host) == (2 * N // 4, 0)
 
 
 def test_a_cpus_process_keeps_what_came_and_went():

@@ -88,7 +88,8 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
         parts = _zero_3(kind, work, moments)
     parts["teacher"] = 0
     if work.teacher:
-        parts["teacher"], whole = _teacher(work)
+        place, held, whole = _teacher(work)
+        parts[place] = parts.get(place, 0) + held
         parts["buffers"] += whole
     if kind.stage == 3:  # which --compile auto leaves alone
         work = work.but(compiled=False)
@@ -210,14 +211,14 @@ def _zero_3(kind: Kind, work: Workload, moments: int) -> dict[str, float]:
     return parts
 
 
-def _teacher(work: Workload) -> tuple[int, int]:
-    """What a process holds of a teacher, and what it has whole at a time besides."""
+def _teacher(work: Workload) -> tuple[str, int, int]:
+    """Where a process holds how much of a teacher, and what it has whole at a time besides."""
     (parameters, kind), h = work.teacher, work.half
     if kind.stage is None:
-        return h * parameters.total, 0
-    elsewhere = kind.parameters_on != GPU and not work.on_cpu
-    share = 0 if elsewhere else h * parameters.total // work.processes
-    return share, h * live_parameters(kind, work.but(parameters=parameters))
+        return "teacher", h * parameters.total, 0
+    place = "host" if kind.parameters_on != GPU and not work.on_cpu else "teacher"
+    share = h * parameters.total // work.processes
+    return place, share, h * live_parameters(kind, work.but(parameters=parameters))
 
 
 def _bucket(kind: Kind, work: Workload) -> int:
