@@ -82,6 +82,8 @@ def test_with_a_teacher_the_text_is_what_it_was_trained_on(packed, tmp_path, cap
     (tmp_path / "teacher_logits.json").write_text(json.dumps(recorded))
     main(["--teacher", "auto", "--teacher_logits", str(tmp_path)])
     assert capfd.readouterr().out == alone
+    main(["--teacher", "none", "--resume", str(tmp_path)])
+    assert capfd.readouterr().out == alone  # a run that goes on has its own text
     monkeypatch.setattr(cpu_steps, "MOST_TAUGHT", 7)
     main(["--teacher", "auto", "--teacher", str(tmp_path)])
     assert capfd.readouterr().out.split()[:2] == ["--max_steps", "7"]

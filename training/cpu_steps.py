@@ -72,7 +72,8 @@ def optimizer(config_file: str | None, deepspeed: str | None) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("config_file", "data", "teacher", "teacher_logits", "epochs", "max_steps"):
+    named = ("config_file", "data", "teacher", "teacher_logits", "resume", "epochs", "max_steps")
+    for name in named:
         parser.add_argument(f"--{name}")
     parser.add_argument("--deepspeed", "--deepspeed_config", nargs="?", action=UnlessGiven)
     typed, _ = parser.parse_known_args(argv)  # the rest, and nonsense, is judged where it is used
@@ -81,7 +82,8 @@ def main(argv: list[str] | None = None) -> None:
         from data.teacher_logits import finished_recording  # it loads torch
 
         typed.data = finished_recording(Path(typed.teacher_logits))["folder"]
-    description = read_description(typed.data or data_of(typed.teacher))
+    run = typed.resume if typed.resume != "auto" else None  # whose teacher 'auto' may not be now
+    description = read_description(typed.data or data_of(run or typed.teacher))
     tokens = description["splits"]["train"]["tokens"]
     segmentations = description.get("prepared_from", {}).get("segmentations", 1)
     steps = suited_steps(tokens, segmentations, most)
