@@ -1,6 +1,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from model import LMConfig, Transformer
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from runs.folder import RunFolder
 from runs.weights import WeightsFolder
+from training import start
 from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
 from training.engine.launch import Engine
@@ -106,6 +108,26 @@ def test_the_hash_is_that_of_the_weights_wherever_they_are(weights, tmp_path):
     tensors["norm.weight"][3] += 1e-3
     write_checkpoint(run, files, state | {"step": 2, "identity": {}})
     assert WeightsFolder.find(str(run.checkpoint(2))).sha256() != first
+
+
+def test_every_process_says_which_weights_it_has_found(monkeypatch):
+    """Each reads its own disk; the path alone is that of the main process."""
+    told = []
+
+    def compare(engine, facts: dict) -> None:
+        told.append(facts)
+        raise UsageError("rank 1 has another")
+
+    monkeypatch.setattr(start, "require_the_same", compare)
+    monkeypatch.setattr(start, "shapes_of", lambda *shape: None)
+    engine = Engine(SimpleNamespace(is_main_process=False), "DDP", None)
+    nothing = {"require_processes": lambda: None, "require_fit": lambda *fit: None}
+    found = SimpleNamespace(**nothing, sha256=lambda: "5" * 64)
+    initial = SimpleNamespace(config=lambda data: None)
+    sets = {"train_set": None, "val_set": None, "started": 0.0}
+    with pytest.raises(UsageError, match="rank 1 has another"):
+        start.start_run(DistillationArguments(), engine, initial, **sets, found_teacher=found)
+    assert told == [{"teacher": "5" * 16}]
 
 
 def refused(folder: Path, data: PackedDataset, **student) -> str:

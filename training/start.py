@@ -9,7 +9,7 @@ from data.dataset import PackedDataset
 from runs.base import write_base
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine, build_engine
-from training.engine.main_process import on_every_process, on_main_process
+from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.initial_weights import InitialWeights
 from training.recorded_teacher import Recording
 from training.resume import describe_finished, say_what_changed, set_aside, starting_weights
@@ -84,7 +84,8 @@ def start_run(
     if found_teacher:
         found_teacher.require_processes()
         on_every_process(engine, lambda: found_teacher.require_fit(config, train_set))
-        sha256 = on_main_process(accelerator, found_teacher.sha256)
+        sha256 = on_every_process(engine, found_teacher.sha256)
+        require_the_same(engine, {"teacher": sha256[:16]})  # each reads its own disk
 
     # A new run or an old one, and how many steps.
     asked = args
