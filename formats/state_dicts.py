@@ -6,6 +6,8 @@ weights_only.
 """
 
 import re
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from formats.hugging_face_names import OUTER, config_from_llama, our_names, our_rotation
-from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_weights, read_json
+from formats.hugging_face_names import (
+    OUTER,
+    config_from_llama,
+    join_halves,
+    our_names,
+    our_rotation,
+    rotated_heads,
+)
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, TensorFile, load_weights, read_json
 from model.config import ConfigError, LMConfig
 from model.transformer import Transformer
 
@@ -46,13 +55,7 @@ def read_foreign(source: Path) -> Foreign:
     if source.is_file():
         return read_state_dicts([source])
     if (source / CONFIG_FILE).exists():
-        values = read_json(source / CONFIG_FILE)
-        if "model_type" not in values:
-            raise ConfigError(f"{source} is no Hugging Face folder: no model_type in {CONFIG_FILE}")
-        try:
-            llama = config_from_llama(values)
-        except ConfigError as error:
-            raise ConfigError(f"{source / CONFIG_FILE}: {error}") from error
+        llama = read_llama_config(source)
         given = {name: getattr(llama, name) for name in SETTINGS}
         return Foreign(read_hf_weights(source), llama, given)
     if shards := sorted(source.glob("consolidated.*.pth")):
@@ -63,21 +66,70 @@ def read_foreign(source: Path) -> Foreign:
     )
 
 
+def read_llama_config(folder: Path) -> LMConfig:
+    """The shape of the model in a Hugging Face folder. Raises ConfigError: none, or one with other
+    arithmetic."""
+    values = read_json(folder / CONFIG_FILE)
+    if "model_type" not in values:
+        raise ConfigError(f"{folder} is no Hugging Face folder: no model_type in {CONFIG_FILE}")
+    try:
+        return config_from_llama(values)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+
+
 def read_hf_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of model.safetensors or pytorch_model.bin, whole or in shards with an index."""
+    """The tensors of a Hugging Face folder, all of them, under the names that they have there."""
+    weights = {}
+    for path in hf_files(folder):
+        weights |= unwrap(read_tensors(path), path)[0]
+    return weights
+
+
+def hf_files(folder: Path) -> list[Path]:
+    """model.safetensors or pytorch_model.bin, whole or in shards with an index. Raises ConfigError:
+    neither is there."""
     for name in HF_FILES:
         if (folder / name).exists():
-            return unwrap(read_tensors(folder / name), folder / name)[0]
+            return [folder / name]
         index = folder / f"{name}.index.json"
         if index.exists():
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
                 raise ConfigError(f"{index}: no weight_map")
-            weights = {}
-            for shard in sorted(set(shards.values())):
-                weights |= unwrap(read_tensors(folder / Path(shard).name), folder / shard)[0]
-            return weights
+            return [folder / Path(shard).name for shard in sorted(set(shards.values()))]
     raise ConfigError(f"{folder}: no weights ({' or '.join(HF_FILES)})")
+
+
+class LlamaTensors(Mapping):
+    """Of a Hugging Face folder: name (ours) → weight as formats.portable has it, but for its
+    precision, read each time that it is asked for. Raises ConfigError: no Llama, or not in
+    safetensors. SafetensorError, OSError: a file that cannot be read."""
+
+    def __init__(self, folder: Path):
+        self._config, files = read_llama_config(folder), hf_files(folder)
+        if any(path.suffix != ".safetensors" for path in files):
+            raise ConfigError(
+                f"{folder} has no safetensors: python -m scripts.import_weights {folder} OUT reads "
+                "it and writes some"
+            )
+        self._weights = ChainMap(*map(TensorFile, files))
+        names = (name for name in self._weights if name.rpartition(".")[2] not in TABLES)
+        try:
+            self._theirs = our_names({name: name for name in names})
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from error
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[self._theirs[name]]
+        heads = rotated_heads(name, self._config)
+        return join_halves(weight, heads) if heads else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._theirs)
+
+    def __len__(self) -> int:
+        return len(self._theirs)
 
 
 def read_tensors(path: Path) -> dict:

@@ -19,11 +19,10 @@ from formats.portable import (
     WEIGHTS_FILE,
     TensorFile,
     load_config,
-    load_portable,
-    load_weights,
     read_json,
     require_fit,
 )
+from formats.state_dicts import LlamaTensors, read_llama_config
 from model import ConfigError, LMConfig, Transformer
 from model.lora import merged_weights
 from runs.checkpoint import (
@@ -70,12 +69,13 @@ class WeightsFolder:
 
     path: Path  # portable weights, or a checkpoint
     tokenizer: Path  # where theirs belongs; it may be missing
+    is_foreign: bool = False  # a Hugging Face folder, with a Llama in safetensors
 
     @classmethod
-    def find(cls, name: str, program: str | None = None) -> "WeightsFolder":
+    def find(cls, name: str, program: str | None = None, foreign: bool = False) -> "WeightsFolder":
         """Of a finished run its weights, of a run under way its newest sound checkpoint; of
         RUN@best the checkpoint of its lowest validation; `program` as in `find_run`. Raises
-        UsageError: nothing there, or nothing sound."""
+        UsageError: nothing there, or nothing sound; or a Hugging Face folder, but for `foreign`."""
         if name.endswith(BEST) and not Path(name).exists():
             path = find_best(find_run(name.removesuffix(BEST), program=program))
         else:
@@ -83,8 +83,13 @@ class WeightsFolder:
         if (path / "weights").is_dir():
             path = path / "weights"
         if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
-            refuse_foreign(path)
-            return cls(path, tokenizer_in(path))
+            is_foreign = is_hugging_face(path)
+            if is_foreign and not foreign:
+                raise UsageError(
+                    f"{path} is a Hugging Face folder: python -m scripts.import_weights {path} OUT "
+                    "turns it into this project's form"
+                )
+            return cls(path, tokenizer_in(path), is_foreign)
         path = find_checkpoint(path)
         run = run_of(path)
         return cls(path, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
@@ -95,13 +100,17 @@ class WeightsFolder:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """name → weights, read when they are asked for; adapters are added to theirs. Raises
-        OSError, SafetensorError: a file that cannot be read."""
+        OSError, SafetensorError: a file that cannot be read. ConfigError: no Llama."""
+        if self.is_foreign:
+            return LlamaTensors(self.path)
         if not self.is_checkpoint:
             return TensorFile(self.path / WEIGHTS_FILE)
         return merged_weights(saved_weights(self.path), saved_lora(self.path))
 
     def config(self) -> LMConfig:
         """The shape of the model. Raises ConfigError: it cannot be read, or cannot be built."""
+        if self.is_foreign:
+            return read_llama_config(self.path)
         return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
 
     def sound_tensors(self) -> Mapping[str, Tensor]:
@@ -129,10 +138,9 @@ class WeightsFolder:
     def load(self) -> Transformer:
         """The model, in evaluation mode, on the CPU, in fp32. Raises ConfigError: files that are
         damaged or do not fit each other."""
-        if not self.is_checkpoint:
-            return load_portable(self.path)
-        model = Transformer(self.config())
-        load_weights(model, self.tensors(), str(self.path))
+        weights, model = self.sound_tensors(), Transformer(self.config())
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
         return model.eval()
 
 
@@ -161,17 +169,12 @@ def load_trained(
     return trained
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Raises UsageError: a Hugging Face folder, which has other names and another rotation."""
+def is_hugging_face(folder: Path) -> bool:
+    """Whether it is such a folder, which has other names and another rotation."""
     try:
-        config = read_json(folder / CONFIG_FILE)
+        return "model_type" in read_json(folder / CONFIG_FILE)
     except ConfigError:
-        return  # load_portable says what is wrong
-    if "model_type" in config:
-        raise UsageError(
-            f"{folder} is a Hugging Face folder: python -m scripts.import_weights {folder} OUT "
-            "turns it into this project's form"
-        )
+        return False  # `config` says what is wrong
 
 
 def find_best(run: Path) -> Path:

@@ -19,7 +19,9 @@ from common.parser import OneLineParser
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.teacher_logits", description=__doc__)
     add = parser.add_argument
-    what = "teacher: run folder, RUN@best, checkpoint, folder of weights, or 'auto'"
+    what = (
+        "teacher: run folder, RUN@best, checkpoint, folder of weights (Hugging Face's too), 'auto'"
+    )
     add("teacher", metavar="RUN", help=what)
     text = "folder made by scripts.prepare_data (default: what the teacher was trained on)"
     add("--data", help=text)
@@ -57,7 +59,7 @@ def record(args: argparse.Namespace) -> None:
     from training.teacher import TeacherWeights
 
     zero = ZeroInference.of_launch(args.device)
-    source = WeightsFolder.find(args.teacher, PRETRAINING)
+    source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
     config = source.config()
     config = replace(config, max_seq_len=args.max_seq_len or config.max_seq_len)
     data = args.data or data_of(str(source.path))

@@ -5,13 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from small_model import opinionated
+from test_import_weights import write_llama
+from transformers import LlamaForCausalLM
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.tokenizer import copy_tokenizer
+from formats.import_weights import import_weights
 from formats.portable import save_portable
-from model import LMConfig, Transformer
+from model import ConfigError, LMConfig, Transformer
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from runs.folder import RunFolder
 from runs.weights import WeightsFolder
@@ -82,6 +86,39 @@ def test_an_output_layer_of_its_own_stays_one(build, tmp_path, packed):
     teacher = build("float32", save(tmp_path / "untied", model, packed))
     tokens = torch.arange(SEQ_LEN)[None]
     assert torch.equal(teacher(tokens), model(tokens).logits)
+
+
+@pytest.mark.parametrize("shards", ["one file", "several"])
+def test_a_llama_of_hugging_faces_teaches_as_it_lies(build, tmp_path, shards):
+    llama = write_llama(tmp_path / "llama")
+    model = LlamaForCausalLM.from_pretrained(llama)
+    if shards == "several":
+        (llama / "model.safetensors").unlink()
+        model.save_pretrained(llama, max_shard_size="40KB")
+        assert len(list(llama.glob("*.safetensors"))) > 2
+    teacher, tokens = build("float32", llama), torch.arange(64)[None]
+    teacher.model.double()  # rounding in fp32 comes to 1e-5 by itself
+    with torch.no_grad():
+        expected = model.double()(tokens).logits
+    torch.testing.assert_close(teacher(tokens), expected, atol=1e-5, rtol=0)
+    import_weights(llama, tmp_path / "imported")
+    assert WeightsFolder.find(str(tmp_path / "imported")).sha256() == teacher.sha256
+
+
+def test_of_hugging_faces_folders_it_takes_safetensors_alone(build, tmp_path):
+    llama = write_llama(tmp_path / "llama")
+    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"has no safetensors: python -m scripts.import_weights"):
+        build("float32", llama)
+    (llama / "pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match=r"no weights"):
+        build("float32", llama)
+    save_file({"model.other.weight": torch.zeros(1)}, llama / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"llama: model.other.weight is in no Llama"):
+        build("float32", llama)
+    (llama / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(ConfigError, match=r"llama: no readable weights"):
+        build("float32", llama)
 
 
 def test_its_logits_have_no_gradient_and_may_be_compared_with_some_that_have(build):
@@ -164,9 +201,13 @@ def test_what_cannot_teach_is_one_line(weights, tmp_path):
     with pytest.raises(UsageError, match="no such folder"):
         find(weights / "none")
     foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))
-    (foreign / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UsageError, match=r"python -m scripts.import_weights .*foreign OUT"):
-        find(foreign)
+    for config, said in (
+        ('{"model_type": "llama"}', r"foreign/config.json: hidden_size is missing"),
+        ('{"model_type": "gpt2"}', r"foreign/config.json: model_type is 'gpt2': only 'llama'"),
+    ):
+        (foreign / "config.json").write_text(config)
+        with pytest.raises(ConfigError, match=said):
+            find(foreign)
     with pytest.raises(
         UsageError, match=r'"zero_optimization.stage" is 2, and a teacher is divided'
     ):

@@ -28,8 +28,8 @@ class DistillationArguments(TrainingArguments):
     )
     teacher: str = setting(
         "auto",
-        "run, checkpoint or folder of weights to learn from, or 'auto' for the newest run of "
-        "pretraining (RUN@best: at its lowest validation)",
+        "run, checkpoint or folder of weights, ours or Hugging Face's, to learn from, or 'auto' "
+        "for the newest run of pretraining (RUN@best: at its lowest validation)",
         FILE_NAME,
         group="distillation",
     )

@@ -43,7 +43,8 @@ class TeacherWeights:
         cannot serve. ConfigError: a shape that cannot be read."""
         if args.teacher is None:
             return None
-        source, zero = WeightsFolder.find(named_teacher(args), PRETRAINING), None
+        source = WeightsFolder.find(named_teacher(args), PRETRAINING, foreign=True)
+        zero = None
         if path := args.teacher_config:
             config = read_config(path)
             if (stage := config["zero_optimization"].get("stage")) != 3:
