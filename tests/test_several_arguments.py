@@ -58,6 +58,7 @@ def test_values_may_be_numbers_words_or_switches_as_on_a_command_line(model):
         ({"learning_rate": -1}, "one.json: --learning_rate must be positive and finite, not -1.0"),
         ({"optimizer": "sgd"}, "one.json: argument --optimizer: invalid choice: 'sgd'"),
         ({"run_name": "a/b"}, "one.json: --run_name must be a plain folder name, not 'a/b'"),
+        ({"run_name": "a\0b"}, r"one.json: --run_name must be a plain folder name, not 'a\x00b'"),
         ({"dim": 30, "n_heads": 4}, "one.json: "),
         ("{", "one.json: not JSON: "),
         ("\xff\xfe", "one.json: not JSON: "),

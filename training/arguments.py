@@ -42,7 +42,10 @@ SHARE = Must("between 0 and 1", lambda value: 0 <= value <= 1)
 BELOW_1 = Must("at least 0 and below 1", lambda value: 0 <= value < 1)
 SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FOLDER_NAME = Must(
-    "a plain folder name", lambda name: name.strip() and "/" not in name and name not in (".", "..")
+    "a plain folder name",
+    lambda name: (
+        name.strip() and name.isprintable() and "/" not in name and name not in (".", "..")
+    ),
 )
 FILE_NAME = Must("the name of a file", lambda name: name.strip())
 TRACKER_LIST = Must(
