@@ -23,7 +23,7 @@ from training import start
 from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
 from training.engine.launch import Engine
-from training.resume import named_teacher
+from training.resume import with_own_teacher
 from training.teacher import Teacher, TeacherWeights
 
 SEQ_LEN = 32
@@ -231,14 +231,22 @@ def test_of_its_deepspeed_file_stays_what_is_not_about_training(weights):
     )
 
 
-def test_a_run_that_goes_on_keeps_its_teacher_though_another_is_newer(tmp_path):
+@pytest.mark.parametrize("named", ["teacher", "teacher_logits"])
+def test_a_run_that_goes_on_keeps_its_teacher_though_another_is_newer(tmp_path, named):
+    def asked(**flags) -> tuple[str, str | None]:
+        out = {"out_dir": str(tmp_path / "runs")}
+        args = with_own_teacher(DistillationArguments(**out | flags))
+        return args.teacher, args.teacher_logits
+
+    assert asked(resume="auto") == ("auto", None)
     run = RunFolder(tmp_path / "runs" / "mine")
-    flags = {"out_dir": str(tmp_path / "runs"), "resume": "auto"}
-    assert named_teacher(DistillationArguments(**flags)) == "auto"
     state = {"step": 1, "processes": 1, "optimizer_step": 1, "identity": {}}
     write_checkpoint(run, {WEIGHTS: {}, OPTIMIZER: {}, RANDOM: {}}, state)
-    settings = {"program": DistillationArguments.program, "arguments": {"teacher": "its own"}}
+    own = {"teacher": None, "teacher_logits": None} | {named: "its own"}
+    settings = {"program": DistillationArguments.program, "arguments": own}
     run.settings.write_text(json.dumps(settings))
-    assert named_teacher(DistillationArguments(**flags)) == "its own"
-    assert named_teacher(DistillationArguments(**flags, teacher="typed")) == "typed"
-    assert named_teacher(DistillationArguments(out_dir=flags["out_dir"])) == "auto"
+    its_own = {"teacher": ("its own", None), "teacher_logits": ("auto", "its own")}
+    assert asked(resume="auto") == its_own[named]
+    assert asked(resume="auto", teacher="typed") == ("typed", None)
+    assert asked(resume="auto", teacher_logits="typed") == ("auto", "typed")
+    assert asked() == ("auto", None)

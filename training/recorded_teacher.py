@@ -33,8 +33,9 @@ class Recording:
         return cls(folder, args.temperature, finished_recording(folder))
 
     def named_in(self, args: Arguments) -> Arguments:
-        """With the data that were recorded, unless others were named."""
-        return replace(args, teacher=None, data=args.data or self.description["folder"])
+        """With its path, and the data that were recorded, unless others were named."""
+        data = args.data or self.description["folder"]
+        return replace(args, teacher=None, teacher_logits=str(self.folder), data=data)
 
     def flops_per_token(self, seq_len: float) -> float:
         return 0

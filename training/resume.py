@@ -12,7 +12,7 @@ from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import newest_run, program_of
 from runs.folder import RunFolder
 from runs.lock import lock
-from training.arguments import TrainingArguments
+from training.arguments import Arguments, TrainingArguments
 from training.settings import changed_arguments, saved_arguments
 
 
@@ -71,14 +71,17 @@ def starting_weights(args: TrainingArguments) -> str | None:
     return str(start.folder.base if start.folder.base.exists() else start.checkpoint)
 
 
-def named_teacher(args: TrainingArguments) -> str:
-    """--teacher; of a run that goes on, the one that it has had for 'auto', which may be another
-    one by now. Raises UsageError: as `find_starting_point`."""
-    if args.teacher != "auto" or args.resume is None:
-        return args.teacher
+def with_own_teacher(args: Arguments) -> Arguments:
+    """Of a run that goes on and is told of no teacher, with the one that it has had, or what was
+    recorded of it: 'auto' may be another one by now. Raises UsageError: as
+    `find_starting_point`."""
+    if args.teacher != "auto" or args.teacher_logits or args.resume is None:
+        return args
     start = find_starting_point(args, quiet=True)
-    before = saved_arguments(start.folder).get("teacher") if start.checkpoint else None
-    return before if isinstance(before, str) else args.teacher
+    before = saved_arguments(start.folder) if start.checkpoint else {}
+    own = {name: before.get(name) for name in ("teacher_logits", "teacher")}
+    found = {name: value for name, value in own.items() if isinstance(value, str)}
+    return dataclasses.replace(args, **found)
 
 
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:

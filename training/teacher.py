@@ -26,7 +26,7 @@ from training.engine.main_process import on_every_process
 from training.engine.workload import Beside, Parameters
 from training.engine.zero_inference import ZeroInference
 from training.recorded_teacher import Recording
-from training.resume import named_teacher
+from training.resume import with_own_teacher
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TeacherWeights:
         cannot serve. ConfigError: a shape that cannot be read."""
         if args.teacher is None:
             return None
-        source = WeightsFolder.find(named_teacher(args), PRETRAINING, foreign=True)
+        source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
         zero = None
         if path := args.teacher_config:
             config = read_config(path)
@@ -117,6 +117,7 @@ class TeacherWeights:
 
 def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:
     """Raises UsageError, ConfigError: as their `find`."""
+    args = with_own_teacher(args)
     return Recording.find(args) if args.teacher_logits else TeacherWeights.find(args)
 
 
