@@ -58,7 +58,7 @@ class Recorder:
     _left_out: np.ndarray = field(default_factory=lambda: np.zeros(2))  # of the part being written
 
     def __post_init__(self):
-        self.vocab_size = self.scorer.model.config.vocab_size
+        self.vocab_size = self.samples.vocab_size  # the model may have room for more
         if not 1 <= self.k <= self.vocab_size:
             raise UsageError(f"--k must be from 1 to {self.vocab_size}, the pieces, not {self.k}")
         self.dtype = record_dtype(self.vocab_size, self.k)
@@ -170,7 +170,8 @@ class Recorder:
     def _expected(self, logits: Tensor) -> list[Tensor]:
         """Ids, logarithms and `left_out` of all tokens, with so many logits in fp32 at a time as
         training has."""
-        chunks = logits.flatten(0, 1).split(max(1, CHUNK_LOGITS // self.vocab_size))
+        logits = logits[..., : self.vocab_size].flatten(0, 1)
+        chunks = logits.split(max(1, CHUNK_LOGITS // self.vocab_size))
         found = (likeliest(chunk, self.k, self.temperature) for chunk in chunks)
         return [torch.cat(each) for each in zip(*found, strict=True)]
 

@@ -22,6 +22,7 @@ from runs.weights import WeightsFolder
 from training import start
 from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
+from training.distillation_loss import distillation_loss
 from training.engine.launch import Engine
 from training.resume import with_own_teacher
 from training.teacher import Teacher, TeacherWeights
@@ -54,10 +55,10 @@ def find(teacher: Path | str, **flags) -> TeacherWeights:
 def build(weights, accelerator):
     """The teacher in a single process."""
 
-    def build(dtype: str, folder: Path = weights) -> Teacher:
+    def build(dtype: str, folder: Path = weights, vocab_size: int = 400) -> Teacher:
         torch.manual_seed(1)
         found, engine = find(folder), Engine(accelerator, "single process", deepspeed=None)
-        return Teacher(found, found.source.sha256(), engine, dtype)
+        return Teacher(found, found.source.sha256(), engine, dtype, vocab_size)
 
     return build
 
@@ -166,6 +167,18 @@ def test_every_process_says_which_weights_it_has_found(monkeypatch):
     with pytest.raises(UsageError, match="rank 1 has another"):
         start.start_run(DistillationArguments(), engine, initial, **sets, found_teacher=found)
     assert told == [{"teacher": "5" * 16}]
+
+
+def test_room_for_more_pieces_than_the_tokenizer_has_is_left_out(build, data, packed, tmp_path):
+    """As models of others often have it, for a round number."""
+    model, tokens = opinionated(448, SEQ_LEN), torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
+    folder = save(tmp_path / "roomy", model, packed)
+    find(folder).require_fit(LMConfig(vocab_size=400, max_seq_len=SEQ_LEN), data)
+    theirs = build("float32", folder)(tokens)
+    assert torch.equal(theirs, model(tokens).logits[..., :400])
+    how = {"alpha": 0, "temperature": 1, "kl": "forward"}
+    found = distillation_loss(theirs.clone(), theirs, tokens, **how)
+    assert (found.soft.item(), found.agreement.item()) == (pytest.approx(0, abs=1e-6), 1)
 
 
 def refused(folder: Path, data: PackedDataset, **student) -> str:

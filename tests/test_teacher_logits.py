@@ -60,8 +60,10 @@ def recorder_of(accelerator, samples_of, monkeypatch):
     """Of a tiny teacher; parts are of a few samples, so that there are several."""
     monkeypatch.setattr(teacher_logits, "PART_BYTES", 1 << 11)
 
-    def make(kind: str = "text", k: int = 5, temperature: float = TEMPERATURE, teacher="t" * 64):
-        model = opinionated(VOCAB_SIZE, SEQ_LEN)
+    def make(
+        kind: str = "text", k: int = 5, temperature: float = TEMPERATURE, teacher="t" * 64, room=0
+    ):
+        model = opinionated(VOCAB_SIZE + room, SEQ_LEN)
         model.norm.weight.data *= 8
         scorer = Scorer(model, accelerator, batch_size=2)
         return Recorder(scorer, teacher, samples_of(kind), k, temperature)
@@ -101,6 +103,16 @@ def test_each_target_that_counts_has_what_the_teacher_expects_there(recorder_of,
         assert same > 0.99
         assert not recorded.ids[~counts].any()
         assert not recorded.log_probabilities[~counts].any()
+
+
+def test_room_for_more_pieces_than_the_tokenizer_has_is_not_recorded(recorder_of, tmp_path):
+    recorder = recorder_of(k=VOCAB_SIZE, room=7)
+    assert recorder.record(tmp_path / "out")["vocab_size"] == VOCAB_SIZE
+    tokens, _, recorded = next(batches_of(recorder, tmp_path / "out"))
+    logits = recorder.scorer.model(tokens).logits[..., :VOCAB_SIZE]
+    _, logarithms, _ = likeliest(logits.flatten(0, 1), VOCAB_SIZE, TEMPERATURE)
+    kept = recorded.log_probabilities.flatten(0, 1).float()
+    torch.testing.assert_close(kept, logarithms, rtol=2**-11, atol=1e-4)
 
 
 @KINDS

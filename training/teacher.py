@@ -89,10 +89,10 @@ class TeacherWeights:
                 f"{data.folder} has another tokenizer than the teacher in {path}: prepare the "
                 f"{data.kind} with `--tokenizer {tokenizer}`, in a folder of its own"
             )
-        if self.config.vocab_size != student.vocab_size:
+        if self.config.vocab_size < student.vocab_size:  # more are room that no token takes
             raise UsageError(
                 f"the teacher in {path} has an output of {self.config.vocab_size} pieces, the "
-                f"student one of {student.vocab_size}: both must have the same"
+                f"student one of {student.vocab_size}: it must have as many"
             )
         if self.config.max_seq_len < student.max_seq_len:
             raise UsageError(
@@ -112,7 +112,7 @@ class TeacherWeights:
         self, sha256: str, engine: Engine, dtype: str, student: LMConfig, samples: TokenStream
     ) -> "Teacher":
         """For a student that reads these samples, both checked by `require_fit`; see `Teacher`."""
-        return Teacher(self, sha256, engine, dtype)
+        return Teacher(self, sha256, engine, dtype, student.vocab_size)
 
 
 def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:
@@ -123,15 +123,18 @@ def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:
 
 class Teacher:
     """Built, on its device, in the precision of training's forward pass. All processes must make it
-    and ask it together; to make it draws random numbers.
+    and ask it together; to make it draws random numbers. It is asked of the first `vocab_size`
+    pieces; where its output has room for more, no text has those.
 
     Raises UsageError, ConfigError: its weights cannot be read.
     """
 
     samples = None  # nothing of it has been recorded, that would come with the student's
 
-    def __init__(self, found: TeacherWeights, sha256: str, engine: Engine, dtype: str):
-        self.found, self.sha256 = found, sha256
+    def __init__(
+        self, found: TeacherWeights, sha256: str, engine: Engine, dtype: str, vocab_size: int
+    ):
+        self.found, self.sha256, self.vocab_size = found, sha256, vocab_size
         if found.zero:
             model = found.zero.load(found.source)
         else:
@@ -142,7 +145,7 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Its logits, (B, T, vocab_size), for tokens (B, T) of which all processes have as many."""
-        return self.model(tokens).logits
+        return self.model(tokens).logits[..., : self.vocab_size]
 
     @property
     def held(self) -> int:
