@@ -4,9 +4,11 @@ the kind of their arguments, which says what data is read and how the model is c
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from data.dataset import PackedDataset
 from runs.base import write_base
+from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
@@ -17,6 +19,7 @@ from training.run import Run
 from training.schedule import count_steps
 from training.settings import write_settings
 from training.setup import (
+    BuiltModel,
     build_model,
     find_start,
     open_splits,
@@ -103,12 +106,7 @@ def start_run(
     teacher = found_teacher and found_teacher.build(sha256, engine, args.dtype, config, train_set)
     built = build_model(config, args, engine, compilation, args.adapt)
     if initial.source and not start.checkpoint:
-        weights = on_every_process(engine, initial.load)
-        built.state.load_weights(weights, str(initial.source.path))
-        if built.lora:
-            tokenizer = train_set.tokenizer_path
-            keep = partial(write_base, start.folder, config, weights, tokenizer)
-            on_main_process(accelerator, keep)
+        begin_with(initial, built, engine, start.folder, train_set.tokenizer_path)
     run = Run(
         args,
         engine,
@@ -130,3 +128,15 @@ def start_run(
         write_settings(run.folder, args, config, engine, train_set.tokenizer_path)
     start_trackers(accelerator, args, run.folder.path, config, run.first_step)
     return run
+
+
+def begin_with(
+    initial: InitialWeights, built: BuiltModel, engine: Engine, folder: RunFolder, tokenizer: Path
+) -> None:
+    """Give a new run the weights of another one, and keep them in its folder where they are the
+    base of adapters. Raises ConfigError: see `InitialWeights.load`."""
+    weights = on_every_process(engine, initial.load)
+    built.state.load_weights(weights, str(initial.source.path))
+    if built.lora:
+        keep = partial(write_base, folder, built.config, weights, tokenizer)
+        on_main_process(engine.accelerator, keep)
