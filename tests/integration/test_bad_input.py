@@ -236,7 +236,7 @@ def test_what_one_rank_cannot_see_is_said_by_the_first_with_its_place(packed, tm
     data, missing, flags = {
         "data": (os.path.relpath(packed, REPOSITORY), "no prepared data here", ""),
         "checkpoint": (packed, "cannot be used", "--resume auto --run_name run"),
-        "weights": (packed, "config.json", f"--init_from {out}/run"),
+        "weights": (packed, "model.safetensors", f"--init_from {out}/run"),
     }[what]
     script = tmp_path / "rank_1_elsewhere.py"
     script.write_text(RANK_1_ELSEWHERE.format(repository=str(REPOSITORY), folder=str(run_1.path)))
