@@ -4,9 +4,9 @@
 #   bash run_accelerate.sh                          the Python standard library as text
 #   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .csv, .parquet or a folder of them)
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
-#   STAGE=sft bash run_accelerate.sh                fine-tune the newest run on questions and answers, so that it answers
+#   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model on questions, so that it answers
 #   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  on your own conversations
-#   STAGE=distill bash run_accelerate.sh            teach a smaller model what the newest run expects
+#   STAGE=distill bash run_accelerate.sh            teach a smaller model what that one expects
 #   TEACHER=out/runs/NAME STAGE=distill bash run_accelerate.sh    or another one
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
@@ -158,12 +158,9 @@ flags+=($micro_batch)
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
 STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
-[ -z "$engine" ] || printf -v RESUME_WITH 'ENGINE=%q %s' "$engine" "$RESUME_WITH"
-[ -z "${DATA:-}" ] || printf -v RESUME_WITH 'DATA=%q %s' "$DATA" "$RESUME_WITH"
-[ -z "${CHAT:-}" ] || printf -v RESUME_WITH 'CHAT=%q %s' "$CHAT" "$RESUME_WITH"
-[ -z "${TEACHER:-}" ] || printf -v RESUME_WITH 'TEACHER=%q %s' "$TEACHER" "$RESUME_WITH"
-[ -z "${STAGE:-}" ] || printf -v RESUME_WITH 'STAGE=%q %s' "$STAGE" "$RESUME_WITH"
-[ -z "${PREPARE_FLAGS:-}" ] || printf -v RESUME_WITH 'PREPARE_FLAGS=%q %s' "$PREPARE_FLAGS" "$RESUME_WITH"
+for name in NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS; do
+  [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
+done
 ((machines == 1)) || printf -v RESUME_WITH 'NUM_MACHINES=%q MACHINE_RANK=%q MASTER_ADDR=%q %s' \
   "$machines" "$machine" "$MASTER_ADDR" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }

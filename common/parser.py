@@ -42,6 +42,8 @@ HINTS = {  # where the answer is no flag of the same program
     'PREPARE_FLAGS="--vocab_size N" bash run_accelerate.sh, or scripts.prepare_data --vocab_size N',
     "text_column": "it is named where text is prepared: "
     'PREPARE_FLAGS="--text_column NAME" bash run_accelerate.sh, or scripts.prepare_data',
+    "skip_bad_lines": "it is told where text is prepared: "
+    "PREPARE_FLAGS=--skip_bad_lines bash run_accelerate.sh, or scripts.prepare_data",
     **dict.fromkeys(
         ("deepspeed", "deepspeed_config"),
         "the launcher is told: accelerate launch --use_deepspeed "

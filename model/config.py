@@ -86,7 +86,10 @@ class LMConfig:
                 raise ConfigError(f"{item.name} must be true or false, not {value!r}")
         if self.head_dim is None:
             if self.dim % self.n_heads:
-                raise ConfigError(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
+                raise ConfigError(
+                    f"dim {self.dim} is not divisible by n_heads {self.n_heads}: choose either so "
+                    "that it is, or give head_dim"
+                )
             self.head_dim = self.dim // self.n_heads
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(

@@ -91,6 +91,7 @@ def test_the_value_of_an_unknown_flag_may_be_that_of_a_known_one_too():
     [
         ("--vocab_size 2000", "PREPARE_FLAGS"),
         ("--text_column poem", "PREPARE_FLAGS"),
+        ("--skip_bad_lines", "PREPARE_FLAGS=--skip_bad_lines"),
         ("--num_gpus 2", "the deepspeed launcher, before the name of the script"),
         ("--hostfile=hosts", "the deepspeed launcher, before the name of the script"),
         ("--use_wandb", "did you mean --log_with?"),

@@ -361,6 +361,16 @@ def test_a_checkpoint_that_names_no_optimizer_is_adamws(tmp_path, form):
     assert message == "optimizer: adamw in the checkpoint, muon now"
 
 
+def test_a_run_begun_with_muon_is_told_under_which_engines_it_goes_on(tmp_path):
+    args = TrainingArguments(optimizer="muon")
+    start = saved_by(tmp_path, args)
+    message = not_the_same(start, TrainingArguments(), CONFIG, MINE, processes=1)
+    assert message == (
+        "optimizer: muon in the checkpoint, adamw now; --optimizer muon goes on with it, under "
+        "every engine but ZeRO-3 and offload"
+    )
+
+
 @FORMS
 def test_a_field_that_an_old_checkpoint_does_not_know_has_its_default(tmp_path, form):
     """Written before the field came to LMConfig, the run goes on as long as it keeps to it."""
@@ -404,16 +414,18 @@ def test_on_other_processes_the_rest_must_be_the_same_nevertheless(tmp_path):
 def test_what_is_other_than_before_is_said(tmp_path, capsys):
     saved = TrainingArguments(batch_size=4, learning_rate=1e-3)
     start = saved_by(tmp_path, saved, processes=2)
-    start.folder.settings.write_text(json.dumps({"arguments": vars(saved)}), encoding="utf-8")
+    settings = {"arguments": vars(saved), "engine": "DDP"}
+    start.folder.settings.write_text(json.dumps(settings), encoding="utf-8")
     asked = dataclasses.replace(saved, learning_rate=2e-3)
     args = resumed_arguments(start, asked, CONFIG, MINE, processes=1)
-    say_what_changed(start, asked, args, processes=1)
+    say_what_changed(start, asked, args, processes=1, engine="none")
     assert capsys.readouterr().out.splitlines() == [
-        "1 processes instead of 2: --accumulation_steps is 2 now, the global batch stays",
+        "1 process instead of 2: --accumulation_steps is 2 now, the global batch stays",
         "changed since the run was stopped: --accumulation_steps 1 → 2",
         "changed since the run was stopped: --learning_rate 0.001 → 0.002",
+        "changed since the run was stopped: engine DDP → none",
     ]
-    say_what_changed(start, saved, saved, processes=2)
+    say_what_changed(start, saved, saved, processes=2, engine="DDP")
     assert capsys.readouterr().out == ""
 
 

@@ -9,6 +9,8 @@ from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 from training.settings import changed_arguments, saved_arguments, write_settings
 
+ENGINE = "single process, no engine"
+
 
 @pytest.fixture
 def write(tmp_path, accelerator):
@@ -18,7 +20,7 @@ def write(tmp_path, accelerator):
         args: TrainingArguments, deepspeed: dict | None = None, tokenizer: str = "elsewhere.model"
     ) -> RunFolder:
         (tmp_path / tokenizer).write_bytes(b"pieces")
-        engine = Engine(accelerator, "single process, no engine", deepspeed)
+        engine = Engine(accelerator, ENGINE, deepspeed)
         run, config = RunFolder(tmp_path), LMConfig(dim=32, n_heads=4)
         write_settings(run, args, config, engine, tmp_path / tokenizer)
         return run
@@ -32,7 +34,7 @@ def test_settings_tell_what_was_asked_and_what_ran_it(write):
     settings = json.loads(run.settings.read_text(encoding="utf-8"))
     assert settings["arguments"]["batch_size"] == 3
     assert settings["model"] == LMConfig(dim=32, n_heads=4).to_dict()
-    assert (settings["engine"], settings["processes"]) == ("single process, no engine", 1)
+    assert (settings["engine"], settings["processes"]) == (ENGINE, 1)
     assert settings["deepspeed"] is None
     assert settings["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
@@ -67,7 +69,7 @@ def test_settings_that_cannot_be_read_hold_no_arguments(tmp_path, settings):
     if settings is not None:
         run.settings.write_bytes(settings)
     assert saved_arguments(run) == {}
-    assert changed_arguments(run, TrainingArguments()) == []
+    assert changed_arguments(run, TrainingArguments(), ENGINE) == []
 
 
 def test_flags_that_changed_are_told_with_both_values_but_for_those_that_name_the_run(write):
@@ -75,7 +77,9 @@ def test_flags_that_changed_are_told_with_both_values_but_for_those_that_name_th
     now = TrainingArguments(
         batch_size=4, learning_rate=1e-3, time_limit=2.0, resume="auto", run_name="mine"
     )
-    assert changed_arguments(run, now) == ["--time_limit None → 2.0", "--batch_size 3 → 4"]
+    flags = ["--time_limit None → 2.0", "--batch_size 3 → 4"]
+    assert changed_arguments(run, now, ENGINE) == flags
+    assert changed_arguments(run, now, "DDP") == [*flags, f"engine {ENGINE} → DDP"]
 
 
 def test_a_flag_that_the_settings_do_not_know_has_not_changed(write):
@@ -83,4 +87,4 @@ def test_a_flag_that_the_settings_do_not_know_has_not_changed(write):
     settings = json.loads(run.settings.read_text(encoding="utf-8"))
     del settings["arguments"]["seed"]
     run.settings.write_text(json.dumps(settings), encoding="utf-8")
-    assert changed_arguments(run, TrainingArguments(seed=8)) == []
+    assert changed_arguments(run, TrainingArguments(seed=8), ENGINE) == []

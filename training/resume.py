@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UsageError
+from common.numbers import counted
 from data.dataset import PackedDataset
 from model import LMConfig
 from runs.checkpoint import STATE, damage, newest_sound, read_state
@@ -208,6 +209,8 @@ def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current
             f"the teacher was {before.get('teacher') or before.get('teacher_logits')}, and is "
             f"{args.teacher or args.teacher_logits} now"
         )
+    if saved["optimizer"] == "muon" != current["optimizer"]:
+        advice.append("--optimizer muon goes on with it, under every engine but ZeRO-3 and offload")
     if not advice and start.folder.settings.exists():
         advice.append(f"the flags that go on with it stand in {start.folder.settings}")
     if args.resume == "auto":
@@ -216,16 +219,21 @@ def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current
 
 
 def say_what_changed(
-    start: StartingPoint, asked: TrainingArguments, args: TrainingArguments, processes: int
+    start: StartingPoint,
+    asked: TrainingArguments,
+    args: TrainingArguments,
+    *,
+    processes: int,
+    engine: str,
 ) -> None:
     """What is other than when the run was stopped, asked for or not."""
     if args.accumulation_steps != asked.accumulation_steps:
         print(
-            f"{processes} processes instead of {start.state['processes']}: --accumulation_steps is "
-            f"{args.accumulation_steps} now, the global batch stays",
+            f"{counted(processes, 'processes')} instead of {start.state['processes']}: "
+            f"--accumulation_steps is {args.accumulation_steps} now, the global batch stays",
             flush=True,
         )
-    for line in changed_arguments(start.folder, args):
+    for line in changed_arguments(start.folder, args, engine):
         print(f"changed since the run was stopped: {line}", flush=True)
 
 

@@ -51,7 +51,9 @@ def saved_arguments(run: RunFolder) -> dict:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def changed_arguments(run: RunFolder, args: TrainingArguments) -> list[str]:
-    """Flags of training that differ from those in the run's settings.json."""
+def changed_arguments(run: RunFolder, args: TrainingArguments, engine: str) -> list[str]:
+    """Flags of training that differ from those in the run's settings.json, and the engine."""
     before = saved_arguments(run) | {"resume": args.resume, "run_name": args.run_name}  # no matter
-    return [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]
+    lines = [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]
+    last = read_settings(run.settings).get("engine", engine)
+    return lines if last == engine else [*lines, f"engine {last} → {engine}"]

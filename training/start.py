@@ -95,7 +95,7 @@ def start_run(
     start, args = find_start(asked, config, train_set, engine, sha256)
     engine.set_accumulation(args.accumulation_steps)
     if start.checkpoint and engine.is_main:
-        say_what_changed(start, asked, args, engine.processes)
+        say_what_changed(start, asked, args, processes=engine.processes, engine=engine.name)
     total_steps = count_steps(args, len(train_set), engine.processes)
     if start.step >= total_steps and on_main_process(accelerator, start.folder.weights.exists):
         accelerator.print(describe_finished(start, total_steps))

@@ -246,4 +246,5 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
     words, command = said.splitlines()[-2:]
     assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved; to go on:", words)
     resume = ["--resume", "out/runs/stopped"]
-    assert shlex.split(command) == [f"DATA={by_hand}", "ENGINE=zero3", *typed, *resume]
+    given = [f"DATA={by_hand}", "ENGINE=zero3", "NUM_PROCESSES=1"]
+    assert shlex.split(command) == [*given, *typed, *resume]

@@ -23,11 +23,16 @@ def faster_engine(kind: Kind, work: Workload, room: int | None) -> str | None:
         if other.name == kind.name:
             return None
         less = traffic(other, work).sent
-        if fits(other, work, room) and (kind.offloads or less < sent):
-            spares = "moves nothing to the CPU, " if kind.offloads and not other.offloads else ""
+        gains = []
+        if kind.offloads and not other.offloads and not work.on_cpu:
+            gains.append("moves nothing to the CPU")
+        if less < sent:
+            two = _megabytes(less), _megabytes(sent)
+            gains.append("sends {} MB per process and step, not {}".format(*two))
+        if gains and fits(other, work, room):
             return (
-                f"{other.name} would be faster: it {spares}sends {_megabytes(less)} MB per process "
-                f"and step, not {_megabytes(sent)}, and fits into memory; {how_to_choose(other)}"
+                f"{other.name} would be faster: it {', '.join(gains)}, and fits into memory; "
+                f"{how_to_choose(other)}"
             )
     return None
 

@@ -153,7 +153,7 @@ def _leave_to_muon(config: dict, source: str) -> None:
     if config["zero_optimization"]["stage"] == 3:
         raise UsageError(
             f"{source}: --optimizer muon steps whole matrices, and under ZeRO-3 no process has "
-            'any: set "stage": 2, or train with --optimizer adamw'
+            'any: ENGINE=zero2, or a file with "stage": 2; or --optimizer adamw, from the start'
         )
     if offload_device(config, "optimizer"):
         raise UsageError(
