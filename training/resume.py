@@ -54,7 +54,11 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
         if args.resume == "auto":
             return _newest(args, quiet) or _new_run(args, may_exist=True)
         if args.resume is not None:
-            return _named(Path(args.resume))
+            start = _named(Path(args.resume))
+            _require_program(
+                start.folder, args, "that goes on with it (run_accelerate.sh has STAGE for it)"
+            )
+            return start
         return _new_run(args, may_exist=False)
     except OSError as error:
         raise UsageError(f"the run folder cannot be used: {error}") from error
@@ -121,10 +125,14 @@ def _named(path: Path) -> StartingPoint:
     return StartingPoint(run, checkpoint, read_state(checkpoint))
 
 
+def _require_program(run: RunFolder, args: TrainingArguments, otherwise: str) -> None:
+    if run.settings.exists() and (program := program_of(run)) != args.program:
+        raise UsageError(f"{run.path} holds a run of {program}: {otherwise}")
+
+
 def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
     run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
-    if run.settings.exists() and (program := program_of(run)) != args.program:
-        raise UsageError(f"{run.path} holds a run of {program}: pass another --run_name")
+    _require_program(run, args, "pass another --run_name")
     if run.metrics.exists() and not may_exist:
         raise UsageError(
             f"{run.path} holds a run: pass --resume auto to go on with it, or another --run_name"
