@@ -102,6 +102,14 @@ def test_nor_on_one_of_another_program_whatever_it_is_told_to_resume(tmp_path, r
         choose_run(args)
 
 
+def test_a_run_of_another_program_that_is_named_goes_on_with_that_one(tmp_path):
+    run = make_run(tmp_path / "first", 10)
+    (run / "settings.json").write_text(json.dumps({"program": "train_sft_accelerate.py"}))
+    for named in (run, run / "checkpoints" / "step-00000010"):
+        said = refused(tmp_path, resume=str(named))
+        assert "first holds a run of train_sft_accelerate.py: that goes on with it" in said
+
+
 def test_an_empty_folder_is_no_run(tmp_path):
     (tmp_path / "first").mkdir()
     assert choose(tmp_path, run_name="first") == (tmp_path / "first", None)

@@ -56,7 +56,7 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
         if args.resume is not None:
             start = _named(Path(args.resume))
             _require_program(
-                start.folder, args, "that goes on with it (run_accelerate.sh has STAGE for it)"
+                start.folder, args, "that goes on with it, in run_accelerate.sh by STAGE"
             )
             return start
         return _new_run(args, may_exist=False)
