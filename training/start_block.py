@@ -142,11 +142,10 @@ def warnings(run: Run, beside: int = 0) -> list[str]:
                 f"WARNING: --{name} {value} lies beyond the last step, {total_steps}: it counts "
                 "optimizer steps, of --accumulation_steps micro-batches each"
             )
-    if run.learning_rate.total_steps < FEW_STEPS:
-        found.append(
-            f"WARNING: {run.learning_rate.total_steps} steps are hardly training; a smaller global "
-            "batch (--batch_size, --accumulation_steps), more --epochs or more text give more"
-        )
+    if total_steps < FEW_STEPS:
+        more = "a smaller global batch (--batch_size, --accumulation_steps), more --epochs or text"
+        more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
+        found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
     kind, work = in_use(run)
     needed, room = needs(kind, work), _room(run, beside)
     if room is not None and needed > room:

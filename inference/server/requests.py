@@ -33,7 +33,6 @@ def as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-Zero = Annotated[float, Field(ge=0, le=0)]
 NoDict = Annotated[dict, Field(max_length=0)]
 NoList = Annotated[list, Field(max_length=0)]
 Texts = Annotated[list[str], Field(max_length=4), BeforeValidator(as_list)]
@@ -75,8 +74,8 @@ class Asked(Form):
     stop: Texts | None = None
     # What this server does in one way only.
     n: Literal[1] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
     logit_bias: NoDict | None = None
     # What changes nothing about the answer.
     user: Any = None
