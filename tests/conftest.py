@@ -38,7 +38,7 @@ NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
     r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
     r"C\+\+ compiler": "a C++ compiler (apt-get install g++)",
-    r"libaio": "libaio (apt-get install libaio-dev)",
+    r"libaio": "libaio and a compiler (apt-get install libaio-dev g++)",
     r"only root can mount": "root, to mount a small disk",
     r"network namespaces": "root and ip (apt-get install iproute2), to make two machines of one",
     r"import '?llama_cpp": "llama-cpp-python (pip install llama-cpp-python)",

@@ -21,7 +21,7 @@ ENGINES += ("zero3_offload+torch",)
 DIVIDED = ("zero3", "zero3_offload", "zero3_offload+torch")
 TOLERANCE = 1e-4
 COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
-AIO = find_library("aio") is not None
+AIO = COMPILES and find_library("aio") is not None
 
 # Each from each other one's checkpoint: the relay below goes through all engines once.
 PAIRS = pytest.mark.variant
@@ -186,7 +186,7 @@ def nvme_command(folder: Path, processes: int) -> list[str]:
 
 
 @pytest.mark.variant
-@pytest.mark.skipif(not AIO, reason="needs libaio")
+@pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
 def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
     # Partitions below 1 MiB stay in memory: most of this model's are larger, and more than buffers.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
