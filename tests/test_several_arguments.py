@@ -61,6 +61,8 @@ def test_values_may_be_numbers_words_or_switches_as_on_a_command_line(model):
         ({"run_name": "a\0b"}, r"one.json: --run_name must be a plain folder name, not 'a\x00b'"),
         ({"dim": 30, "n_heads": 4}, "one.json: "),
         ("{", "one.json: not JSON: "),
+        ('{"dim": 32, "n_heads": 4, "dim": 64}', 'one.json: not JSON: "dim" stands there twice'),
+        ({"local_rank": 0}, 'one.json: "local_rank" is what a launcher says'),
         ("\xff\xfe", "one.json: not JSON: "),
         ("[1]", "one.json: needs flags and their values in braces"),
         ("[" * 100_000, "one.json: not JSON: "),

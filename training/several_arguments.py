@@ -69,7 +69,8 @@ def parse_models(argv: list[str] | None = None) -> list[Model]:
 def _read(file: str, given: dict) -> Model:
     """A model's flags out of its file, besides those that are given for all."""
     try:
-        flags = json.loads(Path(file).read_text(encoding="utf-8"))
+        text = Path(file).read_text(encoding="utf-8")
+        flags = json.loads(text, object_pairs_hook=_each_once)
     except OSError as error:
         raise UsageError(f"--model {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -81,7 +82,8 @@ def _read(file: str, given: dict) -> Model:
     try:
         words = [_word(name, value) for name, value in flags.items() if value is not None]
         own = {"run_name": Path(file).stem} | vars(build_parser().parse_args(words))
-        own.pop("local_rank")
+        if own.pop("local_rank") is not None:
+            raise UsageError('"local_rank" is what a launcher says, and no flag of a model')
         for name in own.keys() & given.keys():
             if own[name] != given[name]:
                 raise UsageError(
@@ -91,6 +93,15 @@ def _read(file: str, given: dict) -> Model:
         return Model(*as_arguments(own | given))
     except (UsageError, ConfigError) as error:
         raise type(error)(f"{file}: {error}") from error
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict:
+    """An object of JSON, which may say everything but once. Raises ValueError: it does not."""
+    found = dict(pairs)
+    for name in found:
+        if sum(name == other for other, _ in pairs) > 1:
+            raise ValueError(f'"{name}" stands there twice')
+    return found
 
 
 def _word(name: str, value) -> str:
