@@ -77,5 +77,8 @@ def test_a_weight_larger_than_a_buffer_is_refused_with_the_size_it_takes(shapes)
 
 
 def test_weights_elsewhere_and_small_shares_need_none(shapes):
-    require_buffers(Kind("", 3, parameter_buffers=0), shapes, 2, 4)
-    require_buffers(on_nvme(parameter_buffers=0), shapes, 64, 2)
+    none = {"parameter_buffers": 0}
+    with pytest.raises(UsageError, match="has 0 buffers"):
+        require_buffers(on_nvme(**none), shapes, 2, 4)
+    assert require_buffers(Kind("", 3, **none), shapes, 2, 4) is None
+    assert require_buffers(on_nvme(**none), shapes, 64, 2) is None
