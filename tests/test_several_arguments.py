@@ -27,7 +27,7 @@ def parse(files: list[str], *flags: str):
 
 def test_a_file_holds_flags_by_name_and_flags_on_the_command_line_hold_for_all(model):
     small = model("small", {"dim": 64, "learning_rate": 1e-3, "tie_embeddings": False})
-    large = model("large", {"run_name": "big", "deepspeed": "configs/zero3.json", "dropout": None})
+    large = model("large", {"run_name": "big", "deepspeed": "configs/zero3.json"})
     flags = ("--batch_size", "3", "--n_layers", "2")
     (first, shape), (second, other) = parse([small, large], *flags)
     assert (first.run_name, first.learning_rate, first.batch_size) == ("small", 1e-3, 3)
@@ -54,6 +54,8 @@ def test_values_may_be_numbers_words_or_switches_as_on_a_command_line(model):
         ({"dim": 64.5}, "one.json: argument --dim: invalid int value: '64.5'"),
         ({"dim": True}, "one.json: argument --dim: invalid int value: 'True'"),
         ({"dim": [64, 128]}, '"dim" must be one value, not [64, 128]'),
+        ({"dropout": None}, 'one.json: "dropout" must be one value, not null'),
+        ({"learnign_rate": None}, 'one.json: "learnign_rate" must be one value, not null'),
         ({"tf32": "yes"}, "one.json: argument --tf32/--no-tf32: ignored explicit argument 'yes'"),
         ({"learning_rate": -1}, "one.json: --learning_rate must be positive and finite, not -1.0"),
         ({"optimizer": "sgd"}, "one.json: argument --optimizer: invalid choice: 'sgd'"),

@@ -80,7 +80,7 @@ def _read(file: str, given: dict) -> Model:
             f'--model {file}: needs flags and their values in braces, such as {{"dim": 128}}'
         )
     try:
-        words = [_word(name, value) for name, value in flags.items() if value is not None]
+        words = [_word(name, value) for name, value in flags.items()]
         own = {"run_name": Path(file).stem} | vars(build_parser().parse_args(words))
         if own.pop("local_rank") is not None:
             raise UsageError('"local_rank" is what a launcher says, and no flag of a model')
@@ -106,7 +106,7 @@ def _each_once(pairs: list[tuple[str, object]]) -> dict:
 
 def _word(name: str, value) -> str:
     """A flag and its value as they are typed."""
-    if isinstance(value, list | dict):
+    if isinstance(value, list | dict | None):
         raise UsageError(f'"{name}" must be one value, not {json.dumps(value)}')
     if name in SWITCHES and isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
