@@ -26,7 +26,7 @@ class RunFolder:
         self.report = path / "report.html"
         self.sample = path / "sample.txt"
         self.samples = path / "samples.jsonl"  # through training
-        self.bad_samples = path / "bad_samples.json"  # of the batch that ended the run
+        self.bad_samples = path / "bad_samples.json"  # of the batch at which it gave up, if it did
 
     @property
     def tokenizer(self) -> Path:

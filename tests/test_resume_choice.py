@@ -244,13 +244,28 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_a_sound_one_offered(
 def test_going_back_sets_the_course_not_taken_aside(tmp_path):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
     run.weights.mkdir()
+    run.bad_samples.touch()
     start = choose_run(TrainingArguments(out_dir=str(tmp_path), resume=str(run.checkpoint(1))))
     assert start.step == 1
     assert len(run.all_checkpoints()) == 3  # a start that is refused later changes nothing
     set_aside(start)
     assert not run.weights.exists()
-    assert (run.path / "weights-step-00000001").is_dir()
+    assert not run.bad_samples.exists()
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
+
+
+def test_weights_of_a_finished_run_have_their_own_step_and_fall_on_no_others(tmp_path):
+    """Whatever it goes on from; the last step is logged, and may have failed to be saved."""
+    run = RunFolder(make_run(tmp_path / "run", 1, 3))
+    run.metrics.write_text('{"step": 1}\n{"step": 4}\n', encoding="utf-8")
+    for number in range(2):  # it goes back twice, and is finished again in between
+        run.weights.mkdir()
+        (run.weights / "number").write_text(str(number), encoding="utf-8")
+        set_aside(StartingPoint(run, run.checkpoint(1), {"step": 1}))
+    kept = sorted(run.path.glob("weights-step-*"))
+    assert [path.name.partition(".aside-")[0] for path in kept] == ["weights-step-00000004"] * 2
+    assert [(path / "number").read_text(encoding="utf-8") for path in kept] == ["0", "1"]
+    assert "." not in kept[0].name
 
 
 def test_a_new_run_has_trained_no_step_and_has_nothing_to_set_aside(tmp_path):

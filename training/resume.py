@@ -9,6 +9,7 @@ from common.errors import UsageError
 from common.numbers import counted
 from data.dataset import PackedDataset
 from model import LMConfig
+from report.history import read_rows
 from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import newest_run, program_of
 from runs.folder import RunFolder
@@ -256,11 +257,16 @@ def set_aside(start: StartingPoint) -> None:
     """Rename what belongs to a course not taken; for the main process, once the run does start.
 
     Checkpoints after the one resumed from (damaged ones, or the run goes back), and the weights of
-    a run that was finished and is extended.
+    a run that was finished and is extended or goes back, under the last step that was logged. What
+    says that it gave up is deleted.
     """
-    if start.folder.weights.exists():
-        start.folder.weights.rename(start.folder.path / f"weights-step-{start.step:08d}")
-    for path in start.folder.all_checkpoints():
+    run, aside = start.folder, f".aside-{int(time.time())}"
+    if run.weights.exists():
+        last = max((row["step"] for row in read_rows(run.metrics)), default=start.step)
+        kept = run.path / f"weights-step-{last:08d}"
+        run.weights.rename(kept.with_name(kept.name + aside) if kept.exists() else kept)
+    for path in run.all_checkpoints():
         if int(path.name[5:]) > start.step:
-            path.rename(path.with_name(f"{path.name}.aside-{int(time.time())}"))
+            path.rename(path.with_name(path.name + aside))
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
+    run.bad_samples.unlink(missing_ok=True)
