@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
@@ -33,9 +34,10 @@ def finish(
     weights: dict[str, Tensor],
     lora: LoRA | None,
     prompt_from: PackedDataset,
+    say: Callable[[str], None],
 ) -> None:
-    """Write weights with config and tokenizer, sample.txt, loss.png and report.html, and print a
-    last report. Of a run with adapters also these by themselves, as PEFT has them; the weights have
+    """Write weights with config and tokenizer, sample.txt, loss.png and report.html, and say a last
+    report. Of a run with adapters also these by themselves, as PEFT has them; the weights have
     them added to the base.
 
     Args:
@@ -60,33 +62,32 @@ def finish(
     validations = [row for row in read_rows(run.metrics) if row.get("val_loss") is not None]
     if validations:
         last = validations[-1]
-        print(f"\n{_describe(last)}")
+        say(f"\n{_describe(last)}")
         if validations[0]["step"] == 0 < last["step"]:
-            print(f"before the first step: {_describe(validations[0])}")
+            say(f"before the first step: {_describe(validations[0])}")
     source = str(run.path)
     lowest = best(run.all_checkpoints())
     if validations and lowest and lowest != run.checkpoint(last["step"]):
         source += BEST
-        print(
+        say(
             f"it was lowest after step {int(lowest.name[5:])}, {val_loss(lowest):.4f}: {source} is "
             "the model of then, which other text will suit better"
         )
-    print(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
+    say(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
     before = [row for row in read_rows(run.samples) if row["step"] == 0 and "text" in row]
     if before:
-        print(f"before the first step it went on:\n{before[0]['text']}\n")
+        say(f"before the first step it went on:\n{before[0]['text']}\n")
     adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     again = shlex.quote(prompt.replace("\n", " "))
     continues = prompt_from.kind == TEXT
     write = f"scripts.generate {source} --prompt {again}" if continues else f"scripts.chat {source}"
-    print(
+    say(
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
         f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
         f"      {python()} -m scripts.evaluate {source}\n"
-        f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}",
-        flush=True,
+        f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}"
     )
 
 

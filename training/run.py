@@ -332,8 +332,8 @@ class Run:
         weights = self.built.state.weights()
         self.log.close()
         if self.engine.is_main:
-            built, prompt_from = self.built, self.samples.prompt_from
-            finish(self.args, self.folder, built.config, weights, built.lora, prompt_from)
+            built, prompt_from, say = self.built, self.samples.prompt_from, self.log.say
+            finish(self.args, self.folder, built.config, weights, built.lora, prompt_from, say)
             if self.log.divergence:
-                print(f"\n{self.log.divergence}", flush=True)
+                say(f"\n{self.log.divergence}")
         return saved
