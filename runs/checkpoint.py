@@ -46,15 +46,15 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
     return size
 
 
-def space_warning(run: RunFolder, n_parameters: int, keep_last: int) -> str | None:
-    """What to tell if the disk has too little room for this run's checkpoints; None if it has."""
+def space_warning(folder: Path, n_parameters: int, keep_last: int) -> str | None:
+    """What to tell if the disk has too little room for a run's checkpoints; None if it has."""
     size = 12 * n_parameters  # weights and two moments in fp32
     count = max(keep_last, 1) + 2  # the best, and the one being written
-    free = shutil.disk_usage(run.path).free
+    free = shutil.disk_usage(folder).free
     if free >= count * size:
         return None
     return (
-        f"WARNING: {free / 1e9:.2f} GB free for {run.path}, but {count} checkpoints of "
+        f"WARNING: {free / 1e9:.2f} GB free for {folder}, but {count} checkpoints of "
         f"{size / 1e9:.2f} GB may be there at once: make room, or lower --keep_last"
     )
 

@@ -263,6 +263,6 @@ def test_what_runs_beside_this_one_have_too_is_kept_until_they_have_a_newer_one(
 @pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
 def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, free, warned):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    warning = space_warning(run, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
+    warning = space_warning(run.path, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
     assert bool(warning) == warned
     assert not warned or "--keep_last" in warning

@@ -51,6 +51,7 @@ def start(accelerator, tmp_path):
             "first_step": 1,
         }
         made.append(TrainingLog(accelerator, tmp_path / "metrics.jsonl", **settings | changes))
+        made[-1].open()
         return made[-1]
 
     yield start

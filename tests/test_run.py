@@ -64,6 +64,7 @@ def run_of(accelerator, tmp_path):
                 args, engine, start, built, train_set=data, val_set=None, total_steps=4, started=0.0
             )
         )
+        runs[-1].log.open()
         return runs[-1]
 
     yield make

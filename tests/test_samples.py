@@ -40,7 +40,9 @@ def writer_of(accelerator, text, model, tmp_path):
         log = TrainingLog(accelerator, tmp_path / "metrics.jsonl", 1, 64, 1, 10, first_step)
         logs.append(log)
         shutil.copy(text.tokenizer_path, tmp_path)
-        return SampleWriter(args, tmp_path / "samples.jsonl", lambda: model, text, log)
+        writer = SampleWriter(args, tmp_path / "samples.jsonl", lambda: model, text, log)
+        writer.open()
+        return writer
 
     yield make
     for log in logs:

@@ -1,8 +1,11 @@
 """What runs side by side share: a progress bar, and the step they go on from."""
 
+import json
 import re
 import shutil
 import weakref
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +79,22 @@ def test_without_a_step_of_all_it_says_which_run_is_where(models, damaged, steps
         resumed_together(models(**steps))
 
 
+def test_none_is_taken_back_to_where_another_gave_up(models, damaged, tmp_path):
+    asked = models(good=[10, 20, 50], bad=[10])
+    assert steps_of(resumed_together(asked)) == [10, 10]  # behind by a kill between two saves
+    RunFolder(tmp_path / "bad").bad_samples.touch()
+    said = "bad gave up, its newest checkpoint is of step 10, and others went on to step 50: leave "
+    with pytest.raises(UsageError, match=said):
+        resumed_together(asked)
+    assert steps_of(resumed_together(asked[:1])) == [50]
+
+
+def test_one_that_gave_up_where_all_are_goes_on_with_them(models, damaged, tmp_path):
+    asked = models(good=[10], bad=[10])
+    RunFolder(tmp_path / "bad").bad_samples.touch()
+    assert steps_of(resumed_together(asked)) == [10, 10]
+
+
 def test_new_runs_are_not_resumed(models, damaged):
     asked = models(small=[10], large=[10])
     for args in asked:
@@ -121,26 +140,34 @@ class Batch:
 class FakeRun:
     """As much of a Run as goes on beside others."""
 
-    gives_up, give_up = False, lambda self: "why"
+    gives_up, give_up, leave = False, lambda self: "why", lambda self: True
 
     def __init__(self, path, batches=(), n_trained: int = 0):
         self.folder, self.batches = RunFolder(path), iter(batches)
         self.args = TrainingArguments(out_dir=str(path.parent), keep_last=3)
         self.engine, self.first_step = SimpleNamespace(is_main=True), 1
+        self.accelerator = SimpleNamespace(end_training=lambda: None)
         self.learning_rate = SimpleNamespace(total_steps=1000)
-        self.log = SimpleNamespace(bar=Bar(), say=lambda text: None)
+        self.log = SimpleNamespace(bar=Bar(), say=print, turn=nullcontext)
         self.checkpointer = SimpleNamespace(poll=lambda: None)
         self.built = SimpleNamespace(n_trained=n_trained)
 
     def is_time_to_save(self, step: int) -> bool:
         return False
 
-    def close(self) -> None:
+    def save(self, step: int) -> None:
         pass
 
+    def close(self) -> bool:
+        return True
 
-def runs_of(*runs: FakeRun) -> Runs:
-    together = Runs(dict.fromkeys(runs), started=0.0)
+
+def runs_of(*runs: FakeRun, finished: tuple[Path, ...] = ()) -> Runs:
+    """Runs beside each other, after those that are finished."""
+    turns = dict.fromkeys(runs, SimpleNamespace(taken=nullcontext))
+    folders = (*finished, *(run.folder.path for run in runs))
+    sizes = {path: 1_000_000 * number for number, path in enumerate(folders, 1)}
+    together = Runs(turns, sizes, started=0.0)
     together.stop = SimpleNamespace(reason=lambda: None, time_to_save=False)
     return together
 
@@ -167,8 +194,37 @@ def test_what_the_others_read_is_not_kept_for_one_that_gave_up(tmp_path):
 
 def test_each_keeps_what_all_can_go_on_from(tmp_path):
     runs = [FakeRun(tmp_path / name) for name in ("small", "large", "other")]
-    runs_of(*runs)
+    together = runs_of(*runs)
     assert runs[1].checkpointer.beside == [runs[0].folder, runs[2].folder]
+    runs[0].gives_up = True
+    together.end(1)
+    assert [run.checkpointer.beside for run in runs[1:]] == [[runs[2].folder], [runs[1].folder]]
+
+
+def test_told_to_stop_it_says_whose_model_is_to_be_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(several, "end_stopped", lambda engines, saved: None)
+    bad, good = FakeRun(tmp_path / "bad"), FakeRun(tmp_path / "good")
+    together = runs_of(bad, good)
+    bad.gives_up = True
+    together.stop.reason, together.stop.saved = lambda: "SIGTERM", lambda: None
+    assert together.end(1)
+    out = capsys.readouterr().out
+    assert f"after step 1, saved; to go on, without the --model of {tmp_path / 'bad'}:\n" in out
+    assert "--resume auto" in out
+
+
+def test_table_and_page_have_those_too_that_were_finished_before_a_kill(tmp_path, capsys):
+    for name in ("done", "last"):
+        metrics = RunFolder(tmp_path / name).metrics
+        metrics.parent.mkdir()
+        metrics.write_text(json.dumps({"step": 1, "loss": 2.5}), encoding="utf-8")
+    runs_of(FakeRun(tmp_path / "last"), finished=(tmp_path / "done",)).finish()
+    *_, head, done, last, _, report = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["run", "parameters"]
+    assert done.split() == ["done", "1.00", "million", "2.5000"]
+    assert last.split() == ["last", "2.00", "million", "2.5000"]
+    page = Path(report.removeprefix("report of all: ")).read_text(encoding="utf-8")
+    assert all(f"<th>{name}</th>" in page for name in ("done", "last"))
 
 
 def test_room_on_the_disk_is_counted_for_all_together(tmp_path, monkeypatch):

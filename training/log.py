@@ -73,9 +73,6 @@ class TrainingLog:
         precision = matrix_precision(accelerator.mixed_precision)
         self.peak = peak_flops(device_name(accelerator.device), precision)
         self._file = None
-        if accelerator.is_main_process:
-            drop_rows_from(self.path, self.first_step)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, closed in close()
         self._unwritten = b""
         shown = {"initial": self.first_step - 1, "disable": not accelerator.is_main_process}
         self.bar = progress_bar(self.total_steps, "step", "step", **shown)
@@ -92,6 +89,12 @@ class TrainingLog:
         self.prefix = ""  # of every line that it says, where several runs have a log
         self._left: float | None = None  # when its last turn ended
         self._start_clock()
+
+    def open(self) -> None:
+        """Begin to write the file; before the first row, and once the run does start."""
+        if self.accelerator.is_main_process:
+            drop_rows_from(self.path, self.first_step)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, closed in close()
 
     def micro_batch(
         self, loss: Tensor, weight: float = 1.0, tokens: int | None = None, **parts: Tensor

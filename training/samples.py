@@ -75,6 +75,9 @@ class SampleWriter:
 
     def __post_init__(self):
         self.accelerator = self.log.accelerator
+
+    def open(self) -> None:
+        """Make room for the rows of this start; before the first one."""
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
 

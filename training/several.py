@@ -16,7 +16,7 @@ from runs.checkpoint import damage, space_warning
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.kinds import kind_of
-from training.engine.launch import build_engines
+from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.engine.memory import stays
 from training.engine.turns import Turn
@@ -27,7 +27,7 @@ from training.resume import find_starting_point, starting_weights
 from training.run import Run
 from training.setup import open_splits, with_data
 from training.several_arguments import Model
-from training.start import start_run
+from training.start import settle, start_run
 from training.trackers import require_trackers
 
 SUMMARY = (
@@ -61,11 +61,12 @@ class Runs:
 
     Args:
         turns: those in which the runs were built; no run twice.
+        sizes: folder → parameters, of all that were asked for, those that are finished among them.
         started: when the program was, by `time.monotonic`; --time_limit counts from there.
     """
 
-    def __init__(self, turns: dict[Run, Turn], started: float):
-        self.turns = turns
+    def __init__(self, turns: dict[Run, Turn], sizes: dict[Path, int], started: float):
+        self.turns, self.sizes = turns, sizes
         self.all = list(turns)
         self.gave_up: list[Run] = []
         first = self.all[0]
@@ -79,12 +80,17 @@ class Runs:
             if run is not first:
                 run.log.bar.close()
             run.log.bar, run.log.prefix = Lane(self.bar, name, shown), f"{name:<{width}}  "
-            run.checkpointer.beside = [other.folder for other in self.all if other is not run]
+        self._keep_for_each_other()
+
+    def _keep_for_each_other(self) -> None:
+        """Each keeps a checkpoint of the newest step that all have, of those that are trained."""
+        for run in self.trained:
+            run.checkpointer.beside = [other.folder for other in self.trained if other is not run]
 
     def space_warning(self) -> str | None:
         """What to tell if the disk has too little room for the checkpoints of all together."""
         n_parameters = sum(run.built.n_trained for run in self.all)
-        return space_warning(RunFolder(Path(self.args.out_dir)), n_parameters, self.args.keep_last)
+        return space_warning(Path(self.args.out_dir), n_parameters, self.args.keep_last)
 
     def steps(self) -> Iterator[int]:
         """The optimizer steps to take, counted from 1. From now on a signal asks all to stop."""
@@ -129,35 +135,39 @@ class Runs:
             for run in self.all:
                 leave_report(run.folder)
             print(f"report: {self._leave_report()}")
-            print(f"stopped by {reason} after step {step}, {state}; to go on:")
+            without = "".join(f", without the --model of {run.folder.path}" for run in self.gave_up)
+            print(f"stopped by {reason} after step {step}, {state}; to go on{without}:")
             print(f"  {how_to_resume('auto')}", flush=True)
         end_stopped([run.engine for run in self.all], saved)
         return True
 
     def _let_go(self) -> None:
-        """Of those that give up: the others go on without them."""
+        """Of those that give up: the others go on without them, and are not held back by them."""
         for run in self.trained:
             if run.gives_up:
                 run.log.say(f"GAVE UP: {run.give_up()}")
                 run.close()
                 run.batches = iter(())  # else all that the others read would be kept for it
                 self.gave_up.append(run)
+                self._keep_for_each_other()
         if len(self.gave_up) == len(self.all):
             self.bar.close()
             raise UsageError("no model is left: each has given up, as said above")
 
     def finish(self) -> None:
-        """Leave what each run leaves at its end, and the page on which they lie over each other.
-        Raises UsageError: the last checkpoint of one is not there, or one has given up."""
+        """Leave what each run leaves at its end, and the page on which they lie over each other,
+        whether anybody still reads what is said or not. Raises UsageError: the last checkpoint of
+        one is not there, or one has given up."""
         self.bar.close()
         missing = []
         for run in self.in_turn():
-            if self.engine.is_main:
-                print(f"\n{run.folder.path}:", flush=True)
+            run.log.prefix = ""  # it stands over all that follows
+            run.log.say(f"\n{run.folder.path}:")
             if not run.leave():
                 missing.append(f"{run.folder.path} has its weights, and not its last checkpoint")
         if self.engine.is_main:
-            print(f"\n{self._summary()}\n\nreport of all: {self._leave_report()}", flush=True)
+            end = f"\n{self._summary()}\n\nreport of all: {self._leave_report()}"
+            self.trained[0].log.say(end)
         missing += [f"{run.folder.path} gave up, see above" for run in self.gave_up]
         for run in self.all:
             run.accelerator.end_training()
@@ -168,19 +178,18 @@ class Runs:
         """Where it is, or why there is none."""
         out = Path(self.args.out_dir) / "several.html"
         try:
-            write_report([run.folder.path for run in self.all], out)
+            write_report(list(self.sizes), out)
         except (UsageError, OSError, ValueError, ArithmeticError) as error:
             return f"NOT WRITTEN: {error}"
         return str(out)
 
     def _summary(self) -> str:
         """A row per run, a column for each number that one of them has."""
-        ends = [final_numbers(read_history(run.folder.path)) for run in self.all]
+        ends = [final_numbers(read_history(path)) for path in self.sizes]
         known = [name for name in SUMMARY if any(name in numbers for numbers in ends)]
         rows = []
-        for run, numbers in zip(self.all, ends, strict=True):
-            size = f"{run.built.n_parameters / 1e6:.2f} million"
-            row = {"run": run.folder.path.name, "parameters": size}
+        for (path, size), numbers in zip(self.sizes.items(), ends, strict=True):
+            row = {"run": path.name, "parameters": f"{size / 1e6:.2f} million"}
             rows.append(row | {name: numbers.get(name, UNKNOWN) for name in known})
         return columns(rows)
 
@@ -209,43 +218,68 @@ def set_up_several(models: list[Model]) -> Runs | None:
     data = asked[0].data or prepared.data
     asked = [replace(args, data=data) for args in asked]
     train_set, val_set = open_splits(asked[0], initials[0].max_seq_len, engines[0])
+    where = {"processes": engines[0].processes, "device": accelerator.device}
+    works = on_every_process(
+        engines[0],
+        lambda: [
+            Workload.of(args, initial.config(train_set), **where)
+            for args, initial in zip(asked, initials, strict=True)
+        ],
+    )
+    common = {"train_set": train_set, "val_set": val_set, "started": started}
+    turns = _start(asked, engines, initials, works, common)
+    if not turns:
+        accelerator.end_training()
+        return None
+    folders = (_folder_of(args).path for args in asked)
+    sizes = dict(zip(folders, (work.parameters.total for work in works), strict=True))
+    runs = Runs(turns, sizes, started)
+    if accelerator.is_main_process and (full := runs.space_warning()):
+        print(full, flush=True)
+    return runs
 
-    def kept_by_each() -> list[int]:
-        kept = []
-        for args, initial, engine in zip(asked, initials, engines, strict=True):
-            config, device = initial.config(train_set), accelerator.device
-            work = Workload.of(args, config, processes=engine.processes, device=device)
-            kept.append(stays(kind_of(engine.deepspeed, config.dim), work))
-        return kept
 
-    kept = on_every_process(engines[0], kept_by_each)
+def _start(
+    models: list[TrainingArguments],
+    engines: list[Engine],
+    initials: list[InitialWeights],
+    works: list[Workload],
+    common: dict,
+) -> dict[Run, Turn]:
+    """Those that are not finished, each with the turn in which it was built. Folders of runs that
+    go on are changed when all have been started, for the last one may be refused yet.
+
+    Args:
+        common: what `start_run` is told of all alike.
+    """
+    kept = [
+        stays(kind_of(engine.deepspeed, work.config.dim), work)
+        for engine, work in zip(engines, works, strict=True)
+    ]
     turns = {}
-    for args, engine, initial, own in zip(asked, engines, initials, kept, strict=True):
+    for args, engine, initial, own in zip(models, engines, initials, kept, strict=True):
         turn = Turn(engine)
-        sets = {"train_set": train_set, "val_set": val_set}
         with turn.taken():
-            run = start_run(args, engine, initial, **sets, started=started, beside=sum(kept) - own)
+            run = start_run(args, engine, initial, **common, beside=sum(kept) - own)
         if run is not None:
             turns[run] = turn
-    if turns:
-        runs = Runs(turns, started)
-        if accelerator.is_main_process and (full := runs.space_warning()):
-            print(full, flush=True)
-        return runs
-    accelerator.end_training()
-    return None
+    for run in turns:
+        settle(run)
+    return turns
 
 
 def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
     """What each is to --resume: its checkpoint of the newest step of which all have a sound one; or
     as it was asked where there is none at all. Raises UsageError: there are some, and no such step;
-    or a new run would fall on an old one, which is said before any folder is made."""
-    runs = [RunFolder(Path(args.out_dir, args.run_name)) for args in models]
+    one gave up, and the others went on; or a new run would fall on an old one, which is said before
+    any folder is made."""
+    runs = [_folder_of(args) for args in models]
     steps = [{int(path.name[5:]) for path in run.all_checkpoints()} for run in runs]
     if models[0].resume is None or not any(steps):
         for args in models:
             find_starting_point(args, quiet=True)
         return [args.resume for args in models]
+    _require_none_left_behind(runs, steps)
     for step in sorted(set.intersection(*steps), reverse=True):
         paths = [run.checkpoint(step) for run in runs]
         problems = {path: problem for path in paths if (problem := damage(path))}
@@ -261,6 +295,22 @@ def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
         f"--resume auto: there is no step of which all have a sound checkpoint ({'; '.join(known)})"
         ": leave out the --model that is behind, or give it another run_name and start it apart"
     )
+
+
+def _folder_of(args: TrainingArguments) -> RunFolder:
+    return RunFolder(Path(args.out_dir, args.run_name))
+
+
+def _require_none_left_behind(runs: list[RunFolder], steps: list[set[int]]) -> None:
+    """Raises UsageError: one has given up, and all would go back to where it was."""
+    newest = max(set.union(*steps))
+    for run, own in zip(runs, steps, strict=True):
+        last = max(own, default=None)
+        if run.bad_samples.exists() and last != newest:
+            raise UsageError(
+                f"--resume auto: {run.path} gave up, its newest checkpoint is of step {last}, and "
+                f"others went on to step {newest}: leave out its --model, and train it apart"
+            )
 
 
 def _require_one_length(models: list[TrainingArguments], initials: list[InitialWeights]) -> None:

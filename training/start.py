@@ -56,6 +56,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     run = start_run(args, engine, initial, **sets, started=started, found_teacher=teacher)
     if run is None:
         accelerator.end_training()
+        return None
+    settle(run)
     return run
 
 
@@ -70,7 +72,8 @@ def start_run(
     beside: int = 0,
     found_teacher: TeacherWeights | Recording | None = None,
 ) -> Run | None:
-    """Build the model, resume where asked, and say what is in use; None if the run is finished.
+    """Build the model, resume where asked, and say what is in use; None if the run is finished. In
+    the folder of a run that goes on nothing is changed yet: `settle` does that.
 
     Args:
         train_set, val_set: see `open_splits`.
@@ -119,15 +122,23 @@ def start_run(
         teacher=teacher,
     )
 
-    # What is in use, said and written down; what belongs to a course not taken is set aside.
     run.log.say(start_block(run, initial, beside))
     for warning in warnings(run, beside):
         run.log.say(warning)
-    if engine.is_main:
-        set_aside(start)
-        write_settings(run.folder, args, config, engine, train_set.tokenizer_path)
-    start_trackers(accelerator, args, run.folder.path, config, run.first_step)
     return run
+
+
+def settle(run: Run) -> None:
+    """Write down what is in use, and set aside what belongs to a course not taken: when nothing can
+    be refused any more, of this run and of those beside it. All must call this."""
+    config = run.built.config
+    if run.engine.is_main:
+        set_aside(run.start)
+        tokenizer = run.train_set.tokenizer_path
+        write_settings(run.folder, run.args, config, run.engine, tokenizer)
+    run.log.open()
+    run.samples.open()
+    start_trackers(run.accelerator, run.args, run.folder.path, config, run.first_step)
 
 
 def begin_with(

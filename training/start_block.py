@@ -160,7 +160,7 @@ def warnings(run: Run, beside: int = 0) -> list[str]:
             f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
             "--resume it takes a folder that all of them see"
         )
-    elif full := space_warning(run.folder, run.built.n_trained, run.args.keep_last):
+    elif full := space_warning(run.folder.path, run.built.n_trained, run.args.keep_last):
         found.append(full)
     return found
 

@@ -1,12 +1,17 @@
 """train_several_accelerate.py: models side by side are, to the bit, what each is alone."""
 
+import io
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import TINY, Trained, found_by, run_warm, train
+
+from train_several_accelerate import main
+from training.engine import compilation
 
 pytestmark = pytest.mark.slow
 
@@ -157,8 +162,63 @@ def test_a_model_that_gives_up_leaves_the_others_as_they_are_alone(packed, tmp_p
         ours, theirs = good.tensors(file), alone.tensors(file)
         assert [k for k in theirs if not ours[k].equal(theirs[k])] == []
 
-    # The one that gave up is behind now, and nobody goes on from another step than the others.
+    # The one that gave up is behind now, and takes nobody back.
     ended = run_warm([*SEVERAL, *words, *TINY, *shared, *where, "--resume", "auto"])
     assert ended.code == 2
-    assert "there is no step of which all have a sound checkpoint" in ended.out
-    assert re.search(r"together/hopeless none; \S+together/good 5\)", ended.out)
+    assert "together/hopeless gave up, its newest checkpoint is of step None, and" in ended.out
+    assert "others went on to step 5: leave out its --model" in ended.out
+
+
+@pytest.fixture
+def two(packed, tmp_path):
+    """Trains `first` and `second` for three steps, in this process; a file may say what differs."""
+
+    def two(*more: str, **second) -> None:
+        where = ["--data", str(packed), "--out_dir", str(tmp_path), "--keep_last", "0"]
+        when = ["--max_steps", "3", "--save_interval", "1", "--sample_interval", "1"]
+        main([*files(tmp_path, first={}, second=second), *TINY, *where, *when, *more])
+
+    return two
+
+
+def test_where_one_is_refused_nothing_of_the_others_changes(two, tmp_path, monkeypatch, capsys):
+    first = tmp_path / "first"
+
+    def contents() -> dict[Path, bytes]:
+        there = (path for path in first.rglob("*") if path.is_file() and path.name != "lock")
+        return {path: path.read_bytes() for path in there}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "obstacle", lambda device: "there is no compiler")
+        with pytest.raises(SystemExit):
+            two(compile="on")
+    assert "cannot compile: there is no compiler" in capsys.readouterr().err
+    assert contents() == {}
+    two()  # as if nothing had been there
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-00000003")  # killed between two saves
+    before = contents()
+    with pytest.raises(SystemExit):
+        two("--resume", "auto", hidden_dim=96)
+    assert "second/checkpoints/step-00000002: hidden_dim: " in capsys.readouterr().err
+    assert contents() == before
+    two("--resume", "auto")
+    assert list((first / "checkpoints").glob("step-00000003.aside-*"))
+    assert [row["step"] for row in without_times(Trained(first, ""), "samples.jsonl")] == [1, 2, 3]
+
+
+class Head(io.StringIO):
+    """Who reads this has seen enough when all is trained, as `head` has after some lines."""
+
+    def flush(self) -> None:
+        if re.search("second +step 3/3  validation", self.getvalue()):
+            raise BrokenPipeError
+
+
+def test_all_have_their_weights_and_reports_though_nobody_reads_the_end(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Head())
+    with pytest.raises(BrokenPipeError):
+        two()
+    for name in ("first", "second"):
+        assert (tmp_path / name / "weights").is_dir()
+        assert (tmp_path / name / "report.html").is_file()
+    assert (tmp_path / "several.html").is_file()
