@@ -51,6 +51,9 @@ case $stage in
   pretrain)
     program=train_pretrain_accelerate.py
     [ -z "${CHAT:-}" ] || wrong "CHAT names conversations to fine-tune on: give STAGE=sft with it"
+    given='[[:space:]]--(data|out?)[=[:space:]]' # --ou does for --out
+    [[ ! " ${PREPARE_FLAGS:-} " =~ $given ]] ||
+      wrong "PREPARE_FLAGS says how text is prepared: leave out --${BASH_REMATCH[1]}, DATA names the text, and the folder is named after it"
     ;;
   sft)
     program=train_sft_accelerate.py
@@ -158,7 +161,7 @@ flags+=($micro_batch)
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
 STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
-for name in NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS; do
+for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS; do
   [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
 ((machines == 1)) || printf -v RESUME_WITH 'NUM_MACHINES=%q MACHINE_RANK=%q MASTER_ADDR=%q %s' \

@@ -47,12 +47,15 @@ def stop_in_order() -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether it was the output that broke; what is left of it then goes nowhere."""
+    """Whether it was the output that broke."""
     output = select.poll()
     output.register(STDOUT, 0)  # errors are always told
-    if broken := bool(output.poll(0)):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-    return broken
+    return bool(output.poll(0))
+
+
+def _drop_output() -> None:
+    """What is left of it goes nowhere, at the interpreter's end too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
 
 
 @contextmanager
@@ -61,13 +64,18 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
     without a word where whoever read the output has seen enough, as `head` does."""
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)  # sys.stdout is None where a shell has closed it
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
+            _drop_output()
             sys.exit(NOT_READ)
         disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full and not isinstance(error, expected):
             raise
+        try:
+            print(end="", flush=True)
+        except OSError:  # nobody reads it any more, or the disk is full
+            _drop_output()
         message = f"no space left on the disk: {error}" if disk_full else str(error)
         # Most errors are the same on every rank: a machine's first says them and its launcher then
         # stops the others.
@@ -79,7 +87,6 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             sys.exit(EXIT_CODE)
         if rank:
             program = f"{program} (rank {rank})"
-        sys.stdout.flush()
         if "Traceback" in message:  # of a worker process; the message comes last
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__

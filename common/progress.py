@@ -1,6 +1,7 @@
 """A progress bar for terminals, and its like for log files."""
 
 import sys
+from contextlib import suppress
 
 from tqdm import tqdm
 
@@ -10,7 +11,8 @@ def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, *
     kind = tqdm
     if not sys.stderr.isatty():
         kind, line = Lines, "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
-        options |= {"mininterval": 60, "bar_format": line}
+        # With any other `miniters`, tqdm's own thread draws once more, 10 seconds after each time.
+        options |= {"mininterval": 60, "miniters": 1, "bar_format": line}
     options["delay"] = 0.01  # not before there is something to show
     return kind(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
 
@@ -19,7 +21,8 @@ class Lines(tqdm):
     """A line at a time, nothing to draw over, and none at the end: what was done says so itself."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        print(self, file=sys.stderr, flush=True)
+        with suppress(OSError):  # no reader any more, or a full disk, must not end what it counts
+            print(self, file=sys.stderr, flush=True)
 
     def clear(self, nolock: bool = False) -> None:
         pass

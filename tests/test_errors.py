@@ -66,24 +66,60 @@ def test_no_error_no_word(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+PROGRAM = """
+from common.errors import UsageError, one_line_errors
+with one_line_errors("prog", UsageError):
+"""
 WRITES = """
-import sys
-from common.errors import one_line_errors
-with one_line_errors("prog"):
     for number in range(100_000):
         print(number, flush={flush})
 """
+FAILS = """
+    print(0, flush=True)
+    input()  # until nobody reads any more
+    print(1)
+    raise UsageError("x")
+"""
 
 
-@pytest.mark.parametrize("flush", [True, False])
-def test_a_reader_that_has_seen_enough_ends_a_program_without_a_word(flush):
-    command = [sys.executable, "-c", WRITES.format(flush=flush)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": REPOSITORY}
-    with subprocess.Popen(command, **pipes) as process:
+def command(lines: str) -> dict:
+    """A program, for `subprocess`, whose output is buffered as it is for most people."""
+    environ = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
+    return {"args": [sys.executable, "-c", PROGRAM + lines], "cwd": REPOSITORY, "env": environ}
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "says"),
+    [
+        (WRITES.format(flush=True), 141, b""),
+        (WRITES.format(flush=False), 141, b""),
+        (FAILS, 2, b"prog: error: x\n"),
+    ],
+)
+def test_a_reader_that_has_seen_enough_ends_a_program_with_no_word_but_its_error(lines, code, says):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(**command(lines), **pipes) as process:
         assert process.stdout.readline() == b"0\n"
         process.stdout.close()
-        assert process.stderr.read() == b""
-    assert process.returncode == 141
+        assert process.communicate(b"\n")[1] == says
+    assert process.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("output", "lines", "code", "says"),
+    [
+        (">&-", "print(1)", 0, ""),
+        (">&-", "raise UsageError('x')", 2, "prog: error: x\n"),
+        (">/dev/full", "print(1)", 2, "prog: error: no space left on the disk: "),
+        (">/dev/full", "print(1); raise UsageError('x')", 2, "prog: error: x\n"),
+    ],
+)
+def test_output_that_is_closed_or_full_leaves_no_traceback(output, lines, code, says):
+    program = command(f"    {lines}")
+    program["args"] = ["sh", "-c", f'exec "$@" {output}', "sh", *program["args"]]
+    ended = subprocess.run(**program, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr[: len(says)]) == (code, says)
+    assert ended.stderr.count("\n") == bool(says)
 
 
 def test_another_pipe_that_breaks_keeps_its_traceback():

@@ -1,3 +1,4 @@
+import errno
 import os
 import shutil
 import signal
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -194,6 +196,16 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
         finally:
             leave()
     assert left == codes
+
+
+def test_a_rank_leaves_without_a_word_where_its_output_cannot_be_written(monkeypatch, left):
+    monkeypatch.setenv("RANK", "0")
+    full = OSError(errno.ENOSPC, "no space left")
+    monkeypatch.setattr(sys, "stdout", None)  # closed
+    monkeypatch.setattr(sys, "stderr", Mock(flush=Mock(side_effect=full)))
+    leave()
+    assert left == [0]
+    sys.stderr.flush.assert_called_once()
 
 
 def test_a_rank_leaves_when_its_checkpoint_is_written(monkeypatch, left):

@@ -1,13 +1,68 @@
+import errno
+import io
+import sys
+import threading
+
+import pytest
+from tqdm import TMonitor, tqdm
+
 from common.progress import progress_bar
 
 
-def test_in_a_file_each_drawing_is_a_line_and_the_end_none(capsys):
-    with progress_bar(5, "step", "step") as bar:
+class Clock:
+    """A bar's, which stands still until told otherwise."""
+
+    def __init__(self, bar: tqdm):
+        self.now, bar._time = bar.start_t, self
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ShortLife(threading.Event):
+    """Ends tqdm's thread when it wants to sleep a second time."""
+
+    naps = 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.naps += 1
+        if self.naps == 2:
+            self.set()
+
+
+def look_after_bars(clock: Clock) -> None:
+    """What tqdm's thread does each time that it wakes up."""
+    monitor = TMonitor.__new__(TMonitor)  # not started
+    monitor.tqdm_cls, monitor.sleep_interval = tqdm, tqdm.monitor_interval
+    monitor._time, monitor.was_killed = clock, ShortLife()
+    monitor.run()
+
+
+def test_in_a_file_a_minute_is_a_line_and_the_end_none(capsys):
+    with progress_bar(8, "step", "step") as bar:
+        clock = Clock(bar)
         for number in range(2):
             bar.set_postfix_str(f"loss {number}.5", refresh=False)
+            clock.now += 61
+            bar.update(2)
+            clock.now += 11
+            look_after_bars(clock)
             bar.update()
-            bar.refresh()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[-1].startswith("step 2/5, loss 1.5, ")
-    assert all(line.startswith("step ") and line.endswith(" left") for line in lines)
-    assert lines[0].startswith("step 1/5, loss 0.5, ")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 2/8, loss 0.5, ")
+    assert second.startswith("step 5/8, loss 1.5, ")
+    assert first.endswith(" left")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EPIPE])
+def test_a_line_that_cannot_be_written_does_not_end_what_is_counted(monkeypatch, code):
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(code, "not written")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    with progress_bar(5, "step", "step") as bar:
+        clock = Clock(bar)
+        for _ in range(2):
+            clock.now += 61
+            assert bar.update()  # it was drawn, or would have been

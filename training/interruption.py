@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from training.engine.launch import Engine
@@ -131,6 +132,7 @@ def leave() -> None:
     for thread in threading.enumerate():  # those of libraries may wait for the shutdown to end
         if thread.name == CHECKPOINT_WRITER:
             thread.join()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError):  # closed, on a full disk, or nobody reads it
+            output.flush()
     os._exit(error.code if error else 0)

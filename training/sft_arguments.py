@@ -60,6 +60,8 @@ class SFTArguments(LoRAArguments):
         except ValueError as error:
             raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
         for word in words:
-            if (name := word.partition("=")[0]) in GIVEN:
-                raise UsageError(f"--prepare_flags {name}: leave it out, {GIVEN[name]}")
+            name = word.partition("=")[0]
+            for given, why in GIVEN.items():
+                if name.startswith("--") and given.startswith(name):  # abbreviated, perhaps
+                    raise UsageError(f"--prepare_flags {name}: leave it out, {why}")
         return words

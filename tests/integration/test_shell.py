@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -128,6 +129,8 @@ OF_PREFLIGHT = pytest.mark.variant  # it says so, tests/test_preflight.py
         ("", {"TEACHER": "out/runs/my"}, "TEACHER names a run to learn from: give STAGE=distill"),
         ("", {"STAGE": "sft"}, "DATA names text to pretrain on: with STAGE=sft, CHAT="),
         ("", {"CHAT": "my.jsonl"}, "CHAT names conversations to fine-tune on: give STAGE=sft"),
+        ("", {"PREPARE_FLAGS": "--vocab_size 300 --data x"}, "leave out --data, DATA names the"),
+        ("", {"PREPARE_FLAGS": "--ou=x"}, "leave out --ou, DATA names the text, and the folder is"),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
         ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
         ("", {"ENGINE": "../accelerate_config"}, "no ENGINE is called ../accelerate_config"),
@@ -220,12 +223,15 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
 ):
     typed = ["bash", "run_accelerate.sh", *TINY.split(), "--run_name", "stopped"]
     typed += ["--max_steps", "100000", "--log_interval", "1"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"CUDA_VISIBLE_DEVICES": "-1", "MASTER_PORT": str(free.getsockname()[1])}
     log = tmp_path / "log"
     with open(log, "w") as file:
         process = subprocess.Popen(
             typed,
             cwd=clone,
-            env=clean_environment() | settings(by_hand, ENGINE="zero3"),
+            env=clean_environment() | settings(by_hand, ENGINE="zero3", **place),
             stdout=file,
             stderr=file,
             stdin=subprocess.DEVNULL,
@@ -247,4 +253,5 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
     assert re.fullmatch(r"stopped by SIGTERM after step \d+, saved; to go on:", words)
     resume = ["--resume", "out/runs/stopped"]
     given = [f"DATA={by_hand}", "ENGINE=zero3", "NUM_PROCESSES=1"]
+    given += [f"{name}={value}" for name, value in place.items()]
     assert shlex.split(command) == [*given, *typed, *resume]

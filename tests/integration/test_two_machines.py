@@ -233,6 +233,7 @@ def test_a_signal_to_one_machines_script_saves_and_is_a_good_end_of_both(job):
     assert "stopped by SIGTERM after step" in job.said[0]
     command = shlex.split(job.said[0].partition("to go on:\n")[2].splitlines()[0])
     assert command[:3] == ["NUM_MACHINES=2", "MACHINE_RANK=0", f"MASTER_ADDR={NAMES[0]}"]
+    assert "MASTER_PORT=24242" in command
     assert command[-2:] == ["--resume", "out/runs/job-4242"]
     for said in job.said:
         assert "Traceback" not in said
