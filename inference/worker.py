@@ -25,8 +25,9 @@ class Worker:
     def __init__(self, decoder: Decoder, *, together: int, waiting: int):
         self._batch, self._together, self._most_waiting = Batch(decoder), together, waiting
         self._waiting: list[Continuation] = []
+        self._joining: list[Continuation] = []  # perhaps in the batch already
         self._closing = False
-        self._changed = threading.Condition()  # guards the two above
+        self._changed = threading.Condition()  # guards the three above
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -51,7 +52,8 @@ class Worker:
     @property
     def load(self) -> dict[str, int]:
         """How many texts are being written, and how many wait."""
-        return {"running": len(self._batch.texts), "waiting": len(self._queue())}
+        with self._changed:
+            return {"running": len(self._running()), "waiting": len(self._queue())}
 
     def _work(self) -> None:
         while not self._closing:
@@ -63,7 +65,7 @@ class Worker:
                     self._batch.step()
             except Exception:  # such as memory: those who ask next shall have an answer
                 traceback.print_exc(file=sys.stderr)
-                for text in {*new, *self._batch.texts}:
+                for text in self._running():
                     text.fail()
                 self._batch = Batch(self._batch.decoder)
         for text in [*self._batch.texts, *self._waiting]:
@@ -72,14 +74,19 @@ class Worker:
     def _next(self) -> list[Continuation]:
         """Those whose turn has come. While there is nothing else to do, it waits for one."""
         with self._changed:
+            self._joining = []  # they have joined, or failed
             while not (self._queue() or self._batch.texts or self._closing):
                 self._changed.wait()
             waiting, room = self._queue(), self._room()
-            self._waiting = waiting[room:]
-        return waiting[:room]
+            self._waiting, self._joining = waiting[room:], waiting[:room]
+        return self._joining
+
+    def _running(self) -> set[Continuation]:
+        """Those whose turn has come: the batch has them only when it has read their prompts."""
+        return {*self._batch.texts, *self._joining}
 
     def _room(self) -> int:
-        return self._together - len(self._batch.texts)
+        return self._together - len(self._running())
 
     def _queue(self) -> list[Continuation]:
         """Those who wait and have not left meanwhile."""

@@ -99,6 +99,32 @@ def test_who_does_not_fit_waits_and_whoever_comes_then_is_refused(worker, client
     assert second.text.finish_reason == "length"
 
 
+def test_whose_prompt_is_being_read_has_left_the_queue_and_counts_as_running(
+    worker, client, decoder, monkeypatch
+):
+    reads, go_on = threading.Event(), threading.Event()
+
+    def join(prompts, capacity):
+        monkeypatch.undo()
+        reads.set()
+        assert happens(go_on)
+        return decoder.join(prompts, capacity)
+
+    monkeypatch.setattr(decoder, "join", join)
+    writer, first, second, third = worker(together=1, waiting=1), client(3), client(3), client(3)
+    writer.submit(first.text)
+    try:
+        assert happens(reads)
+        assert writer.load == {"running": 1, "waiting": 0}
+        writer.submit(second.text)
+        with pytest.raises(BusyError, match="too many requests"):
+            writer.submit(third.text)
+    finally:
+        go_on.set()
+    assert happens(second.ended)
+    assert second.text.finish_reason == "length"
+
+
 def test_who_leaves_while_waiting_costs_nothing(worker, client, decoder, monkeypatch):
     read, join = [], decoder.join
     monkeypatch.setattr(decoder, "join", lambda prompts, n: read.append(n) or join(prompts, n))
