@@ -138,7 +138,8 @@ def parquet_objects(path: str, keys: tuple[str, ...]) -> Iterator[Row]:
     def choose(schema) -> list[str]:
         found = [key for key in keys if key in schema.names]
         if not found:
-            raise DataError(f"{path}: no column is one of {', '.join(keys)}")
+            has = ", ".join(map(repr, schema.names))
+            raise DataError(f"{path}: no column is one of {', '.join(keys)}; it has {has}")
         return found
 
     number = 0

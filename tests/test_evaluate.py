@@ -206,8 +206,9 @@ def test_a_table_is_what_its_columns_say(columns, task, tmp_path):
 
 
 def test_a_table_of_something_else_is_refused_with_what_it_could_have(tmp_path):
-    pq.write_table(pa.table({"id": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: no column is one of text, conversations, "):
+    pq.write_table(pa.table({"id": [1], "content": ["x"]}), tmp_path / "a.parquet")
+    says = r"a\.parquet: no column is one of text, conversations, .*; it has 'id', 'content'$"
+    with pytest.raises(DataError, match=says):
         detect_task(str(tmp_path / "a.parquet"))
 
 
