@@ -82,6 +82,16 @@ def test_flags_that_changed_are_told_with_both_values_but_for_those_that_name_th
     assert changed_arguments(run, now, "DDP") == [*flags, f"engine {ENGINE} → DDP"]
 
 
+def test_a_hint_that_once_stood_beside_the_engine_is_no_change(write):
+    run = write(TrainingArguments())
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    settings["engine"] = "DDP, not DeepSpeed (for ZeRO-2: accelerate launch ...)"
+    run.settings.write_text(json.dumps(settings), encoding="utf-8")
+    assert changed_arguments(run, TrainingArguments(), "DDP, not DeepSpeed") == []
+    (line,) = changed_arguments(run, TrainingArguments(), ENGINE)
+    assert line == f"engine DDP, not DeepSpeed → {ENGINE}"
+
+
 def test_a_flag_that_the_settings_do_not_know_has_not_changed(write):
     run = write(TrainingArguments(seed=7))
     settings = json.loads(run.settings.read_text(encoding="utf-8"))

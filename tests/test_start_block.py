@@ -97,6 +97,15 @@ def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(run
     assert "--use_flash_attn" in line
 
 
+def test_ddp_is_said_with_the_flag_that_gives_deepspeed(run_of):
+    engine = run_of(None).engine
+    assert start_block._hint(engine) == ""
+    engine.deepspeed = None
+    assert "--use_deepspeed" in start_block._hint(engine)
+    engine.accelerator.num_processes = 1
+    assert start_block._hint(engine) == ""
+
+
 def test_sums_of_gradients_that_are_not_fp32_are_said(run_of):
     assert start_block._precision("bf16", 4) == "bf16"
     assert start_block._precision("no", 4) == "fp32"

@@ -55,5 +55,6 @@ def changed_arguments(run: RunFolder, args: TrainingArguments, engine: str) -> l
     """Flags of training that differ from those in the run's settings.json, and the engine."""
     before = saved_arguments(run) | {"resume": args.resume, "run_name": args.run_name}  # no matter
     lines = [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]
-    last = read_settings(run.settings).get("engine", engine)
+    last = str(read_settings(run.settings).get("engine", engine))
+    last = last.partition(" (")[0]  # earlier versions had a hint there
     return lines if last == engine else [*lines, f"engine {last} → {engine}"]

@@ -11,6 +11,7 @@ from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
 from training.engine.failures import less_memory
 from training.engine.kinds import GPU, Kind
+from training.engine.launch import Engine
 from training.engine.memory import (
     GIB,
     MemoryPlan,
@@ -43,7 +44,7 @@ def start_block(run: Run, initial: InitialWeights, beside: int = 0) -> str:
     fields = {
         "run folder": str(run.folder.path),
         "starts from": _origin(run, initial),
-        "engine": engine.name,
+        "engine": engine.name + _hint(engine),
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": _precision(run.accelerator.mixed_precision, sum_bytes(kind, work)),
@@ -71,6 +72,16 @@ def start_block(run: Run, initial: InitialWeights, beside: int = 0) -> str:
     if advice := faster_engine(kind, work, _room(run, beside)):
         fields["advice"] = advice
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
+
+
+def _hint(engine: Engine) -> str:
+    """What to type who did not mean this engine."""
+    if engine.deepspeed is not None or engine.processes == 1:
+        return ""
+    return (
+        " (for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json "
+        "..., or --deepspeed ds_config.json behind any launcher)"
+    )
 
 
 def _data(run: Run) -> str:

@@ -42,10 +42,6 @@ from training.engine.network import listen_where_others_reach
 # is deleted, and that thread may wait for the interpreter's lock, to let go of a tensor. (Seen: a
 # rank that had finished never left.)
 KEPT: list = []
-ZERO_2_HINT = (
-    "for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json ..., "
-    "or --deepspeed ds_config.json behind any launcher"
-)
 
 
 @dataclass
@@ -196,7 +192,7 @@ def _name(deepspeed: dict | None, processes: int) -> str:
     if deepspeed is not None:
         return f"DeepSpeed {kind_of(deepspeed).name}"
     if processes > 1:
-        return f"DDP, not DeepSpeed ({ZERO_2_HINT})"
+        return "DDP, not DeepSpeed"
     return "single process, no engine"
 
 
