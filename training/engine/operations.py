@@ -39,22 +39,12 @@ def compile_operations(engine: Engine) -> None:
 
 
 def _compile(name: str) -> None:
-    """Says first that it compiles, and for which file it waits, if there is one: PyTorch does both
-    without a word, and waits for ever where a compilation was killed."""
+    """Have one ready; says first what takes so long."""
     from deepspeed.ops import op_builder  # seconds to import
-    from torch.utils import cpp_extension  # it changes sys.path
 
     builder = getattr(op_builder, name)()
-    folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
-    lock = folder / "lock"
-    if lock.exists():
-        print(
-            f"waiting for {lock}: another program compiles DeepSpeed's {builder.name}; if none "
-            "does, one that was killed has left the file: delete it",
-            flush=True,
-        )
-    elif not (folder / f"{builder.name}.so").exists():
-        print(f"compiling DeepSpeed's {builder.name}, once, for minutes: {folder}", flush=True)
+    if not _comes_compiled(builder.name):
+        _say_what_it_waits_for(builder.name)
     try:
         builder.load()
     except (RuntimeError, OSError) as error:
@@ -63,3 +53,28 @@ def _compile(name: str) -> None:
             f'DeepSpeed\'s {builder.name} cannot be compiled: {reason}; an "optimizer" with '
             '"torch_adam": true takes PyTorch\'s, offloading to NVMe has no other way'
         ) from error
+
+
+def _comes_compiled(operation: str) -> bool:
+    """Whether DeepSpeed was installed with it (DS_BUILD_OPS=1), as its `OpBuilder.load` decides."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import accelerator_name, installed_ops
+
+    return installed_ops.get(operation, False) and accelerator_name == get_accelerator()._name
+
+
+def _say_what_it_waits_for(operation: str) -> None:
+    """That it compiles, or for which file it waits, if there is one: PyTorch does both without a
+    word, and waits for ever where a compilation was killed."""
+    from torch.utils import cpp_extension  # it changes sys.path
+
+    folder = Path(cpp_extension._get_build_directory(operation, verbose=False))
+    lock = folder / "lock"
+    if lock.exists():
+        print(
+            f"waiting for {lock}: another program compiles DeepSpeed's {operation}; if none does, "
+            "one that was killed has left the file: delete it",
+            flush=True,
+        )
+    elif not (folder / f"{operation}.so").exists():
+        print(f"compiling DeepSpeed's {operation}, once, for minutes: {folder}", flush=True)
