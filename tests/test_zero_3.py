@@ -53,14 +53,15 @@ def on_nvme(**numbers: int) -> Kind:
 
 @pytest.fixture(scope="module")
 def shapes() -> Transformer:
-    """Of 4 layers with 7 matrices each, and 2 larger ones; 9 million elements in a layer."""
+    """Of 4 layers with 7 matrices each, and a larger one, which is tied; 9 million elements in a
+    layer."""
     shape = {"dim": 1024, "n_layers": 4, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 1664}
     with torch.device("meta"):
         return Transformer(LMConfig(**shape, vocab_size=9000))
 
 
 @pytest.mark.parametrize(
-    ("distance", "kept"), [(0, 1), (1, 8), (10**7, 8), (2 * 10**7, 15), (10**9, 30)]
+    ("distance", "kept"), [(0, 1), (1, 8), (10**7, 8), (2 * 10**7, 15), (10**9, 29)]
 )
 def test_weights_that_are_not_let_go_of_need_a_buffer_each(shapes, distance, kept):
     enough, few = (on_nvme(reuse_distance=distance, parameter_buffers=n) for n in (kept, kept - 1))

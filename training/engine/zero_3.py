@@ -54,10 +54,10 @@ def claim_folders(engine: Engine) -> None:
 
 
 def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: int) -> None:
-    """A weight that comes from NVMe has a buffer until it is let go of, and of those that come
-    again within the reuse distance, there and back, none is: a block's at least, which come again
-    where it is recomputed. With all buffers taken DeepSpeed ends in an assertion, in the second
-    step.
+    """A weight that comes from NVMe has a buffer until it is let go of. With a reuse distance
+    above 0, none is that comes again within it, there and back: a block's at least, which come
+    again where it is recomputed. With all buffers taken DeepSpeed ends in an assertion, in the
+    second step.
 
     Args:
         shapes: the model; only the shapes of its parameters are looked at.
@@ -68,25 +68,25 @@ def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: i
     if kind.parameters_on != NVME:
         return
 
-    def shares(part: nn.Module) -> list[int]:
-        found = (-(-p.numel() // processes) for p in part.parameters())
-        return [share for share in found if share * itemsize >= SWAPPED_BYTES]
+    def shares(part: nn.Module) -> dict[nn.Parameter, int]:
+        found = {p: -(-p.numel() // processes) for p in part.parameters()}
+        return {p: share for p, share in found.items() if share * itemsize >= SWAPPED_BYTES}
 
-    largest = max(shares(shapes), default=0)
+    largest = max(shares(shapes).values(), default=0)
     if largest > kind.parameter_buffer:
         raise UsageError(
             f'"offload_param": a weight of this model has {largest:,} elements on each process, '
             f'more than its "buffer_size" of {kind.parameter_buffer:,}: make it {largest}'
         )
-    kept, after = len(shares(shapes.output)), 0
+    kept, after = shares(shapes.output), 0  # where it is tied, the embedding's is the same
     for part in [*reversed(shapes.layers), shapes.tok_embeddings]:
         if 2 * after >= kind.reuse_distance:
             break
-        kept += len(shares(part))
+        kept |= shares(part)
         after += sum(p.numel() for p in part.parameters())
-    if kept > kind.parameter_buffers:
+    if len(kept) > kind.parameter_buffers:
         raise UsageError(
             f'"offload_param" has {kind.parameter_buffers} buffers, and a "stage3_max_reuse_'
-            f'distance" of {kind.reuse_distance:,} would keep {kept} weights in them: write '
-            f'"stage3_max_reuse_distance": 0, or "buffer_count": {kept}'
+            f'distance" of {kind.reuse_distance:,} would keep {len(kept)} weights in them: write '
+            f'"stage3_max_reuse_distance": 0, or "buffer_count": {len(kept)}'
         )
