@@ -18,9 +18,10 @@ from training.several_arguments import PROGRAM, Model, parse_models
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags say: those in argv, and then the process lives on, or the command line's.
+    """Train as the flags in argv say; None takes those of the command line.
 
-    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
+    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))` and goes on after
+    it.
     """
     with one_line_errors(PROGRAM, UsageError, ConfigError), leave_as_found(PROGRAM, argv):
         models = parse_models(argv)

@@ -14,9 +14,10 @@ from training.start import set_up
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags say: those in argv, and then the process lives on, or the command line's.
+    """Train as the flags in argv say; None takes those of the command line.
 
-    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))`.
+    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))` and goes on after
+    it.
     """
     run_program(SFTArguments, train, argv)
 

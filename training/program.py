@@ -12,7 +12,8 @@ from training.notebook import leave_as_found
 def run_program(
     kind: type[Arguments], train: Callable[[Arguments, dict], None], argv: list[str] | None
 ) -> None:
-    """Call `train` with the flags in argv, and then the process lives on, or the command line's.
+    """Call `train` with the flags in argv, after which the process is as it was before; None takes
+    those of the command line, and the process ends with the run.
 
     Args:
         train: gets the arguments, of this kind, and those settings of the model that were typed.
