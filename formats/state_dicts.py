@@ -123,7 +123,9 @@ class LlamaTensors(Mapping):
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[self._theirs[name]]
         heads = rotated_heads(name, self._config)
-        return join_halves(weight, heads) if heads else weight
+        if heads and weight.shape[:1] == (heads * self._config.head_dim,):
+            return join_halves(weight, heads)
+        return weight  # as it is, too, where it does not fit the config: `require_fit` names it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._theirs)
