@@ -10,6 +10,7 @@ from runs.folder import RunFolder, read_settings
 RUNS = Path("out/runs")
 WHAT = "a run folder, a checkpoint or a folder of weights; 'auto' is the newest run in out/runs"
 PRETRAINING = "train_pretrain_accelerate.py"
+DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # behind a run: as it was at its lowest validation
 
 
@@ -23,6 +24,14 @@ def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) 
     one."""
     ages = {run: path.stat().st_mtime for run in runs if (path := sign(run)) and path.exists()}
     return max(ages, key=ages.get, default=None)
+
+
+def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
+    """What --resume auto goes on with: of this program's runs in a folder, or of the one with this
+    name, the run that saved last; None if none has a checkpoint."""
+    paths = [out / name] if name else out.glob("*")
+    runs = [run for run in map(RunFolder, paths) if program_of(run) == program]
+    return newest_run(runs, lambda run: max(run.all_checkpoints(), default=None))
 
 
 def data_of(name: str) -> str:

@@ -4,6 +4,9 @@ import sys
 import pytest
 from conftest import REPOSITORY, run
 
+from common.errors import UsageError
+from runs.find import DISTILLATION, PRETRAINING
+from runs.folder import RunFolder
 from training import cpu_steps
 from training.arguments import parse_arguments
 from training.cpu_steps import ADAMW, MUON, intervals, main, optimizer, suited_steps
@@ -87,6 +90,26 @@ def test_with_a_teacher_the_text_is_what_it_was_trained_on(packed, tmp_path, cap
     monkeypatch.setattr(cpu_steps, "MOST_TAUGHT", 7)
     main(["--teacher", "auto", "--teacher", str(tmp_path)])
     assert capfd.readouterr().out.split()[:2] == ["--max_steps", "7"]
+
+
+def test_a_run_that_goes_on_by_auto_has_its_own_text(packed, tmp_path, capfd):
+    """Not that of a pretraining which may be the newest teacher by now."""
+
+    def saves(name: str, program: str, data: str) -> None:
+        run = RunFolder(tmp_path / name)
+        run.checkpoint(1).mkdir(parents=True)
+        run.settings.write_text(json.dumps({"program": program, "arguments": {"data": data}}))
+
+    saves("distilled", DISTILLATION, str(packed))
+    saves("pretrained", PRETRAINING, "another")
+    main(["--data", str(packed)])
+    alone = capfd.readouterr().out
+    resumed = ["--teacher", "none", "--resume", "auto", "--out_dir", str(tmp_path)]
+    main(resumed)
+    main([*resumed, "--run_name", "distilled"])
+    assert capfd.readouterr().out == 2 * alone
+    with pytest.raises(UsageError, match="none: no such folder"):
+        main([*resumed, "--run_name", "new"])  # which starts as if it were not resumed
 
 
 def test_epochs_that_are_typed_are_not_cut_short(packed, capfd):

@@ -19,7 +19,7 @@ import yaml
 from common.errors import UsageError, one_line_errors
 from common.parser import UnlessGiven
 from data.shards import read_description
-from runs.find import data_of
+from runs.find import DISTILLATION, RUNS, data_of, run_to_resume
 
 PASSES = 4  # more of them teach less and less (https://arxiv.org/abs/2305.16264)
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
@@ -72,8 +72,8 @@ def optimizer(config_file: str | None, deepspeed: str | None) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named = ("config_file", "data", "teacher", "teacher_logits", "resume", "epochs", "max_steps")
-    for name in named:
+    named = ("config_file", "data", "teacher", "teacher_logits", "resume", "out_dir", "run_name")
+    for name in (*named, "epochs", "max_steps"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--deepspeed", "--deepspeed_config", nargs="?", action=UnlessGiven)
     typed, _ = parser.parse_known_args(argv)  # the rest, and nonsense, is judged where it is used
@@ -82,7 +82,10 @@ def main(argv: list[str] | None = None) -> None:
         from data.teacher_logits import finished_recording  # it loads torch
 
         typed.data = finished_recording(Path(typed.teacher_logits))["folder"]
-    run = typed.resume if typed.resume != "auto" else None  # whose teacher 'auto' may not be now
+    run = typed.resume  # which has its own text: another teacher may be the newest by now
+    if run == "auto":
+        newest = run_to_resume(Path(typed.out_dir or RUNS), DISTILLATION, typed.run_name)
+        run = newest and str(newest.path)
     description = read_description(typed.data or data_of(run or typed.teacher))
     tokens = description["splits"]["train"]["tokens"]
     segmentations = description.get("prepared_from", {}).get("segmentations", 1)

@@ -8,6 +8,7 @@ from data.conversation_set import ConversationSet
 from data.dataset import PackedDataset, TokenStream
 from data.shards import kind_of, read_description
 from model.config import setting
+from runs.find import DISTILLATION
 from training.arguments import FILE_NAME, POSITIVE, SHARE, TrainingArguments
 from training.distillation_loss import KL
 
@@ -16,7 +17,7 @@ from training.distillation_loss import KL
 class DistillationArguments(TrainingArguments):
     """The flags of pretraining, and these. Raises UsageError: as there."""
 
-    program: ClassVar[str] = "train_distillation_accelerate.py"
+    program: ClassVar[str] = DISTILLATION
     about: ClassVar[str] = "Train a model to expect what a trained, larger one expects."
     logged: ClassVar[tuple[str, ...]] = ("hard_loss", "soft_loss", "agreement")
 

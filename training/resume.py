@@ -11,7 +11,7 @@ from data.dataset import PackedDataset
 from model import LMConfig
 from report.history import read_rows
 from runs.checkpoint import STATE, damage, newest_sound, read_state
-from runs.find import newest_run, program_of
+from runs.find import program_of, run_to_resume
 from runs.folder import RunFolder
 from runs.lock import lock
 from training.arguments import Arguments, TrainingArguments
@@ -93,11 +93,9 @@ def with_own_teacher(args: Arguments) -> Arguments:
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     """The newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)
-    paths = [out / args.run_name] if args.run_name else list(out.glob("*"))
-    runs = [run for run in map(RunFolder, paths) if program_of(run) == args.program]
-    run = newest_run(runs, lambda run: max(run.all_checkpoints(), default=None))
+    run = run_to_resume(out, args.program, args.run_name)
     if run is None:
-        where = paths[0] if args.run_name else out
+        where = out / args.run_name if args.run_name else out
         if not quiet:
             print(f"--resume auto: no checkpoint in {where}, a new run starts", flush=True)
         return None
