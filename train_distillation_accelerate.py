@@ -29,7 +29,7 @@ def train(args: DistillationArguments, model_settings: dict) -> None:
     if run is None:
         return
     how = {"alpha": args.alpha, "temperature": args.temperature, "kl": args.kl}
-    how["compiled"] = run.built.compilation.on
+    how |= {"vocab_size": run.train_set.vocab_size, "compiled": run.built.compilation.on}
     for step in run.steps():
         run.begin(step)  # learning rate
         for tokens, targets in run.micro_batches():

@@ -30,7 +30,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--k", type=int, default=64, help="pieces to keep of each target's (default: 64)")
     heat = "that of the student's training (default: 2)"
     add("--temperature", type=float, default=2.0, help=heat)
-    length = "that of the student's training (default: the teacher's)"
+    length = "that of the student's training (default: the teacher's, unless it is Hugging Face's)"
     add("--max_seq_len", type=int, help=length)
     add("--batch_size", type=int, default=16, help="rows per process at a time")
     autocast = "of the teacher, bfloat16 by autocast (default: bfloat16, as in training)"
@@ -48,8 +48,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def record(args: argparse.Namespace) -> None:
-    from dataclasses import replace
-
     from evaluation.scoring import build_scorer
     from evaluation.teacher_logits import Recorder, summary
     from runs.find import PRETRAINING, data_of
@@ -61,11 +59,14 @@ def record(args: argparse.Namespace) -> None:
     zero = ZeroInference.of_launch(args.device)
     source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
     config = source.config()
-    config = replace(config, max_seq_len=args.max_seq_len or config.max_seq_len)
-    data = args.data or data_of(str(source.path))
-    samples = DistillationArguments(data=data).dataset(data, "train", config.max_seq_len)
-    student = replace(config, vocab_size=samples.vocab_size)
-    TeacherWeights(source, source.config(), zero).require_fit(student, samples)
+    if source.is_foreign and args.max_seq_len is None:
+        raise UsageError(
+            f"--max_seq_len is missing, that of the student's training: the {config.max_seq_len:,} "
+            f"tokens that {source.path} reads are more than memory may hold"
+        )
+    data, seq_len = args.data or data_of(str(source.path)), args.max_seq_len or config.max_seq_len
+    samples = DistillationArguments(data=data).dataset(data, "train", seq_len)
+    TeacherWeights(source, config, zero).require_fit(samples)
     model = zero.load(source) if zero else source.load()
     scorer = build_scorer(model, args.batch_size, args.device, args.dtype)
     recorder = Recorder(scorer, source.sha256(), samples, args.k, args.temperature)

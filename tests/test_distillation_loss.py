@@ -2,6 +2,7 @@ import pytest
 import torch
 from test_compilation import needs_compiler
 from torch import Tensor
+from torch.nn import functional as F
 
 from model import IGNORE_INDEX
 from training import distillation_loss as module
@@ -165,6 +166,22 @@ def test_the_pieces_that_were_not_recorded_are_one_class(kl, k):
     expected.backward()
     assert found.soft.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(gradient.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@EVERY_KL
+@pytest.mark.parametrize("k", [None, 4, VOCAB])
+def test_pieces_that_no_text_has_are_known_to_the_hard_loss_alone(kl, k):
+    ours, theirs, targets = some_logits(1), some_logits(2), some_targets()
+    expected = theirs if k is None else top_k(theirs, k, 2)
+    settings = {"alpha": 0.3, "temperature": 2, "kl": kl}
+    without = distillation_loss(ours, expected, targets, **settings)
+    roomy = torch.cat([ours, some_logits(3)[..., :5]], dim=-1)
+    found, gradient = with_gradient(roomy, expected, targets, **settings, vocab_size=VOCAB)
+    hard = F.cross_entropy(roomy.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
+    torch.testing.assert_close(found.soft, without.soft)
+    torch.testing.assert_close(found.hard, hard)
+    assert hard > without.hard + 0.01
+    assert gradient[targets != IGNORE_INDEX][:, VOCAB:].min() > 0  # away from these
 
 
 def test_what_is_rounded_to_16_bits_is_a_distribution_again():

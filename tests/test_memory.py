@@ -157,14 +157,14 @@ def test_a_teacher_is_there_whole_or_in_shares():
         (replace(divided, parameters_on="cpu"), 0, N, 4 * (N // 4 + 4000)),
     ):
         plan = expect(DDP, workload(dtype="float32", teacher=Beside(COUNTED, kind)))
-        assert (plan.teacher, plan.host) == (held, in_ram)
+        assert (plan.teacher, plan.teacher_in_ram, plan.host) == (held, in_ram, 0)
         assert plan.held == alone.held + held
         assert plan.buffers == alone.buffers + whole
         assert plan.logits == logits * (3 * 4 + 24)
     on_cpu = expect(
         DDP, workload(on_cpu=True, teacher=Beside(COUNTED, replace(divided, parameters_on="cpu")))
     )
-    assert (on_cpu.teacher, on_cpu.host) == (2 * N // 4, 0)
+    assert (on_cpu.teacher, on_cpu.teacher_in_ram) == (2 * N // 4, 0)
 
 
 def test_a_cpus_process_keeps_what_came_and_went():
@@ -382,6 +382,18 @@ def test_ram_that_will_not_do_is_said_before_anything_is_built(
     assert f"{needed / 2**30:.1f} GiB of RAM" in memory.ram_warning(kind, work)
     assert memory.ram_warning(KINDS["zero3"], work) is None
     assert memory.ram_warning(kind, work.but(on_cpu=True)) is None
+
+
+@pytest.mark.parametrize(("engine", "of_student"), [("zero2", 0), ("zero2_offload", 18)])
+def test_a_teacher_that_lies_in_ram_counts_there(monkeypatch, engine, of_student):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    teacher = Beside(COUNTED, Kind(stage=3, parameters_on="cpu"))
+    work = workload(processes=8, teacher=teacher)
+    needed = 4 * (2 + of_student) * N // 8 + 12 * N
+    for free, warns in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        assert (memory.ram_warning(KINDS[engine], work) is not None) == warns
+    assert memory.ram_warning(KINDS[engine], work.but(on_cpu=True)) is None
 
 
 @pytest.mark.parametrize("kind", ENGINES, ids=lambda kind: kind.config)

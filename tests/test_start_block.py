@@ -146,6 +146,11 @@ def test_the_teacher_is_named_and_counted(run_of):
         plan = expect(*start_block.in_use(run))
         assert plan.teacher == held * (1 if divided else 2)
         assert f" {plan.teacher / GIB:.2f} the teacher, " in start_block._memory(plan)
+    run.accelerator.device = torch.device("cuda")
+    plan = expect(*start_block.in_use(run))
+    assert (plan.teacher, plan.teacher_in_ram) == (0, held)
+    said = f", {held / GIB:.2f} the teacher in RAM, besides about 1 GiB"
+    assert start_block._memory(plan).endswith(f"{said} for Python and PyTorch")
 
 
 def test_the_memory_line_says_what_lies_elsewhere(run_of):

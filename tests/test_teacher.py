@@ -23,8 +23,11 @@ from training import start
 from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
+from training.engine import memory
+from training.engine.kinds import Kind
 from training.engine.launch import Engine
-from training.resume import with_own_teacher
+from training.engine.workload import Beside, Parameters
+from training.resume import StartingPoint, with_own_teacher
 from training.teacher import Teacher, TeacherWeights
 
 SEQ_LEN = 32
@@ -118,6 +121,12 @@ def test_of_hugging_faces_folders_it_takes_safetensors_alone(build, tmp_path):
     save_file({"model.other.weight": torch.zeros(1)}, llama / "model.safetensors")
     with pytest.raises(ConfigError, match=r"llama: model.other.weight is in no Llama"):
         build("float32", llama)
+    for name in llama.iterdir():
+        name.unlink()
+    config = json.loads((write_llama(llama) / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"num_attention_heads": 9}))
+    with pytest.raises(ConfigError, match=r"wq.weight is \(48, 48\), the model has \(72, 48\)"):
+        build("float32", llama)
     (llama / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(ConfigError, match=r"llama: no readable weights"):
         build("float32", llama)
@@ -149,7 +158,33 @@ def test_the_hash_is_that_of_the_weights_wherever_they_are(weights, tmp_path):
     assert WeightsFolder.find(str(run.checkpoint(2))).sha256() != first
 
 
-def test_every_process_says_which_weights_it_has_found(monkeypatch):
+@pytest.fixture
+def begin(monkeypatch):
+    """Starts a new run of a process with a GPU, with a teacher that has been found, up to where the
+    teacher would be built."""
+
+    def built(*how):
+        raise UsageError("it is being built")
+
+    def begin() -> None:
+        args, place = DistillationArguments(), {"num_processes": 1, "device": torch.device("cuda")}
+        accelerator = SimpleNamespace(is_main_process=False, is_local_main_process=True, **place)
+        monkeypatch.setattr(start, "find_start", lambda *run: (StartingPoint(None), args))
+        monkeypatch.setattr(start, "plan_compilation", lambda *run: None)
+        nothing = {"require_processes": lambda: None, "require_fit": lambda data: None}
+        config = LMConfig(vocab_size=400, max_seq_len=SEQ_LEN)
+        beside = Beside(Parameters.of(config), Kind(stage=3, parameters_on="cpu"))
+        found = {"sha256": lambda: "5" * 64, "beside": beside, "build": built} | nothing
+        initial = SimpleNamespace(config=lambda data: config)
+        sets = {"train_set": range(1000), "val_set": None, "started": 0.0}
+        teacher = SimpleNamespace(**found)
+        engine = Engine(accelerator, "DDP", None)
+        start.start_run(args, engine, initial, **sets, found_teacher=teacher)
+
+    return begin
+
+
+def test_every_process_says_which_weights_it_has_found(begin, monkeypatch):
     """Each reads its own disk; the path alone is that of the main process."""
     told = []
 
@@ -158,22 +193,24 @@ def test_every_process_says_which_weights_it_has_found(monkeypatch):
         raise UsageError("rank 1 has another")
 
     monkeypatch.setattr(start, "require_the_same", compare)
-    monkeypatch.setattr(start, "shapes_of", lambda *shape: None)
-    engine = Engine(SimpleNamespace(is_main_process=False), "DDP", None)
-    nothing = {"require_processes": lambda: None, "require_fit": lambda *fit: None}
-    found = SimpleNamespace(**nothing, sha256=lambda: "5" * 64)
-    initial = SimpleNamespace(config=lambda data: None)
-    sets = {"train_set": None, "val_set": None, "started": 0.0}
     with pytest.raises(UsageError, match="rank 1 has another"):
-        start.start_run(DistillationArguments(), engine, initial, **sets, found_teacher=found)
+        begin()
     assert told == [{"teacher": "5" * 16}]
+
+
+def test_ram_that_will_not_do_for_a_teacher_is_said_before_it_is_built(begin, monkeypatch, capsys):
+    for free, warns in ((0, True), (2**50, False)):
+        monkeypatch.setattr(memory, "free_memory", lambda device, free=free: free)
+        with pytest.raises(UsageError, match="it is being built"):
+            begin()
+        assert ("WARNING: what is offloaded" in capsys.readouterr().out) == warns
 
 
 def test_room_for_more_pieces_than_the_tokenizer_has_is_left_out(build, data, packed, tmp_path):
     """As models of others often have it, for a round number."""
     model, tokens = opinionated(448, SEQ_LEN), torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
     folder = save(tmp_path / "roomy", model, packed)
-    find(folder).require_fit(LMConfig(vocab_size=400, max_seq_len=SEQ_LEN), data)
+    find(folder).require_fit(data)
     theirs = build("float32", folder)(tokens)
     assert torch.equal(theirs, model(tokens).logits[..., :400])
     how = {"alpha": 0, "temperature": 1, "kl": "forward"}
@@ -181,22 +218,21 @@ def test_room_for_more_pieces_than_the_tokenizer_has_is_left_out(build, data, pa
     assert (found.soft.item(), found.agreement.item()) == (pytest.approx(0, abs=1e-6), 1)
 
 
-def refused(folder: Path, data: PackedDataset, **student) -> str:
-    shape = {"vocab_size": 400, "max_seq_len": SEQ_LEN} | student
+def refused(folder: Path, data: PackedDataset) -> str:
     with pytest.raises(UsageError) as error:
-        find(folder).require_fit(LMConfig(**shape), data)
+        find(folder).require_fit(data)
     assert str(folder) in str(error.value)
     return str(error.value)
 
 
-def test_a_student_must_read_and_say_what_its_teacher_does(weights, data, packed, tmp_path):
-    find(weights).require_fit(LMConfig(vocab_size=400, max_seq_len=SEQ_LEN), data)
+def test_a_student_must_read_what_its_teacher_does(weights, data, packed, tmp_path):
+    find(weights).require_fit(data)
+    longer = PackedDataset(packed, "train", 64)
     assert "reads 32 tokens at most, the student 64: pass --max_seq_len 32" in refused(
-        weights, data, max_seq_len=64
+        weights, longer
     )
-    assert "an output of 400 pieces, the student one of 512" in refused(
-        weights, data, vocab_size=512
-    )
+    smaller = save(tmp_path / "smaller", opinionated(399, SEQ_LEN), packed)
+    assert "an output of 399 pieces, its tokenizer 400: they do not" in refused(smaller, data)
     alone = save(tmp_path / "alone", opinionated(400, SEQ_LEN))
     said = refused(alone, data)
     assert "has no tokenizer beside it" in said

@@ -11,6 +11,7 @@ import torch
 from small_model import opinionated
 from test_conversation_set import VOCAB_SIZE, make_set, many
 from test_dataset import make_folder, random_documents
+from test_import_weights import write_llama
 
 from common.errors import UsageError
 from data import teacher_logits as form
@@ -30,7 +31,9 @@ from evaluation import teacher_logits
 from evaluation.scoring import Scorer
 from evaluation.teacher_logits import Recorder, likeliest, summary
 from model import IGNORE_INDEX
+from scripts.teacher_logits import parse_arguments, record
 from training.distillation_loss import distillation_loss
+from training.recorded_teacher import Recording
 
 SEQ_LEN, TEMPERATURE = 24, 2.0
 KINDS = pytest.mark.parametrize("kind", ["text", "conversations"])
@@ -235,6 +238,23 @@ def test_another_recording_is_replaced_only_where_that_is_asked_for(recorder_of,
     other = recorder_of(k=6)
     assert identity_of(other.record(out, overwrite=True)) != first
     assert RecordedSet(other.samples, out, asked_of(other)).k == 6
+
+
+def test_every_process_names_the_recording_that_it_reads(recorder_of, tmp_path):
+    """What the main process has found is told to all, and another machine may have another."""
+    out = tmp_path / "out"
+    found = Recording(out, TEMPERATURE, recorder_of().record(out))
+    assert found.sha256() == identity_of(found.description)
+    there = recorder_of(k=6).record(out, overwrite=True)
+    assert found.sha256() == identity_of(there) != identity_of(found.description)
+
+
+def test_of_a_hugging_face_folder_nothing_tells_how_long_a_students_sequences_are(tmp_path):
+    llama = write_llama(tmp_path / "llama")
+    with pytest.raises(
+        UsageError, match=r"--max_seq_len is missing, .* the 64 tokens that .*llama"
+    ):
+        record(parse_arguments([str(llama), "--data", str(tmp_path / "nowhere")]))
 
 
 def recorded_at(recorder: Recorder, out) -> tuple:

@@ -41,18 +41,21 @@ def distillation_loss(
     alpha: float,
     temperature: float,
     kl: str,
+    vocab_size: int | None = None,
     compiled: bool = False,
 ) -> Distilled:
     """The student's loss.
 
     Args:
-        logits: (B, T, vocab_size), the student's, in any precision.
-        theirs: the teacher's, of the same shape, or what was recorded of its probabilities at this
+        logits: (B, T, vocab_size or more), the student's, in any precision.
+        theirs: (B, T, vocab_size), the teacher's, or what was recorded of its probabilities at this
             temperature. The pieces that were not recorded then are one class, for both models.
         targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one out.
         alpha: share of the hard loss, from 0 to 1.
         kl: "forward" is KL(teacher || student), by which the student covers all that the teacher
             expects; "reverse" KL(student || teacher), by which it says what the teacher would.
+        vocab_size: pieces of the text, if the student has room for more: those that no text has are
+            known to the hard loss alone. None: all of the student's.
         compiled: by torch.compile, at the first call.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
@@ -63,7 +66,8 @@ def distillation_loss(
     chunks = (x.flatten(0, 1).split(size) for x in tensors)
     for ours, wanted, *of_teacher in zip(*chunks, strict=True):
         expected = TopK(*of_teacher) if isinstance(theirs, TopK) else of_teacher[0]
-        sums = partial(compute, theirs=expected, temperature=temperature, kl=kl)
+        how = {"temperature": temperature, "kl": kl, "vocab_size": vocab_size}
+        sums = partial(compute, theirs=expected, **how)
         total = total + recomputed(sums, ours, wanted, what)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
     loss = alpha * hard + (1 - alpha) * soft
@@ -71,13 +75,19 @@ def distillation_loss(
 
 
 def _sums(
-    logits: Tensor, targets: Tensor, *, theirs: Tensor | TopK, temperature: float, kl: str
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    theirs: Tensor | TopK,
+    temperature: float,
+    kl: str,
+    vocab_size: int | None,
 ) -> Tensor:
     """(3,): cross-entropy, T² times the divergence, and agreements of some tokens, summed."""
     counts = targets != IGNORE_INDEX
-    logits = logits.float()  # (tokens, vocab_size)
+    logits = logits.float()  # (tokens, vocab_size or more)
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    student = (logits / temperature).log_softmax(-1)
+    student = (logits[:, :vocab_size] / temperature).log_softmax(-1)
     if isinstance(theirs, TopK):
         likeliest = theirs.ids[:, 0]
         student = _classes(student, theirs.ids)

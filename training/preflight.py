@@ -93,7 +93,7 @@ def check_launch(
     model = initial.config(train_set)
     lora = shapes_of(model, args.adapt).lora
     if teacher:
-        teacher.require_fit(model, train_set)
+        teacher.require_fit(train_set)
     start = find_starting_point(args, quiet=True)
     if sequences:
         args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from data.dataset import TokenStream
 from data.teacher_logits import RecordedSet, TopK, finished_recording, identity_of
-from model import LMConfig
 from training.arguments import Arguments, TrainingArguments
 from training.engine.kinds import DDP
 from training.engine.launch import Engine
@@ -41,23 +40,24 @@ class Recording:
         return 0
 
     def sha256(self) -> str:
-        return identity_of(self.description)
+        """Of what this process finds there: `description` is what the main one has found."""
+        return identity_of(finished_recording(self.folder))
 
     def require_processes(self) -> None:
         """It takes none."""
 
-    def open(self, student: LMConfig, samples: TokenStream) -> RecordedSet:
+    def open(self, samples: TokenStream) -> RecordedSet:
         """Raises DataError: it is not of these samples, or not for this training."""
-        asked = {"temperature": self.temperature, "vocab_size": student.vocab_size}
+        asked = {"temperature": self.temperature, "vocab_size": samples.vocab_size}
         return RecordedSet(samples, self.folder, asked)
 
     require_fit = open
 
     def build(
-        self, sha256: str, engine: Engine, dtype: str, student: LMConfig, samples: TokenStream
+        self, sha256: str, engine: Engine, dtype: str, samples: TokenStream
     ) -> "RecordedTeacher":
         """As `TeacherWeights.build`."""
-        return RecordedTeacher(self, sha256, self.open(student, samples))
+        return RecordedTeacher(self, sha256, self.open(samples))
 
     def __str__(self) -> str:
         about = self.description

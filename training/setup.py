@@ -24,7 +24,7 @@ from training.engine.main_process import on_every_process, on_main_process, requ
 from training.engine.memory import ram_warning
 from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
-from training.engine.workload import Workload
+from training.engine.workload import Beside, Workload
 from training.engine.zero_3 import claim_folders, divided_as_built, require_buffers
 from training.initial_weights import InitialWeights
 from training.optimizer import build_optimizer, muon_matrices, tell_layout
@@ -150,6 +150,24 @@ def shapes_of(
     return shapes
 
 
+def warn_of_ram(
+    args: TrainingArguments, config: LMConfig, engine: Engine, teacher: Beside | None = None
+) -> None:
+    """Before student and teacher are built, say once on each machine that RAM will not do."""
+    work = Workload.of(
+        args,
+        config,
+        processes=engine.processes,
+        device=engine.accelerator.device,
+        lora=shapes_of(config, args.adapt).lora,
+        teacher=teacher,
+    )
+    engine.fit_to(config.dim, work.parameters.trained)
+    warning = ram_warning(engine.kind, work)
+    if warning and engine.accelerator.is_local_main_process:
+        print(warning, flush=True)
+
+
 @dataclass
 class BuiltModel:
     config: LMConfig
@@ -185,12 +203,7 @@ def build_model(
     matrices = muon_matrices(shapes) if args.optimizer == "muon" else []
     n_muon_parameters = sum(matrix.numel() for matrix in matrices)
     engine.fit_to(config.dim, n_trained)
-    work = Workload.of(
-        args, config, processes=engine.processes, device=accelerator.device, lora=shapes.lora
-    )
-    if accelerator.is_local_main_process and (warning := ram_warning(engine.kind, work)):
-        print(warning, flush=True)
-    require_buffers(engine.kind, shapes, engine.processes, work.half)
+    require_buffers(engine.kind, shapes, engine.processes, getattr(torch, args.dtype).itemsize)
     claim_folders(engine)
     compile_operations(engine)
     seed_everything(args.seed)  # the same initial weights on every process

@@ -25,6 +25,7 @@ from training.setup import (
     open_splits,
     plan_compilation,
     shapes_of,
+    warn_of_ram,
     with_data,
 )
 from training.start_block import start_block, warnings
@@ -89,7 +90,7 @@ def start_run(
     sha256 = None
     if found_teacher:
         found_teacher.require_processes()
-        on_every_process(engine, lambda: found_teacher.require_fit(config, train_set))
+        on_every_process(engine, lambda: found_teacher.require_fit(train_set))
         sha256 = on_every_process(engine, found_teacher.sha256)
         require_the_same(engine, {"teacher": sha256[:16]})  # each reads its own disk
 
@@ -106,7 +107,8 @@ def start_run(
 
     # The model, with the weights of a checkpoint, of another run, or drawn at random.
     compilation = plan_compilation(args, config, start, total_steps, engine, train_set)
-    teacher = found_teacher and found_teacher.build(sha256, engine, args.dtype, config, train_set)
+    warn_of_ram(args, config, engine, found_teacher and found_teacher.beside)
+    teacher = found_teacher and found_teacher.build(sha256, engine, args.dtype, train_set)
     built = build_model(config, args, engine, compilation, args.adapt)
     if initial.source and not start.checkpoint:
         begin_with(initial, built, engine, start.folder, train_set.tokenizer_path)

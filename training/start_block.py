@@ -215,6 +215,7 @@ def _memory(plan: MemoryPlan, beside: int = 0) -> str:
     """What a process is expected to need, in words."""
     elsewhere = {
         "in RAM": plan.host,
+        "the teacher in RAM": plan.teacher_in_ram,
         "on NVMe": plan.nvme,
         "kept by the other models": beside,
     }

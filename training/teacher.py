@@ -75,9 +75,9 @@ class TeacherWeights:
         with torch.device("meta"):
             return Transformer(self.config).flops_per_token(seq_len) / 3
 
-    def require_fit(self, student: LMConfig, data: TokenStream) -> None:
-        """Raises UsageError: the teacher does not read what the student reads, or does not say what
-        the student says; names both."""
+    def require_fit(self, data: TokenStream) -> None:
+        """Raises UsageError: the teacher does not read what the student reads, or cannot say all
+        that stands there; names both."""
         path, tokenizer = self.source.path, self.source.tokenizer
         if not tokenizer.is_file():
             raise UsageError(
@@ -89,15 +89,15 @@ class TeacherWeights:
                 f"{data.folder} has another tokenizer than the teacher in {path}: prepare the "
                 f"{data.kind} with `--tokenizer {tokenizer}`, in a folder of its own"
             )
-        if self.config.vocab_size < student.vocab_size:  # more are room that no token takes
+        if self.config.vocab_size < data.vocab_size:  # more are room that no token takes
             raise UsageError(
-                f"the teacher in {path} has an output of {self.config.vocab_size} pieces, the "
-                f"student one of {student.vocab_size}: it must have as many"
+                f"the teacher in {path} has an output of {self.config.vocab_size} pieces, its "
+                f"tokenizer {data.vocab_size}: they do not belong together"
             )
-        if self.config.max_seq_len < student.max_seq_len:
+        if self.config.max_seq_len < data.seq_len:
             raise UsageError(
                 f"the teacher in {path} reads {self.config.max_seq_len} tokens at most, the "
-                f"student {student.max_seq_len}: pass --max_seq_len {self.config.max_seq_len}"
+                f"student {data.seq_len}: pass --max_seq_len {self.config.max_seq_len}"
             )
 
     def require_processes(self) -> None:
@@ -108,11 +108,9 @@ class TeacherWeights:
                 "launcher: leave it out, or accelerate launch --config_file accelerate_config.yaml"
             )
 
-    def build(
-        self, sha256: str, engine: Engine, dtype: str, student: LMConfig, samples: TokenStream
-    ) -> "Teacher":
-        """For a student that reads these samples, both checked by `require_fit`; see `Teacher`."""
-        return Teacher(self, sha256, engine, dtype, student.vocab_size)
+    def build(self, sha256: str, engine: Engine, dtype: str, samples: TokenStream) -> "Teacher":
+        """For a student that reads these samples, checked by `require_fit`; see `Teacher`."""
+        return Teacher(self, sha256, engine, dtype, samples.vocab_size)
 
 
 def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:

@@ -58,10 +58,15 @@ def conversations(packed, tmp_path_factory) -> Path:
     return folder / "packed"
 
 
-def by_hand(data: PackedDataset | ConversationSet, teacher: Transformer, kl: str) -> list[dict]:
+def by_hand(
+    data: PackedDataset | ConversationSet,
+    teacher: Transformer,
+    kl: str,
+    student: Transformer | None = None,
+) -> list[dict]:
     """Both models whole in one process, and every global batch at once."""
     torch.manual_seed(TrainingArguments.seed)
-    student = Transformer(LMConfig(**SHAPE, vocab_size=teacher.config.vocab_size))
+    student = student or Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     place = {"rank": 0, "world_size": 1, "seed": TrainingArguments.seed, "start": 0}
@@ -74,10 +79,11 @@ def by_hand(data: PackedDataset | ConversationSet, teacher: Transformer, kl: str
     for _, samples in zip(range(STEPS), batches, strict=False):
         tokens, targets = collate([data[i] for i in samples])
         counts = targets != IGNORE_INDEX
-        ours, wanted = student(tokens).logits[counts], targets[counts]  # (targets, vocab_size)
+        ours, wanted = student(tokens).logits[counts], targets[counts]  # (targets, its vocab_size)
         with torch.no_grad():
             theirs = teacher(tokens).logits[counts]
-        p, q = (F.softmax(x / TEMPERATURE, -1) for x in (theirs, ours))
+        both = (theirs, ours[:, : data.vocab_size])
+        p, q = (F.softmax(x / TEMPERATURE, -1) for x in both)
         if kl == "reverse":
             p, q = q, p
         soft = TEMPERATURE**2 * (p * (p / q).log()).sum(-1).mean()
@@ -177,14 +183,33 @@ def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
     assert_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_what_was_recorded_of_the_whole_vocabulary_teaches_the_same(found, expected, name):
+def assert_nearly_the_same(run: Trained, expected: list[dict]) -> None:
     """But for the rounding of logarithms to 16 bits, which AdamW's first steps carry on."""
     for part in (*PARTS, "grad_norm"):
-        wanted, *later = [row[part] for row in expected[RECORDED[name][1]]]
-        ours, *others = Trained(found["folder"] / name, "").column(part)
+        wanted, *later = [row[part] for row in expected]
+        ours, *others = run.column(part)
         assert ours == pytest.approx(wanted, rel=1e-3, abs=1e-3), part
         assert others == pytest.approx(later, rel=1e-2, abs=1e-2), part
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_was_recorded_of_the_whole_vocabulary_teaches_the_same(found, expected, name):
+    assert_nearly_the_same(Trained(found["folder"] / name, ""), expected[RECORDED[name][1]])
+
+
+def test_a_student_with_room_for_more_pieces_learns_from_a_recording(
+    found, teacher, packed, tmp_path
+):
+    """As --init_from may bring one along."""
+    roomy, source = opinionated(448, SHAPE["max_seq_len"]), tmp_path / "roomy"
+    save_portable(source, roomy.config, {name: p.data for name, p in roomy.named_parameters()})
+    copy_tokenizer(packed, source)
+    recorded = found["folder"].parent / "recorded"
+    flags = f"{FLAGS} --init_from {source} --teacher_logits {recorded} --batch_size {BATCH}"
+    run = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
+    data = PackedDataset(packed, "train", SHAPE["max_seq_len"])
+    assert_nearly_the_same(run, by_hand(data, load_portable(teacher), "forward", roomy.train()))
+    assert load_portable(run.path / "weights").config.vocab_size == 448
 
 
 def test_the_loops_by_hand_differ(expected):
@@ -209,6 +234,13 @@ def test_two_processes_hold_half_a_teacher_each(found):
             half += [process["held"] + process["whole"] for process in found[name]]
     assert half == [alone["bytes"] // 2] * len(half)
     assert [process["bytes"] for process in found["whole"]] == [alone["bytes"] // 2] * 2  # bf16
+
+
+def test_while_it_is_loaded_no_process_has_more_of_a_divided_teacher_than_one_parameter(found):
+    """And what is read for it, both of them in fp32."""
+    for name, (_, config, *_) in PAIRS.items():
+        for process in found[name] if config else ():
+            assert process["most"] == 2 * process["largest"] < process["bytes"], name
 
 
 @pytest.mark.parametrize("of", ["", "recorded, "])

@@ -23,7 +23,7 @@ FIRST_STEP = 30_000_000
 @dataclass(frozen=True)
 class MemoryPlan:
     """What one process is expected to hold, in bytes, where it trains: on a GPU, or on a CPU where
-    there is none. `host` and `nvme` are elsewhere."""
+    there is none. `host`, `teacher_in_ram` and `nvme` are elsewhere."""
 
     parameters: int  # as forward uses them
     gradients: int  # from the first micro-batch of a step to the end of the step
@@ -34,6 +34,7 @@ class MemoryPlan:
     buffers: int  # gradients on their way: buckets to exchange them in, and copies
     at_once: bool  # buffers are there as soon as backward begins, or they fill with gradients
     teacher: int = 0  # weights of another model that is asked
+    teacher_in_ram: int = 0  # where it keeps them there
     kept: int = 0  # on a CPU, freed and not given back: training/engine/cpu_settings.py
     host: int = 0  # RAM, of a process whose optimizer or parameters are there
     checkpoint: int = 0  # RAM of the main process while it writes one: weights and moments
@@ -86,10 +87,9 @@ def expect(kind: Kind, work: Workload) -> MemoryPlan:
         parts = _zero_1_2(kind, work, moments)
     else:
         parts = _zero_3(kind, work, moments)
-    parts["teacher"] = 0
     if work.teacher:
         place, held, whole = _teacher(work)
-        parts[place] = parts.get(place, 0) + held
+        parts[place] = held
         parts["buffers"] += whole
     if kind.stage == 3:  # which --compile auto leaves alone
         work = work.but(compiled=False)
@@ -216,7 +216,8 @@ def _teacher(work: Workload) -> tuple[str, int, int]:
     (parameters, kind), h = work.teacher, work.half
     if kind.stage is None:
         return "teacher", h * parameters.total, 0
-    place = "host" if kind.parameters_on != GPU and not work.on_cpu else "teacher"
+    in_ram = kind.parameters_on != GPU and not work.on_cpu
+    place = "teacher_in_ram" if in_ram else "teacher"
     share = h * parameters.total // work.processes
     return place, share, h * live_parameters(kind, work.but(parameters=parameters))
 
@@ -247,10 +248,11 @@ def ram_warning(kind: Kind, work: Workload) -> str | None:
     system kills for memory says nothing. None if there is room, nobody knows, or nothing is
     offloaded, as on a CPU."""
     plan = expect(kind, work)
+    offloaded = plan.host + plan.teacher_in_ram
     here = int(os.environ.get("LOCAL_WORLD_SIZE", work.processes))
-    needed = here * plan.host + plan.checkpoint
+    needed = here * offloaded + plan.checkpoint
     free = free_memory(torch.device("cpu"))
-    if not plan.host or free is None or needed <= free:
+    if not offloaded or free is None or needed <= free:
         return None
     return (
         f"WARNING: what is offloaded is expected to need {needed / GIB:.1f} GiB of RAM, and "
