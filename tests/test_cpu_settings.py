@@ -1,10 +1,21 @@
 import os
+import resource
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from common.cpu import available_cores
-from training.engine.cpu_settings import use_all_cores
+from training.engine.cpu_settings import (
+    give_back_freed_memory,
+    keep_freed_memory,
+    use_all_cores,
+)
 
 
 @pytest.fixture
@@ -56,3 +67,32 @@ def test_cores_are_those_that_this_process_may_use_or_all_of_the_machine(monkeyp
     assert available_cores() == 12
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert available_cores() == 1
+
+
+def resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def growth(context) -> float:
+    """How much more a process that keeps freed memory has, in units of what stays, when of arrays
+    in turn the larger ones have gone."""
+    keep_freed_memory()
+    before, n = resident(), 2**20
+    with context():
+        made = [(np.ones(8 * n, np.int8), np.ones(n, np.int8)) for _ in range(16)]
+        stay = [small for _, small in made]
+        del made
+    return (resident() - before) / sum(small.nbytes for small in stay)
+
+
+def in_a_process_of_its_own(context) -> float:
+    """Its allocator's settings stay."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(growth, context).result()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="freed memory is kept on Linux alone")
+def test_memory_that_goes_between_what_stays_can_be_given_back():
+    assert in_a_process_of_its_own(nullcontext) > 8
+    assert in_a_process_of_its_own(give_back_freed_memory) < 2

@@ -9,25 +9,51 @@ frees and makes the same large tensors at every step, which cost a third of the 
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from common.cpu import available_cores
 
 # Parameters of mallopt(3), from malloc.h
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
+KEPT = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 256 * 2**20}
+GIVEN_BACK = {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 2**20, M_TOP_PAD: 0}
+
+_keeps = False  # this process's allocator
 
 
 def keep_freed_memory() -> bool:
     """Have the allocator keep what is freed, in this process; False where the C library is not
     glibc, and then nothing happens."""
+    global _keeps
+    _keeps = _tell(KEPT)
+    return _keeps
+
+
+@contextmanager
+def give_back_freed_memory() -> Iterator[None]:
+    """In here it is not kept: around what makes tensors that stay, and beside each of them larger
+    ones that go. Between those that stay these would leave holes, in all several times as large."""
+    kept = _keeps
+    if kept:
+        _tell(GIVEN_BACK)
+        ctypes.CDLL(None).malloc_trim(0)  # what has been kept would be taken first
+    try:
+        yield
+    finally:
+        if kept:
+            _tell(KEPT)
+
+
+def _tell(options: dict[int, int]) -> bool:
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 256 * 2**20}
-    return all(libc.mallopt(name, value) for name, value in settings.items())
+    return all(libc.mallopt(name, value) for name, value in options.items())
 
 
 def use_all_cores() -> None:

@@ -18,6 +18,7 @@ from inference.decoder import Block, Decoder
 from model import Transformer
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
+from training.engine.cpu_settings import give_back_freed_memory
 from training.engine.deepspeed_config import check_by_deepspeed, offload_device, read_config
 from training.engine.deepspeed_keys import settle_keys
 from training.engine.partition import gathered
@@ -67,6 +68,7 @@ class ZeroInference:
             )
         return cls(config)
 
+    @give_back_freed_memory()
     def load(self, folder: WeightsFolder) -> Transformer:
         """As `WeightsFolder.load`, in shares; all processes must call it. No process holds more
         than one whole parameter at a time."""
