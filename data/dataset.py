@@ -54,6 +54,14 @@ class TokenStream(Dataset):
         self._maps: list[np.memmap] | None = None
         self._shards()
 
+    def prepare_with(self, tokenizer: Path) -> str:
+        """What to do for the same in pieces of another tokenizer."""
+        source = "--data TEXT" if self.kind == TEXT else "--conversations FILE"
+        return (
+            f"prepare the {self.kind} with that one's, in a folder of its own, and train on it: "
+            f"`python -m scripts.prepare_data --tokenizer {tokenizer} {source} --out FOLDER`"
+        )
+
     @property
     def identity(self) -> str:
         """A hash of all that training reads of this split."""

@@ -30,6 +30,7 @@ FORMAT = 1
 PART_BYTES = 1 << 28
 ROUNDING = 0.02  # of the sum of all probabilities: a 2048th of their entropy, some 11 nats at most
 FLAGS = {"max_seq_len", "temperature", "k"}  # of a description, as they are typed
+AGAIN = "the command that recorded the teacher there mends it"
 
 
 class TopK(NamedTuple):
@@ -114,9 +115,13 @@ def finished_recording(folder: Path) -> dict:
     if (folder / DESCRIPTION_FILE).exists():
         return found
     what = "an unfinished recording" if found else "no recording of a teacher"
+    out = folder if found or not folder.exists() else "NEW_FOLDER"
+    flags = {"data": found.get("folder", "FOLDER"), "out": out}
+    flags |= {name: found[name] for name in sorted(FLAGS & found.keys())}
+    typed = " ".join(f"--{name} {value}" for name, value in flags.items())
     raise DataError(
         f"{folder}: {what} ({DESCRIPTION_FILE} is missing): python -m scripts.teacher_logits "
-        f"TEACHER --data {found.get('folder', 'FOLDER')} --out {folder} makes it"
+        f"TEACHER {typed} makes it"
     )
 
 
@@ -143,7 +148,8 @@ class RecordedSet(Dataset):
         self.folder = folder = Path(folder)
         self.description = finished_recording(folder)
         if other := differences(self.description, facts_of(samples) | asked):
-            raise DataError(f"{folder} was recorded for something else: {other}")
+            of = self.description["folder"]
+            raise DataError(f"{folder}, a recording of {of}, is for something else: {other}")
         self.k = self.description["k"]
         self._dtype = record_dtype(self.description["vocab_size"], self.k)
         self._parts = parts_of(samples, self.description["samples_per_part"])
@@ -165,7 +171,7 @@ class RecordedSet(Dataset):
         sums = torch.from_numpy(records["log_probabilities"].astype(np.float32)).logsumexp(-1)
         of_pieces = records["ids"].max(initial=0) < self.description["vocab_size"]
         if not (of_pieces and (sums.abs() < ROUNDING).all()):  # false of what is no number, too
-            raise DataError(f"{self._path(number)} is damaged: record the teacher again")
+            raise DataError(f"{self._path(number)} is damaged: {AGAIN}")
         return self.samples[i], records
 
     def collate(self, rows: list) -> tuple[Tensor, Tensor, TopK]:
@@ -191,11 +197,9 @@ class RecordedSet(Dataset):
         try:
             size = path.stat().st_size
         except OSError as error:
-            raise DataError(f"{path} is missing: record the teacher again") from error
+            raise DataError(f"{path} is missing: {AGAIN}") from error
         if size != n_bytes:
-            raise DataError(
-                f"{path}: {size} bytes long instead of {n_bytes}: record the teacher again"
-            )
+            raise DataError(f"{path}: {size} bytes long instead of {n_bytes}: {AGAIN}")
 
     def _files(self) -> list[np.memmap]:
         if self._maps is None:

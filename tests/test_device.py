@@ -110,5 +110,7 @@ def test_mfu_of_an_unknown_device_is_none():
     assert mfu(1e5, 1e9, None, devices=2) is None
 
 
-def test_a_cpu_is_named_with_its_threads():
-    assert device_name(torch.device("cpu")) == f"CPU, {torch.get_num_threads()} threads per process"
+@pytest.mark.parametrize(("n", "said"), [(1, "1 thread"), (2, "2 threads")])
+def test_a_cpu_is_named_with_its_threads(n, said, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n)
+    assert device_name(torch.device("cpu")) == f"CPU, {said} per process"

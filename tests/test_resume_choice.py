@@ -88,7 +88,7 @@ def test_a_new_run_never_falls_on_an_old_one(tmp_path):
     message = refused(tmp_path, run_name="first")
     assert str(tmp_path / "first") in message
     assert "--resume auto" in message
-    assert "--run_name" in message
+    assert "another run_name" in message
 
 
 @pytest.mark.parametrize("resume", [None, "auto"])
@@ -97,7 +97,7 @@ def test_nor_on_one_of_another_program_whatever_it_is_told_to_resume(tmp_path, r
     (run / "settings.json").write_text("{}")  # of pretraining, as that was the only one
     args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
     with pytest.raises(
-        UsageError, match=r"first holds a run of train_pretrain\S+: pass another --run_name$"
+        UsageError, match=r"first holds a run of train_pretrain\S+: choose another run_name$"
     ):
         choose_run(args)
 

@@ -146,6 +146,10 @@ def test_the_teacher_is_named_and_counted(run_of):
         plan = expect(*start_block.in_use(run))
         assert plan.teacher == held * (1 if divided else 2)
         assert f" {plan.teacher / GIB:.2f} the teacher, " in start_block._memory(plan)
+    (line,) = start_block.warnings(run)
+    assert line.startswith("WARNING: the teacher, out/runs/mine/weights, is smaller than its stud")
+    run.built.config = config
+    assert start_block.warnings(run) == []
     run.accelerator.device = torch.device("cuda")
     plan = expect(*start_block.in_use(run))
     assert (plan.teacher, plan.teacher_in_ram) == (0, held)

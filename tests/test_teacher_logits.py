@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -192,7 +193,9 @@ def test_what_was_stopped_looks_unfinished_and_goes_on(
     assert 0 < done < n_parts
     assert (out / BEGUN_FILE).exists()
     assert len(list(out.iterdir())) == done + 1
-    with pytest.raises(DataError, match=f"an unfinished recording .{DESCRIPTION_FILE} is missing"):
+    what = f"an unfinished recording .{DESCRIPTION_FILE} is missing"
+    how = f"TEACHER --data {recorder.samples.folder} --out {out} --k {recorder.k} --max_seq_len "
+    with pytest.raises(DataError, match=f"{what}.*{re.escape(how)}"):
         RecordedSet(recorder.samples, out, asked_of(recorder))
     capsys.readouterr()
     again = recorder_of(kind)
@@ -317,7 +320,8 @@ def test_what_was_recorded_for_something_else_is_refused_in_words(
         (other_data, asked, f"there, {other_data.identity} here"),
         (other_tokenizer, asked, f"there, {'2' * 16} here"),
     ):
-        with pytest.raises(DataError, match=f"out was recorded for something else: .*{said}"):
+        of = recorder.samples.folder
+        with pytest.raises(DataError, match=f"out, a recording of {of}, is for .*{said}"):
             RecordedSet(samples, out, wanted)
     with pytest.raises(
         DataError, match=r"no recording of a teacher .* python -m scripts.teacher_logits"
@@ -371,7 +375,7 @@ def test_records_that_are_no_probabilities_of_pieces_are_refused(recorder_of, tm
             records["log_probabilities"][3] = records["log_probabilities"][3, ::-1] / 2
     records.tofile(path)
     recorded = RecordedSet(recorder.samples, out, asked)
-    with pytest.raises(DataError, match=r"train-00000.bin is damaged: record the teacher again"):
+    with pytest.raises(DataError, match=f"train-00000.bin is damaged: {form.AGAIN}"):
         recorded[0]
 
 

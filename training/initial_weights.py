@@ -7,7 +7,6 @@ from torch import Tensor
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.shards import TEXT
 from data.tokenizer import tokenizer_hash
 from model import LMConfig
 from model.config import HOW_IT_COMPUTES
@@ -69,11 +68,9 @@ class InitialWeights:
                 f"one of {room}: prepare the text with the model's tokenizer"
             )
         if there is not None and there != train_set.description["tokenizer_sha256"]:
-            source = "--data TEXT" if train_set.kind == TEXT else "--conversations FILE"
             raise DataError(
                 f"{train_set.folder} has another tokenizer than the model in {self.source.path}: "
-                f"prepare the {train_set.kind} with the model's, in a folder of its own: `python "
-                f"-m scripts.prepare_data --tokenizer {tokenizer} {source} --out FOLDER`"
+                f"{train_set.prepare_with(tokenizer)}"
             )
         if pieces > room:
             raise DataError(f"{tokenizer} has {pieces} pieces, the model beside it only {room}")

@@ -41,7 +41,10 @@ def launch() -> int:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         memory = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        say(f"error: process {rank} was ended by {name}{memory}")
+        say(
+            f"error: process {rank} was ended by {name}{memory}; the same command with --resume "
+            "auto goes on from what it has saved"
+        )
         return 1
     except (ConnectionError, torch.distributed.DistError) as failed:  # nobody was launched
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")

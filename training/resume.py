@@ -131,10 +131,10 @@ def _require_program(run: RunFolder, args: TrainingArguments, otherwise: str) ->
 
 def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
     run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
-    _require_program(run, args, "pass another --run_name")
+    _require_program(run, args, "choose another run_name")
     if run.metrics.exists() and not may_exist:
         raise UsageError(
-            f"{run.path} holds a run: pass --resume auto to go on with it, or another --run_name"
+            f"{run.path} holds a run: pass --resume auto to go on with it, or another run_name"
         )
     return StartingPoint(run)
 

@@ -158,6 +158,11 @@ def warnings(run: Run, beside: int = 0) -> list[str]:
         more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
         found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
     kind, work = in_use(run)
+    if work.teacher and work.teacher.parameters.total < work.parameters.total:
+        found.append(
+            f"WARNING: the teacher, {run.teacher.found.source.path}, is smaller than its student; "
+            "--teacher names another"
+        )
     needed, room = needs(kind, work), _room(run, beside)
     if room is not None and needed > room:
         found.append(

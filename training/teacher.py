@@ -86,8 +86,8 @@ class TeacherWeights:
             )
         if tokenizer_hash(tokenizer) != data.description["tokenizer_sha256"]:
             raise UsageError(
-                f"{data.folder} has another tokenizer than the teacher in {path}: prepare the "
-                f"{data.kind} with `--tokenizer {tokenizer}`, in a folder of its own"
+                f"{data.folder} has another tokenizer than the teacher in {path}: "
+                f"{data.prepare_with(tokenizer)}"
             )
         if self.config.vocab_size < data.vocab_size:  # more are room that no token takes
             raise UsageError(
@@ -97,7 +97,8 @@ class TeacherWeights:
         if self.config.max_seq_len < data.seq_len:
             raise UsageError(
                 f"the teacher in {path} reads {self.config.max_seq_len} tokens at most, the "
-                f"student {data.seq_len}: pass --max_seq_len {self.config.max_seq_len}"
+                f"student {data.seq_len}: pass --max_seq_len {self.config.max_seq_len}, or another "
+                "--teacher"
             )
 
     def require_processes(self) -> None:

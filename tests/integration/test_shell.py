@@ -95,7 +95,7 @@ def test_a_process_that_the_system_kills_is_named(clone, by_hand):
     assert process.wait(SAFETY_NET_SECONDS) == 1
     assert said[-1] == (
         "run_accelerate.sh: error: process 0 was ended by SIGKILL, as the system does when memory "
-        "runs out\n"
+        "runs out; the same command with --resume auto goes on from what it has saved\n"
     )
 
 

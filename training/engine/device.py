@@ -2,6 +2,8 @@
 
 import torch
 
+from common.numbers import counted
+
 # TFLOP/s of dense matrix products that are summed in fp32, from the makers' data sheets and white
 # papers: in bf16, fp16, TF32 and fp32. First match wins: longer names first.
 PEAKS = {
@@ -61,7 +63,7 @@ def matrix_precision(mixed_precision: str) -> str:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads per process"
+    return f"CPU, {counted(torch.get_num_threads(), 'threads')} per process"
 
 
 def peak_flops(name: str, precision: str) -> float | None:
