@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from common.cpu import available_cores
+from common.numbers import counted
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt", "numpy", "sentencepiece")
 
@@ -20,7 +21,7 @@ def heading(program: str, argv: list[str] | None) -> str:
     """Date, machine and versions in a line, and the command; argv None: as it was typed."""
     about = [
         str(date.today()),
-        f"{cpu_name()}, {available_cores()} cores",
+        f"{cpu_name()}, {counted(available_cores(), 'cores')}",
         torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         f"{platform.system()}, Python {platform.python_version()}",
     ]
