@@ -1,5 +1,6 @@
 """What the start block says of memory, by figures that a test chooses."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from training.engine.kinds import engines
 from training.engine.launch import Engine
 from training.engine.memory import GIB, expect, sum_bytes
 from training.engine.zero_inference import ZeroInference
+from training.recorded_teacher import Recording
 from training.teacher import TeacherWeights
 
 KINDS = {kind.config: kind for kind in engines(LMConfig().dim)}
@@ -148,6 +150,9 @@ def test_the_teacher_is_named_and_counted(run_of):
         assert f" {plan.teacher / GIB:.2f} the teacher, " in start_block._memory(plan)
     (line,) = start_block.warnings(run)
     assert line.startswith("WARNING: the teacher, out/runs/mine/weights, is smaller than its stud")
+    run.teacher = SimpleNamespace(found=Recording(Path("out"), 2.0, {}), held=0)
+    assert start_block.warnings(run) == []
+    run.teacher = SimpleNamespace(found=found, held=held)
     run.built.config = config
     assert start_block.warnings(run) == []
     run.accelerator.device = torch.device("cuda")

@@ -158,7 +158,8 @@ def warnings(run: Run, beside: int = 0) -> list[str]:
         more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
         found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
     kind, work = in_use(run)
-    if work.teacher and work.teacher.parameters.total < work.parameters.total:
+    taught_by = work.teacher.parameters.total if work.teacher else 0  # 0 of a recording, too
+    if 0 < taught_by < work.parameters.total:
         found.append(
             f"WARNING: the teacher, {run.teacher.found.source.path}, is smaller than its student; "
             "--teacher names another"
