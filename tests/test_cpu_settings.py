@@ -87,12 +87,12 @@ def growth(context) -> float:
 
 
 def in_a_process_of_its_own(context) -> float:
-    """Its allocator's settings stay."""
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+    """Its allocator's settings stay; a fork would have what tests before it have freed to fill."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(growth, context).result()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="freed memory is kept on Linux alone")
 def test_memory_that_goes_between_what_stays_can_be_given_back():
-    assert in_a_process_of_its_own(nullcontext) > 8
+    assert in_a_process_of_its_own(nullcontext) > 6  # all of it would be 9
     assert in_a_process_of_its_own(give_back_freed_memory) < 2
