@@ -51,7 +51,7 @@ case $stage in
   pretrain)
     program=train_pretrain_accelerate.py
     [ -z "${CHAT:-}" ] || wrong "CHAT names conversations to fine-tune on: give STAGE=sft with it"
-    given='[[:space:]]--(data|out?)[=[:space:]]' # --ou does for --out
+    given='[[:space:]]--(data|out)[=[:space:]]'
     [[ ! " ${PREPARE_FLAGS:-} " =~ $given ]] ||
       wrong "PREPARE_FLAGS says how text is prepared: leave out --${BASH_REMATCH[1]}, DATA names the text, and the folder is named after it"
     ;;

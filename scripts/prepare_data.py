@@ -36,7 +36,11 @@ from data.sizes import BY_SIZE, suited_to
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m scripts.prepare_data", description=__doc__)
+    parser = OneLineParser(
+        prog="python -m scripts.prepare_data",
+        description=__doc__,
+        allow_abbrev=False,  # other programs look for some of these flags in those they hand on
+    )
     add = parser.add_argument
     text = f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
     add("--data", help=f"{text} (default: {BUILTIN})")

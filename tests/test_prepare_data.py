@@ -331,6 +331,12 @@ def test_a_folder_that_is_no_prepared_data_is_left_alone(workplace, capfd):
     assert (workplace / "mine" / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize("flag", ["--ou", "--dat", "--conv", "--to"])
+def test_no_flag_is_abbreviated(workplace, capfd, flag):
+    line = refused(capfd, flag, "sums.jsonl")
+    assert f"unrecognized argument {flag}" in line
+
+
 def test_the_text_itself_is_never_overwritten(workplace, capfd):
     folder = workplace / "text"
     folder.mkdir()

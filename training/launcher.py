@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from common.errors import EXIT_CODE
-from training.interruption import STOP_NOTE
+from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
@@ -41,10 +41,8 @@ def launch() -> int:
             return failure.exitcode
         name = signal.Signals(-failure.exitcode).name
         memory = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        say(
-            f"error: process {rank} was ended by {name}{memory}; the same command with --resume "
-            "auto goes on from what it has saved"
-        )
+        say(f"error: process {rank} was ended by {name}{memory}; to go on from what it has saved:")
+        print(f"  {how_to_resume('auto')}", file=sys.stderr, flush=True)
         return 1
     except (ConnectionError, torch.distributed.DistError) as failed:  # nobody was launched
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")

@@ -19,6 +19,7 @@ from model.transformer import flops_per_token
 from runs.find import data_of
 from training.arguments import Arguments, TrainingArguments
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
+from training.engine.kinds import kind_of
 from training.engine.launch import KEPT, Engine, spare_overflow_check
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.engine.memory import ram_warning
@@ -162,8 +163,7 @@ def warn_of_ram(
         lora=shapes_of(config, args.adapt).lora,
         teacher=teacher,
     )
-    engine.fit_to(config.dim, work.parameters.trained)
-    warning = ram_warning(engine.kind, work)
+    warning = ram_warning(kind_of(engine.deepspeed, config.dim), work)
     if warning and engine.accelerator.is_local_main_process:
         print(warning, flush=True)
 

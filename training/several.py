@@ -305,11 +305,11 @@ def _require_none_left_behind(runs: list[RunFolder], steps: list[set[int]]) -> N
     """Raises UsageError: one has given up, and all would go back to where it was."""
     newest = max(set.union(*steps))
     for run, own in zip(runs, steps, strict=True):
-        last = max(own, default=None)
-        if run.bad_samples.exists() and last != newest:
+        if run.bad_samples.exists() and newest not in own:
+            last = f"its newest checkpoint is of step {max(own)}" if own else "it has no checkpoint"
             raise UsageError(
-                f"--resume auto: {run.path} gave up, its newest checkpoint is of step {last}, and "
-                f"others went on to step {newest}: leave out its --model, and train it apart"
+                f"--resume auto: {run.path} gave up, {last}, and others went on to step {newest}: "
+                "leave out its --model, and train it apart"
             )
 
 

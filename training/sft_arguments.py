@@ -60,8 +60,6 @@ class SFTArguments(LoRAArguments):
         except ValueError as error:
             raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
         for word in words:
-            name = word.partition("=")[0]
-            for given, why in GIVEN.items():
-                if name.startswith("--") and given.startswith(name):  # abbreviated, perhaps
-                    raise UsageError(f"--prepare_flags {name}: leave it out, {why}")
+            if (name := word.partition("=")[0]) in GIVEN:
+                raise UsageError(f"--prepare_flags {name}: leave it out, {GIVEN[name]}")
         return words

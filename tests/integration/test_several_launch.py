@@ -165,7 +165,7 @@ def test_a_model_that_gives_up_leaves_the_others_as_they_are_alone(packed, tmp_p
     # The one that gave up is behind now, and takes nobody back.
     ended = run_warm([*SEVERAL, *words, *TINY, *shared, *where, "--resume", "auto"])
     assert ended.code == 2
-    assert "together/hopeless gave up, its newest checkpoint is of step None, and" in ended.out
+    assert "together/hopeless gave up, it has no checkpoint, and" in ended.out
     assert "others went on to step 5: leave out its --model" in ended.out
 
 

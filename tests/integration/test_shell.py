@@ -93,10 +93,11 @@ def test_a_process_that_the_system_kills_is_named(clone, by_hand):
                 if "RANK" in child.environ():
                     child.kill()
     assert process.wait(SAFETY_NET_SECONDS) == 1
-    assert said[-1] == (
+    assert said[-2] == (
         "run_accelerate.sh: error: process 0 was ended by SIGKILL, as the system does when memory "
-        "runs out; the same command with --resume auto goes on from what it has saved\n"
+        "runs out; to go on from what it has saved:\n"
     )
+    assert said[-1].endswith(f"bash run_accelerate.sh {' '.join(flags)} --resume auto\n")
 
 
 OF_PREFLIGHT = pytest.mark.variant  # it says so, tests/test_preflight.py
@@ -130,7 +131,7 @@ OF_PREFLIGHT = pytest.mark.variant  # it says so, tests/test_preflight.py
         ("", {"STAGE": "sft"}, "DATA names text to pretrain on: with STAGE=sft, CHAT="),
         ("", {"CHAT": "my.jsonl"}, "CHAT names conversations to fine-tune on: give STAGE=sft"),
         ("", {"PREPARE_FLAGS": "--vocab_size 300 --data x"}, "leave out --data, DATA names the"),
-        ("", {"PREPARE_FLAGS": "--ou=x"}, "leave out --ou, DATA names the text, and the folder is"),
+        ("", {"PREPARE_FLAGS": "--out=x"}, "leave out --out, DATA names the text, and the folder"),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
         ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
         ("", {"ENGINE": "../accelerate_config"}, "no ENGINE is called ../accelerate_config"),
