@@ -87,14 +87,15 @@ def _sums(
     counts = targets != IGNORE_INDEX
     logits = logits.float()  # (tokens, vocab_size or more)
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    student = (logits[:, :vocab_size] / temperature).log_softmax(-1)
+    student = logits[:, :vocab_size] / temperature
     if isinstance(theirs, TopK):
         likeliest = theirs.ids[:, 0]
         student = _classes(student, theirs.ids)
-        teacher = theirs.log_probabilities.float().log_softmax(-1)  # 1 in all, however rounded
+        teacher = theirs.log_probabilities.float()  # of which the sum is 1 but for rounding
     else:
         likeliest = theirs.argmax(-1)
-        teacher = (theirs.float() / temperature).log_softmax(-1)
+        teacher = theirs.float() / temperature
+    student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     of, to = (teacher, student) if kl == "forward" else (student, teacher)
     divergence = F.kl_div(to, of, reduction="none", log_target=True).sum(-1)
     soft = temperature**2 * divergence.where(counts, 0).sum()  # a 0 without a gradient
@@ -107,11 +108,10 @@ def _compiled() -> Callable:
     return torch.compile(_sums)
 
 
-def _classes(log_probabilities: Tensor, ids: Tensor) -> Tensor:
-    """The logarithms of the probabilities of k pieces and, where there are others, of theirs
-    together, computed from them, for 1 minus a sum close to 1 would have no digits left."""
-    chosen = log_probabilities.gather(-1, ids)  # (tokens, k)
-    if ids.shape[-1] == log_probabilities.shape[-1]:
+def _classes(logits: Tensor, ids: Tensor) -> Tensor:
+    """The logits of k pieces and, where there are others, one of these together."""
+    chosen = logits.gather(-1, ids)  # (tokens, k)
+    if ids.shape[-1] == logits.shape[-1]:
         return chosen
-    others = log_probabilities.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([chosen, others], dim=-1)
