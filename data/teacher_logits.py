@@ -153,6 +153,9 @@ class RecordedSet(Dataset):
         self.k = self.description["k"]
         self._dtype = record_dtype(self.description["vocab_size"], self.k)
         self._parts = parts_of(samples, self.description["samples_per_part"])
+        if (listed := len(self.description["parts"])) != len(self._parts):
+            wanted = f"{listed} parts instead of {len(self._parts)}"
+            raise DataError(f"{folder / DESCRIPTION_FILE}: {wanted}: {AGAIN}")
         for number, (_, count) in enumerate(self._parts):
             self._require(self._path(number), count * self._dtype.itemsize)
         self._maps: list[np.memmap] | None = None

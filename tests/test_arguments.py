@@ -156,9 +156,17 @@ def test_a_flag_without_its_value_is_refused(name):
     assert name in refused([f"--{name}"])
 
 
-@pytest.mark.parametrize("value", ["", " ", "a/b", ".", "..", "/tmp/x"])
+@pytest.mark.parametrize("value", ["", " ", "a/b", ".", "..", "/tmp/x", "é" * 128])
 def test_a_run_name_is_a_plain_folder_name(value):
     assert "run_name" in refused([f"--run_name={value}"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("sample_prompt", "\ud83d"), ("deepspeed", "a\0")],
+)
+def test_what_no_tokenizer_or_system_takes_is_refused_before_training(flag, value):
+    assert flag in refused([f"--{flag}={value}"])
 
 
 @pytest.mark.parametrize("value", ["", "nonsense", "tensorboard,nonsense", "tensorboard;wandb"])

@@ -451,6 +451,7 @@ def test_a_sound_file_is_read():
     ("text", "says"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("", "not JSON"),
         ("{'stage': 2}", "not JSON"),
         ("[]", "zero_optimization"),

@@ -106,6 +106,18 @@ def test_parts_of_the_loss_are_means_over_the_same_targets(start, clock, tmp_pat
     assert state.tolist() == [6.0, 2.0, 0.0, 4.0, 1.0]  # the step under way is no part of it
 
 
+def test_weights_that_are_no_whole_numbers_come_back_as_they_were(start):
+    """Those of conversations: how many targets count, as a share."""
+    log = start(log_interval=4, first_step=2)
+    for step, weight in ((2, 0.1), (3, 0.7)):
+        log.micro_batch(torch.tensor(2.7), weight=weight)
+        log.step(step, learning_rate=1e-3, grad_norm=0.5, epoch=0.1)
+    assert log.state()[1].item() == 0.1 + 0.7
+    resumed = start(log_interval=4, first_step=4)
+    resumed.load_state(log.state())
+    assert torch.equal(resumed.state(), log.state())
+
+
 def test_where_every_step_was_skipped_no_part_is_known(start, clock, tmp_path):
     log = start(parts=("soft_loss",))
     log.micro_batch(torch.tensor(1.0), soft_loss=torch.tensor(2.0))

@@ -248,6 +248,17 @@ def test_one_bar_shows_what_each_says():
     assert bar.shown == "large loss 4"
 
 
+def test_the_batch_must_be_as_large_for_all():
+    """Trained apart, each has had its own; on other processes accumulation would keep it."""
+    runs = [
+        SimpleNamespace(folder=RunFolder(Path("out", name)), samples_per_step=n)
+        for name, n in (("a", 4), ("b", 8))
+    ]
+    several._require_one_batch(runs[:1] * 2)
+    with pytest.raises(UsageError, match="in sequences: a 4, b 8; "):
+        several._require_one_batch(runs)
+
+
 def test_sequences_of_weights_must_be_as_long_for_all():
     asked = [TrainingArguments(run_name=name) for name in ("a", "b")]
     lengths = [SimpleNamespace(max_seq_len=n) for n in (256, 512)]

@@ -330,7 +330,7 @@ def test_what_was_recorded_for_something_else_is_refused_in_words(
 
 
 @pytest.mark.parametrize(
-    "damage", ["missing", "cut short", "format", "junk", "no parts", "k", "folder"]
+    "damage", ["missing", "cut short", "format", "junk", "no parts", "other parts", "k", "folder"]
 )
 def test_damage_is_one_line(recorder_of, tmp_path, damage):
     recorder = recorder_of()
@@ -348,6 +348,8 @@ def test_damage_is_one_line(recorder_of, tmp_path, damage):
             described.write_text("[1, 2")
         case "no parts":
             described.write_text(json.dumps(content | {"parts": 3}))
+        case "other parts":
+            described.write_text(json.dumps(content | {"parts": content["parts"][:1]}))
         case "k":
             described.write_text(json.dumps(content | {"k": "five"}))
         case "folder":

@@ -44,10 +44,16 @@ SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
 FOLDER_NAME = Must(
     "a plain folder name",
     lambda name: (
-        name.strip() and name.isprintable() and "/" not in name and name not in (".", "..")
+        name.strip()
+        and name.isprintable()
+        and "/" not in name
+        and name not in (".", "..")
+        and len(name.encode()) <= 255  # bytes, for file systems of every kind
     ),
 )
-FILE_NAME = Must("the name of a file", lambda name: name.strip())
+FILE_NAME = Must("the name of a file", lambda name: name.strip() and "\0" not in name)
+# JSON can spell half a surrogate pair, and a terminal hand on bytes that are no UTF-8.
+TEXT = Must("text", lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
 TRACKER_LIST = Must(
     f"a list of {', '.join(TRACKERS)}", lambda names: set(split(names)) <= set(TRACKERS)
 )
@@ -155,7 +161,9 @@ class TrainingArguments:
     profile: bool = setting(False, "measure and trace a step every profile_interval steps")
     profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)
     sample_interval: int = setting(0, "steps between samples; 0: at the end only", AT_LEAST_0)
-    sample_prompt: str | None = setting(None, "prompt (default: how the validation text begins)")
+    sample_prompt: str | None = setting(
+        None, "prompt (default: how the validation text begins)", TEXT
+    )
     sample_tokens: int = setting(100, "tokens of a sample", AT_LEAST_0)
 
     def __post_init__(self):

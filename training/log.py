@@ -109,10 +109,10 @@ class TrainingLog:
             self._tokens = (self._tokens or 0) + tokens
 
     def state(self) -> Tensor:
-        """What has been collected since the last report, to go on with after a resume."""
+        """Collected since the last report, to go on with after a resume, in fp64 as weights are."""
         self._judge()
         loss, *parts = self._sums.tolist()
-        return torch.tensor([loss, self._weight, self.skipped_steps, *parts])
+        return torch.tensor([loss, self._weight, self.skipped_steps, *parts], dtype=torch.float64)
 
     def load_state(self, state: Tensor) -> None:
         self._sums.copy_(torch.cat([state[:1], state[3:]]))

@@ -263,6 +263,7 @@ def _start(
             run = start_run(args, engine, initial, **common, beside=sum(kept) - own)
         if run is not None:
             turns[run] = turn
+    _require_one_batch(list(turns))
     for run in turns:
         settle(run)
     return turns
@@ -321,3 +322,14 @@ def _require_one_length(models: list[TrainingArguments], initials: list[InitialW
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise UsageError(f"models read the same batches, pass --max_seq_len for all ({said})")
+
+
+def _require_one_batch(runs: list[Run]) -> None:
+    """Raises UsageError: on another number of processes each would keep the batch that it had."""
+    batches = {run.folder.path.name: run.samples_per_step for run in runs}
+    if len(set(batches.values())) > 1:
+        said = ", ".join(f"{name} {batch}" for name, batch in batches.items())
+        raise UsageError(
+            "models read the same batches, and those that go on here have had different ones, in "
+            f"sequences: {said}; train_pretrain_accelerate.py goes on with each apart"
+        )
