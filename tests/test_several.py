@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import UsageError
 from runs.folder import RunFolder
-from training import several
+from training import checkpointing, several
 from training.arguments import TrainingArguments
 from training.several import Lane, Runs, resumed_together
 
@@ -44,8 +44,8 @@ def damaged(monkeypatch) -> set[str]:
     return names
 
 
-def steps_of(paths: list[str]) -> list[int]:
-    return [int(re.search(r"step-(\d+)$", path)[1]) for path in paths]
+def steps_of(paths: list[str | Path]) -> list[int]:
+    return [int(re.search(r"step-(\d+)$", str(path))[1]) for path in paths]
 
 
 def test_all_go_on_from_the_newest_step_that_all_have(models, damaged, tmp_path):
@@ -199,6 +199,19 @@ def test_each_keeps_what_all_can_go_on_from(tmp_path):
     runs[0].gives_up = True
     together.end(1)
     assert [run.checkpointer.beside for run in runs[1:]] == [[runs[2].folder], [runs[1].folder]]
+
+
+def test_in_the_end_none_keeps_more_than_was_asked_for(tmp_path, monkeypatch):
+    """The first to write its last checkpoint kept the one before, for the others had no other."""
+    runs = [FakeRun(tmp_path / name) for name in ("small", "large")]
+    for run, steps in zip(runs, ([10, 20, 30, 40], [20, 30, 40]), strict=True):
+        for step in steps:
+            run.folder.checkpoint(step).mkdir(parents=True)
+        run.folder.metrics.write_text(json.dumps({"step": 40, "loss": 2.5}), encoding="utf-8")
+    monkeypatch.setattr(checkpointing, "best", lambda checkpoints: None)
+    runs_of(*runs).finish()
+    assert steps_of(runs[0].folder.all_checkpoints()) == [20, 30, 40]
+    assert steps_of(runs[1].folder.all_checkpoints()) == [20, 30, 40]
 
 
 def test_told_to_stop_it_says_whose_model_is_to_be_left_out(tmp_path, monkeypatch, capsys):

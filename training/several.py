@@ -15,6 +15,7 @@ from report.page import UNKNOWN, final_numbers, leave_report, write_report
 from runs.checkpoint import damage, space_warning
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
+from training.checkpointing import prune
 from training.engine.kinds import kind_of
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
@@ -166,6 +167,8 @@ class Runs:
             if not run.leave():
                 missing.append(f"{run.folder.path} has its weights, and not its last checkpoint")
         if self.engine.is_main:
+            for run in self.trained:  # until now each has kept what the others were behind at
+                prune(run.folder, self.args.keep_last, run.checkpointer.beside)
             end = f"\n{self._summary()}\n\nreport of all: {self._leave_report()}"
             self.trained[0].log.say(end)
         missing += [f"{run.folder.path} gave up, see above" for run in self.gave_up]
