@@ -128,3 +128,8 @@ class OneLineParser(argparse.ArgumentParser):
         if before in flags and flags[before].nargs == 0:
             return f": {before} takes no value"
         return f": text is given as DATA={word} or --data {word}" if "--data" in flags else ""
+
+
+def is_text(typed: str) -> bool:
+    """Not of what was typed as bytes that are no UTF-8, nor of half a surrogate pair in JSON."""
+    return not any("\ud800" <= character <= "\udfff" for character in typed)

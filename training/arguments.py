@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from common.errors import UsageError
-from common.parser import OneLineParser, UnlessGiven
+from common.parser import OneLineParser, UnlessGiven, is_text
 from data.dataset import PackedDataset
 from model import Transformer
 from model.config import LMConfig, setting
@@ -52,8 +52,7 @@ FOLDER_NAME = Must(
     ),
 )
 FILE_NAME = Must("the name of a file", lambda name: name.strip() and "\0" not in name)
-# JSON can spell half a surrogate pair, and a terminal hand on bytes that are no UTF-8.
-TEXT = Must("text", lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
+TEXT = Must("text", is_text)
 TRACKER_LIST = Must(
     f"a list of {', '.join(TRACKERS)}", lambda names: set(split(names)) <= set(TRACKERS)
 )

@@ -109,7 +109,7 @@ class TrainingLog:
             self._tokens = (self._tokens or 0) + tokens
 
     def state(self) -> Tensor:
-        """Collected since the last report, to go on with after a resume, in fp64 as weights are."""
+        """Collected since the last report, to go on with after a resume; fp64, as `_weight` is."""
         self._judge()
         loss, *parts = self._sums.tolist()
         return torch.tensor([loss, self._weight, self.skipped_steps, *parts], dtype=torch.float64)

@@ -167,7 +167,7 @@ class Runs:
             if not run.leave():
                 missing.append(f"{run.folder.path} has its weights, and not its last checkpoint")
         if self.engine.is_main:
-            for run in self.trained:  # until now each has kept what the others were behind at
+            for run in self.trained:  # each has kept one more while others were behind
                 prune(run.folder, self.args.keep_last, run.checkpointer.beside)
             end = f"\n{self._summary()}\n\nreport of all: {self._leave_report()}"
             self.trained[0].log.say(end)
