@@ -72,7 +72,6 @@ class TrainingArguments:
     about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
     dataset: ClassVar[type] = PackedDataset  # which reads --data
     teacher = None  # whose expectations are learned; with a type it would come before its group
-    teacher_logits = None  # or the folder in which they are written down
     logged: ClassVar[tuple[str, ...]] = ()  # what the log has the mean of, besides the loss
 
     data: str = setting(

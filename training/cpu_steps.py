@@ -72,16 +72,12 @@ def optimizer(config_file: str | None, deepspeed: str | None) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named = ("config_file", "data", "teacher", "teacher_logits", "resume", "out_dir", "run_name")
+    named = ("config_file", "data", "teacher", "resume", "out_dir", "run_name")
     for name in (*named, "epochs", "max_steps"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--deepspeed", "--deepspeed_config", nargs="?", action=UnlessGiven)
     typed, _ = parser.parse_known_args(argv)  # the rest, and nonsense, is judged where it is used
     most = MOST_TAUGHT if typed.teacher else MOST
-    if typed.data is None and typed.teacher_logits:
-        from data.teacher_logits import finished_recording  # it loads torch
-
-        typed.data = finished_recording(Path(typed.teacher_logits))["folder"]
     run = typed.resume  # which has its own text: another teacher may be the newest by now
     if run == "auto":
         newest = run_to_resume(Path(typed.out_dir or RUNS), DISTILLATION, typed.run_name)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from common.errors import UsageError
 from data.conversation_set import ConversationSet
 from data.dataset import PackedDataset, TokenStream
 from data.shards import kind_of, read_description
@@ -40,11 +39,6 @@ class DistillationArguments(TrainingArguments):
         "process has all of it)",
         FILE_NAME,
     )
-    teacher_logits: str | None = setting(
-        None,
-        "in place of a teacher, folder made by scripts.teacher_logits from one and this data",
-        FILE_NAME,
-    )
     alpha: float = setting(0.5, "share of the hard loss, that of the data's own tokens", SHARE)
     temperature: float = setting(
         2.0, "both models' logits are divided by it in the soft loss", POSITIVE
@@ -55,14 +49,6 @@ class DistillationArguments(TrainingArguments):
         "expects, or reverse, for which it says only what the teacher would",
         choices=KL,
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.teacher_logits and (self.teacher not in (None, "auto") or self.teacher_config):
-            raise UsageError(
-                "--teacher_logits is what a teacher has written down, --teacher and "
-                "--teacher_config build one: give either"
-            )
 
     @property
     def dataset(self) -> type[TokenStream]:

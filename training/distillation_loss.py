@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from data.teacher_logits import TopK
 from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
@@ -35,7 +34,7 @@ class Distilled(NamedTuple):
 
 def distillation_loss(
     logits: Tensor,
-    theirs: Tensor | TopK,
+    theirs: Tensor,
     targets: Tensor,
     *,
     alpha: float,
@@ -48,8 +47,7 @@ def distillation_loss(
 
     Args:
         logits: (B, T, vocab_size or more), the student's, in any precision.
-        theirs: (B, T, vocab_size), the teacher's, or what was recorded of its probabilities at this
-            temperature. The pieces that were not recorded then are one class, for both models.
+        theirs: (B, T, vocab_size), the teacher's.
         targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one out.
         alpha: share of the hard loss, from 0 to 1.
         kl: "forward" is KL(teacher || student), by which the student covers all that the teacher
@@ -59,13 +57,11 @@ def distillation_loss(
         compiled: by torch.compile, at the first call.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
-    tensors = (logits, targets, *(theirs if isinstance(theirs, TopK) else [theirs]))
     compute = _compiled() if compiled else _sums
     what = "blocks" if targets.numel() > size else "off"
     total = torch.zeros(3, device=logits.device)
-    chunks = (x.flatten(0, 1).split(size) for x in tensors)
-    for ours, wanted, *of_teacher in zip(*chunks, strict=True):
-        expected = TopK(*of_teacher) if isinstance(theirs, TopK) else of_teacher[0]
+    chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
+    for ours, wanted, expected in zip(*chunks, strict=True):
         how = {"temperature": temperature, "kl": kl, "vocab_size": vocab_size}
         sums = partial(compute, theirs=expected, **how)
         total = total + recomputed(sums, ours, wanted, what)
@@ -78,7 +74,7 @@ def _sums(
     logits: Tensor,
     targets: Tensor,
     *,
-    theirs: Tensor | TopK,
+    theirs: Tensor,
     temperature: float,
     kl: str,
     vocab_size: int | None,
@@ -88,30 +84,15 @@ def _sums(
     logits = logits.float()  # (tokens, vocab_size or more)
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     student = logits[:, :vocab_size] / temperature
-    if isinstance(theirs, TopK):
-        likeliest = theirs.ids[:, 0]
-        student = _classes(student, theirs.ids)
-        teacher = theirs.log_probabilities.float()  # of which the sum is 1 but for rounding
-    else:
-        likeliest = theirs.argmax(-1)
-        teacher = theirs.float() / temperature
+    teacher = theirs.float() / temperature
     student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
     of, to = (teacher, student) if kl == "forward" else (student, teacher)
     divergence = F.kl_div(to, of, reduction="none", log_target=True).sum(-1)
     soft = temperature**2 * divergence.where(counts, 0).sum()  # a 0 without a gradient
-    agreements = ((logits.argmax(-1) == likeliest) & counts).sum()
+    agreements = ((logits.argmax(-1) == theirs.argmax(-1)) & counts).sum()
     return torch.stack([hard, soft, agreements.float()])
 
 
 @cache
 def _compiled() -> Callable:
     return torch.compile(_sums)
-
-
-def _classes(logits: Tensor, ids: Tensor) -> Tensor:
-    """The logits of k pieces and, where there are others, one of these together."""
-    chosen = logits.gather(-1, ids)  # (tokens, k)
-    if ids.shape[-1] == logits.shape[-1]:
-        return chosen
-    others = logits.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([chosen, others], dim=-1)

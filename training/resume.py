@@ -78,16 +78,14 @@ def starting_weights(args: TrainingArguments) -> str | None:
 
 
 def with_own_teacher(args: Arguments) -> Arguments:
-    """Of a run that goes on and is told of no teacher, with the one that it has had, or what was
-    recorded of it: 'auto' may be another one by now. Raises UsageError: as
-    `find_starting_point`."""
-    if args.teacher != "auto" or args.teacher_logits or args.resume is None:
+    """Of a run that goes on and is told of no teacher, with the one that it has had: 'auto' may be
+    another one by now. Raises UsageError: as `find_starting_point`."""
+    if args.teacher != "auto" or args.resume is None:
         return args
     start = find_starting_point(args, quiet=True)
     before = saved_arguments(start.folder) if start.checkpoint else {}
-    own = {name: before.get(name) for name in ("teacher_logits", "teacher")}
-    found = {name: value for name, value in own.items() if isinstance(value, str)}
-    return dataclasses.replace(args, **found)
+    own = before.get("teacher")
+    return dataclasses.replace(args, teacher=own) if isinstance(own, str) else args
 
 
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
@@ -212,10 +210,7 @@ def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current
             advice.append(f"--data {before} goes on with it")
     if saved.get("teacher") != current.get("teacher"):
         before = saved_arguments(start.folder)
-        lines.append(
-            f"the teacher was {before.get('teacher') or before.get('teacher_logits')}, and is "
-            f"{args.teacher or args.teacher_logits} now"
-        )
+        lines.append(f"the teacher was {before.get('teacher')}, and is {args.teacher} now")
     if saved["optimizer"] == "muon" != current["optimizer"]:
         advice.append("--optimizer muon goes on with it, under every engine but ZeRO-3 and offload")
     if not advice and start.folder.settings.exists():

@@ -16,7 +16,6 @@ from common.errors import UsageError
 from data.dataset import PackedDataset
 from data.loader import micro_batches
 from data.order import LengthSampler, MicroBatchSampler
-from data.teacher_logits import TopK
 from model import IGNORE_INDEX
 from training.arguments import TrainingArguments
 from training.checkpointing import Checkpointer, load_checkpoint
@@ -26,7 +25,6 @@ from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
 from training.optimizer import set_learning_rate
 from training.profiler import StepProfiler
-from training.recorded_teacher import RecordedTeacher
 from training.resume import StartingPoint, run_identity
 from training.samples import SampleWriter
 from training.schedule import LearningRate
@@ -40,7 +38,6 @@ class MicroBatch(NamedTuple):
     targets: Tensor
     n_targets: int  # those that count in the loss
     n_tokens: int | None  # without padding, where there may be some
-    recorded: TopK | None = None  # what a teacher wrote down of it, in the CPU's memory
 
 
 class Run:
@@ -67,7 +64,7 @@ class Run:
         val_set: PackedDataset | None,
         total_steps: int,
         started: float,
-        teacher: Teacher | RecordedTeacher | None = None,
+        teacher: Teacher | None = None,
     ):
         self.args = args
         self.engine = engine
@@ -95,8 +92,7 @@ class Run:
             start=start.step * self.samples_per_step,
         )
         on_gpu = accelerator.device.type == "cuda"
-        read = (teacher and teacher.samples) or train_set
-        self.batches = micro_batches(read, self.sampler, args.num_workers, pin_memory=on_gpu)
+        self.batches = micro_batches(train_set, self.sampler, args.num_workers, pin_memory=on_gpu)
         self._ahead: deque[MicroBatch] = deque()  # read, and not yet trained on
         self.log = TrainingLog(
             accelerator,
@@ -161,21 +157,18 @@ class Run:
             count = self.engine.total(sum(batch.n_targets for batch in self._ahead))
             self._mean_count = max(1, count) / (steps * self.engine.processes)
         for _ in range(steps):
-            tokens, targets, self._count, self._tokens, recorded = self._ahead.popleft()
-            if recorded:  # not sooner: k pieces of each token, of a whole step where that is read
-                device = self.accelerator.device
-                self.teacher.answer = TopK(*(x.to(device, non_blocking=True) for x in recorded))
+            tokens, targets, self._count, self._tokens = self._ahead.popleft()
             yield tokens, targets
 
     def _read(self, number: int) -> None:
         """So many micro-batches more, which begin their way to the device."""
         device = self.accelerator.device
-        for tokens, targets, *recorded in islice(self.batches, number):
+        for tokens, targets in islice(self.batches, number):
             counts, n_tokens = targets != IGNORE_INDEX, None
             if self.train_set.lengths is not None:  # a sample ends with a target that counts
                 n_tokens = int(counts.flip(1).cummax(1).values.sum())
             tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
-            self._ahead.append(MicroBatch(tokens, targets, int(counts.sum()), n_tokens, *recorded))
+            self._ahead.append(MicroBatch(tokens, targets, int(counts.sum()), n_tokens))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ from training.sft_arguments import SFTArguments
 # Paths, which may differ between machines, and what the main process decides for all.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
-    *("num_workers", "teacher", "teacher_config", "teacher_logits", "time_limit"),
+    *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 

@@ -13,7 +13,6 @@ from training.arguments import TrainingArguments
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.initial_weights import InitialWeights
-from training.recorded_teacher import Recording
 from training.resume import describe_finished, say_what_changed, set_aside, starting_weights
 from training.run import Run
 from training.schedule import count_steps
@@ -71,7 +70,7 @@ def start_run(
     val_set: PackedDataset | None,
     started: float,
     beside: int = 0,
-    found_teacher: TeacherWeights | Recording | None = None,
+    found_teacher: TeacherWeights | None = None,
 ) -> Run | None:
     """Build the model, resume where asked, and say what is in use; None if the run is finished. In
     the folder of a run that goes on nothing is changed yet: `settle` does that.

@@ -23,7 +23,6 @@ from training.engine.memory import (
 from training.engine.state import is_deepspeeds
 from training.engine.workload import Workload
 from training.initial_weights import InitialWeights
-from training.recorded_teacher import RecordedTeacher
 from training.run import Run
 from training.teacher import Teacher
 
@@ -101,10 +100,8 @@ def _parameters(number: int, config: LMConfig) -> str:
     )
 
 
-def _teacher(teacher: Teacher | RecordedTeacher, dtype: str) -> str:
+def _teacher(teacher: Teacher, dtype: str) -> str:
     """Who teaches, and what this process has of it."""
-    if isinstance(teacher, RecordedTeacher):
-        return str(teacher.found)
     found, beside = teacher.found, teacher.found.beside
     divided = beside.kind.name if found.zero else "whole on each process"
     parameters = _parameters(beside.parameters.total, found.config)
@@ -158,7 +155,7 @@ def warnings(run: Run, beside: int = 0) -> list[str]:
         more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
         found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
     kind, work = in_use(run)
-    taught_by = work.teacher.parameters.total if work.teacher else 0  # 0 of a recording, too
+    taught_by = work.teacher.parameters.total if work.teacher else 0
     if 0 < taught_by < work.parameters.total:
         found.append(
             f"WARNING: the teacher, {run.teacher.found.source.path}, is smaller than its student; "

@@ -25,7 +25,6 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.workload import Beside, Parameters
 from training.engine.zero_inference import ZeroInference
-from training.recorded_teacher import Recording
 from training.resume import with_own_teacher
 
 
@@ -114,10 +113,9 @@ class TeacherWeights:
         return Teacher(self, sha256, engine, dtype, samples.vocab_size)
 
 
-def find_teacher(args: TrainingArguments) -> TeacherWeights | Recording | None:
-    """Raises UsageError, ConfigError: as their `find`."""
-    args = with_own_teacher(args)
-    return Recording.find(args) if args.teacher_logits else TeacherWeights.find(args)
+def find_teacher(args: TrainingArguments) -> TeacherWeights | None:
+    """Raises UsageError, ConfigError: as `TeacherWeights.find`."""
+    return TeacherWeights.find(with_own_teacher(args))
 
 
 class Teacher:
@@ -127,8 +125,6 @@ class Teacher:
 
     Raises UsageError, ConfigError: its weights cannot be read.
     """
-
-    samples = None  # nothing of it has been recorded, that would come with the student's
 
     def __init__(
         self, found: TeacherWeights, sha256: str, engine: Engine, dtype: str, vocab_size: int
