@@ -7,11 +7,12 @@ The steps are those of pretraining, see train_pretrain_accelerate.py. What diffe
 models' logits.
 """
 
+from functools import partial
+
 from training.distillation_arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
 from training.interruption import leave
-from training.program import run_program
-from training.start import set_up
+from training.start import run_program, set_up
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -28,18 +29,26 @@ def train(args: DistillationArguments, model_settings: dict) -> None:
     run = set_up(args, model_settings)
     if run is None:
         return
-    how = {"alpha": args.alpha, "temperature": args.temperature, "kl": args.kl}
-    how |= {"vocab_size": run.train_set.vocab_size, "compiled": run.built.compilation.on}
+    compare = partial(
+        distillation_loss,
+        alpha=args.alpha,
+        temperature=args.temperature,
+        kl=args.kl,
+        vocab_size=run.prepared.train_set.vocab_size,
+        compiled=run.built.compilation.on,
+    )
     for step in run.steps():
         run.begin(step)  # learning rate
-        for tokens, targets in run.micro_batches():
+        for batch in run.micro_batches():
             with run.accumulate():
-                theirs = run.teacher(tokens)
-                ours = run.model(tokens).logits
-                loss, hard, soft, agreement = distillation_loss(ours, theirs, targets, **how)
-                run.backward(loss, hard_loss=hard, soft_loss=soft, agreement=agreement)
-        run.update()  # clip, optimizer step
-        if run.end(step):  # log, validate, sample, save; true: told to stop
+                theirs = run.teacher(batch.tokens)
+                ours = run.model(batch.tokens).logits
+                loss, hard, soft, agreement = compare(ours, theirs, batch.targets)
+                run.backward(loss, batch, hard_loss=hard, soft_loss=soft, agreement=agreement)
+        grad_norm = run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
             return
     run.finish()
 

@@ -9,8 +9,7 @@ step always means an optimizer step; a micro-batch is what one process feeds for
 
 from training.arguments import TrainingArguments
 from training.interruption import leave
-from training.program import run_program
-from training.start import set_up
+from training.start import run_program, set_up
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -29,12 +28,14 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
         return
     for step in run.steps():
         run.begin(step)  # learning rate
-        for tokens, targets in run.micro_batches():
+        for batch in run.micro_batches():
             with run.accumulate():
-                loss = run.model(tokens, targets).loss
-                run.backward(loss)
-        run.update()  # clip, optimizer step
-        if run.end(step):  # log, validate, sample, save; true: told to stop
+                loss = run.model(batch.tokens, batch.targets).loss
+                run.backward(loss, batch)
+        grad_norm = run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
             return
     run.finish()
 

@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
       --model small.json --model large.json [flags for all of them]
 
-The steps are those of pretraining, see train_pretrain_accelerate.py, and each model becomes, to the
-bit, what it is when it is trained there alone: it has an engine, random numbers and a run folder of
-its own. What is shared are the batches, which are read once, and the moment of a checkpoint.
+The steps are those of pretraining, see train_pretrain_accelerate.py. Each model has an engine,
+random numbers and a run folder of its own, and its losses are those of training it alone. The
+models read the same batches and save at the same steps.
 """
 
 from common.errors import UsageError, one_line_errors
@@ -13,8 +13,7 @@ from model import ConfigError
 from training.engine.failures import one_line_failures
 from training.interruption import leave
 from training.notebook import leave_as_found
-from training.several import set_up_several
-from training.several_arguments import PROGRAM, Model, parse_models
+from training.several import PROGRAM, Model, parse_models, set_up_several
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -35,15 +34,18 @@ def train(models: list[Model]) -> None:
     if runs is None:
         return
     for step in runs.steps():
+        val_losses = {}
         for run in runs.in_turn():
             run.begin(step)  # learning rate
-            for tokens, targets in run.micro_batches():
+            for batch in run.micro_batches():
                 with run.accumulate():
-                    loss = run.model(tokens, targets).loss
-                    run.backward(loss)
-            run.update()  # clip, optimizer step
-            run.report(step)  # log, validate, sample
-        if runs.end(step):  # save, all of them or none; true: told to stop
+                    loss = run.model(batch.tokens, batch.targets).loss
+                    run.backward(loss, batch)
+            grad_norm = run.clip_gradients()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            val_losses[run] = run.report(step, grad_norm)  # log, validate, sample
+        if runs.end(step, val_losses):  # save, all of them or none; true: asked to stop
             return
     runs.finish()
 

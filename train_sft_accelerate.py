@@ -8,9 +8,8 @@ only the tokens of answers count in the loss.
 """
 
 from training.interruption import leave
-from training.program import run_program
 from training.sft_arguments import SFTArguments
-from training.start import set_up
+from training.start import run_program, set_up
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,12 +31,14 @@ def train(args: SFTArguments, model_settings: dict) -> None:
         run.write_sample(0)
     for step in run.steps():
         run.begin(step)  # learning rate
-        for tokens, targets in run.micro_batches():
+        for batch in run.micro_batches():
             with run.accumulate():
-                loss = run.model(tokens, targets).loss  # of the answers alone
-                run.backward(loss)
-        run.update()  # clip, optimizer step
-        if run.end(step):  # log, validate, sample, save; true: told to stop
+                loss = run.model(batch.tokens, batch.targets).loss  # of the answers alone
+                run.backward(loss, batch)
+        grad_norm = run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
             return
     run.finish()
 

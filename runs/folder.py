@@ -40,6 +40,11 @@ class RunFolder:
         return sorted(p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint was saved after, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def read_settings(path: Path) -> dict:
     """settings.json, or nothing if it is missing or damaged: a run can do without."""
     try:

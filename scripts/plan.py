@@ -1,90 +1,119 @@
-"""A run known before its launch: memory of every engine, what fits, hours, bytes sent.
+"""Memory, bytes sent and hours of a training, engine by engine, before anything is started.
 
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
-    python -m scripts.plan ... --num_processes 8,64,1024     # who can share this global batch
 
-Flags are those of the training script that a plan depends on, and those under "plan". Nothing is
-loaded or started; neither a GPU nor weights are needed. Figures are those of
-training/engine/memory.py and communication.py.
+Flags are those of the training programs that memory and time depend on, and those under "plan".
+Neither a GPU nor weights are needed. The figures are those of training/engine/estimate.py.
 """
 
-import argparse
-import math
 import os
 
-from common.errors import UsageError, one_line_errors
-from model.config import ConfigError
-from training.arguments import build_parser
-from training.plan_page import describe
+import torch
 
-LARGEST = 1e18
-# Of training, what a plan depends on besides the model's shape.
+from common.columns import columns
+from common.errors import UsageError, one_line_errors
+from model import ConfigError, LMConfig
+from training.arguments import as_arguments, build_parser
+from training.engine.device import PEAKS, peak_flops
+from training.engine.estimate import (
+    GIB,
+    OVERHEAD,
+    Workload,
+    available_memory,
+    choices,
+    estimate,
+    fits,
+    largest_batch,
+)
+from training.engine.kinds import Kind
+
+TOKENS_PER_PARAMETER = 20  # https://arxiv.org/abs/2203.15556
 TRAINING_FLAGS = (
     *("accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"),
-    *("keep_last", "max_steps", "optimizer", "tf32"),
+    *("max_steps", "optimizer", "tf32"),
 )
 
 
-def whole_numbers(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and 0 < int(part) <= LARGEST for part in parts):
-        raise argparse.ArgumentTypeError(f"whole numbers from 1 on, not {text!r}")
-    return [int(part) for part in parts]
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= LARGEST:
-        raise argparse.ArgumentTypeError(f"a positive number, at most {LARGEST:g}, not {text!r}")
-    return value
-
-
-def share(text: str) -> float:
-    value = positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"a share, from 0 to 1, not {text!r}")
-    return value
-
-
 def parse_options(argv: list[str] | None = None) -> dict:
-    """What was typed, of all flags; those of "plan" with their defaults."""
+    """Return the flags that were typed; those of "plan" have their defaults."""
     parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
-    numbers = "processes that share the global batch, one number or several: 8,64,1024"
-    add(
-        "--num_processes",
-        type=whole_numbers,
-        default=[1],
-        metavar="N",
-        help=f"{numbers}; the batch is that of the first (default: 1)",
-    )
+    add("--num_processes", type=int, default=1, help="processes, one for each GPU")
     add("--vocab_size", type=int, default=6400, help="pieces of the tokenizer")
-    gpu = "GiB that a process can have on its GPU (default: what is found; without a GPU, RAM)"
-    add("--gpu_memory", type=positive, metavar="GIB", help=gpu)
-    add("--ram", type=positive, metavar="GIB", help="of one machine (default: what is found)")
-    add("--processes_per_machine", type=whole_numbers, default=[8], help="at most")
-    device = "whose peak counts, as in 'H100' or 'RTX 4090' (default: the GPU that is found)"
-    add("--device", metavar="NAME", help=device)
-    mfu = "share of the peak that is reached, as a run's log says it; 0.4 is an assumption"
-    add("--mfu", type=share, default=0.4, help=mfu)
-    tokens = "to train on (default: max_steps, if given, else 20 per parameter)"
-    add("--tokens", type=positive, help=tokens)
-    add("--bandwidth", type=positive, default=25.0, metavar="GB/S", help="that a process can send")
-    host = "between a GPU and RAM or NVMe, for offload"
-    add("--host_bandwidth", type=positive, default=20.0, metavar="GB/S", help=host)
+    add("--gpu_memory", type=float, help="GiB of a GPU (default: of this machine's, or its RAM)")
+    add("--device", help="GPU by whose peak hours are counted, such as 'H100' (default: this one)")
+    add("--mfu", type=float, default=0.4, help="share of that peak that training reaches")
+    add("--tokens", type=float, help="to train on (default: max_steps, else 20 per parameter)")
     return vars(parser.parse_args(argv))
+
+
+def describe(options: dict) -> str:
+    """Return the page. Raises UsageError, ConfigError: a value that cannot work."""
+    plan = ("num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens")
+    processes, vocab_size, gpu_memory, name, mfu, tokens = (options.pop(key) for key in plan)
+    for key, value in {"num_processes": processes, "gpu_memory": gpu_memory, "mfu": mfu}.items():
+        if value is not None and not 0 < value < 1e9:
+            raise UsageError(f"--{key} must be positive, not {value}")
+    args, model_settings = as_arguments(options)
+    config = LMConfig(**model_settings, vocab_size=vocab_size)
+    on_gpu = bool(gpu_memory or name or torch.cuda.is_available())
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if name is None and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
+    if name and peak is None:
+        raise UsageError(f"--device {name}: its peak is not known, but that of {', '.join(PEAKS)}")
+    if gpu_memory is None and on_gpu and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: say its --gpu_memory too, in GiB")
+    room = int(gpu_memory * GIB) if gpu_memory else available_memory(device, processes)
+    compiled = args.compile == "on" or (args.compile == "auto" and on_gpu)
+    work = Workload.of(args, config, processes=processes, device=device, compiled=compiled)
+    step = args.global_batch(processes) * config.max_seq_len
+    tokens = tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
+    flops = tokens * work.shapes.flops_per_token(config.max_seq_len)
+    hours = flops / (peak * mfu * processes) / 3600 if peak else None
+    found = next((kind for kind in choices(work) if room and fits(kind, work, room)), None)
+    return "\n".join(
+        [
+            f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
+            f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps",
+            f"{(room or 0) / GIB:.1f} GiB for each of {processes} processes, of which "
+            f"{OVERHEAD // GIB} for libraries" + (f"; {name} at {mfu:.0%} MFU" if hours else ""),
+            "",
+            columns([_row(kind, work, room, hours) for kind in choices(work)]),
+            "",
+            _advice(found),
+        ]
+    )
+
+
+def _row(kind: Kind, work: Workload, room: int | None, hours: float | None) -> dict[str, str]:
+    expected = estimate(kind, work)
+    return {
+        "engine": kind.name,
+        "GPU GiB" if not work.on_cpu else "GiB": f"{expected.peak / GIB:.2f}",
+        "RAM GiB": f"{expected.ram / GIB:.2f}",
+        "largest batch": str(largest_batch(kind, work, room)) if room else "?",
+        "GB sent per step": f"{expected.sent / 1e9:.2f}",
+        "hours": f"{hours:.3g}" if hours else "?",
+    }
+
+
+def _advice(found: Kind | None) -> str:
+    if found is None:
+        return "No engine fits with this --batch_size: take a smaller one, or more memory."
+    return (
+        f"Take {found.name}, the first that fits: ENGINE={found.config} bash run_accelerate.sh, or "
+        f"accelerate launch --config_file configs/{found.config}.yaml."
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("plan", UsageError, ConfigError):
-        options = parse_options(argv)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
-        print(describe(options))
+        print(describe(parse_options(argv)))
 
 
 if __name__ == "__main__":

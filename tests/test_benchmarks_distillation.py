@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scripts.teacher_logits import parse_arguments as parse_recording
 
 from benchmarks import distillation
 from benchmarks.distillation import Result, closing_line, main, row
 from formats.portable import save_portable
 from model import LMConfig, Transformer
-from scripts.teacher_logits import parse_arguments as parse_recording
 from training.arguments import TrainingArguments, parse_arguments
 from training.distillation_arguments import DistillationArguments
 

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from data.teacher_logits import TopK
+from training.recorded_teacher import RecordedTeacher
+from training.setup import build_model
 
 from data.dataset import PackedDataset
-from data.teacher_logits import TopK
 from model import IGNORE_INDEX, LMConfig
 from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation
 from training.engine.launch import Engine
 from training.interruption import SIGNALS
-from training.recorded_teacher import RecordedTeacher
 from training.resume import StartingPoint
 from training.run import Run
-from training.setup import build_model
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB = 3, 2, 8, 50
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from training.engine.memory import GIB, expect, sum_bytes
+from training.recorded_teacher import Recording
 
 from model import LMConfig
 from runs.folder import RunFolder
@@ -14,9 +16,7 @@ from training.engine import memory, workload
 from training.engine.compilation import Compilation
 from training.engine.kinds import engines
 from training.engine.launch import Engine
-from training.engine.memory import GIB, expect, sum_bytes
 from training.engine.zero_inference import ZeroInference
-from training.recorded_teacher import Recording
 from training.teacher import TeacherWeights
 
 KINDS = {kind.config: kind for kind in engines(LMConfig().dim)}

@@ -100,7 +100,9 @@ class TrainingArguments:
     )
     learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
-    lr_schedule: str = setting("cosine", "after the warm-up", choices=SCHEDULES)
+    lr_schedule: str | None = setting(
+        None, "after the warm-up (default: cosine)", choices=SCHEDULES
+    )
     warmup_steps: int | None = setting(
         None, "linear warm-up (default: a twentieth of all steps, at most 2000)", AT_LEAST_0
     )
@@ -174,6 +176,10 @@ class TrainingArguments:
     def mixed_precision(self) -> str:
         """Accelerate's name of --dtype."""
         return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[self.dtype]
+
+    def global_batch(self, processes: int) -> int:
+        """Return the sequences of an optimizer step, of all processes together."""
+        return self.batch_size * self.accumulation_steps * processes
 
     def adapt(self, model: Transformer) -> None:
         """Change a model in place as soon as it is there, before it has its weights."""

@@ -1,15 +1,11 @@
-"""Saving a run behind its training, and putting a checkpoint back. `runs/checkpoint.py` has the
-format.
+"""Save a run while it trains on, and load a checkpoint; `runs/checkpoint.py` has the format.
 
-The main process copies everything to its CPU memory, training goes on, and a thread writes the
-copy.
+The main process copies the state to its memory, training goes on, and a thread writes the copy.
 """
 
 import math
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +17,6 @@ from torch import Tensor
 from common.atomic import remove
 from common.errors import UsageError
 from formats.portable import TensorFile
-from model.config import LMConfig
 from model.lora import LoRA
 from runs.checkpoint import (
     OPTIMIZER,
@@ -33,48 +28,48 @@ from runs.checkpoint import (
     val_loss,
     write_checkpoint,
 )
-from runs.folder import RunFolder
+from runs.folder import RunFolder, step_of
+from training.build import BuiltModel
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
 from training.interruption import CHECKPOINT_WRITER
 from training.log import TrainingLog
+from training.meter import LossMeter
+from training.prepare import Prepared
+
+METER = "log."  # begins the names of a rank's unfinished log line in a checkpoint
 
 
-@dataclass(kw_only=True)
 class Checkpointer:
-    """Saves checkpoints; keeps the newest `keep_last` and the best by validation loss."""
+    """Save checkpoints; keep the newest --keep_last of them and the best by validation loss.
 
-    run: RunFolder
-    engine: Engine
-    state: TrainingState
-    keep_last: int  # 0 keeps all
-    config: LMConfig  # recorded like the next two
-    identity: dict  # what else a run that resumes must have in common, see `resume.run_identity`
-    compiled: bool  # a run that resumes computes as this one does
-    log: TrainingLog  # tells what happened, and has a state of its own to save
-    start_step: int = 0  # checkpoints after it are of a course not taken
-    beside: Sequence[RunFolder] = ()  # runs that go on with this one, from a step that all have
+    Args:
+        log: says what was saved; the state of its meter is part of a checkpoint.
+    """
 
-    def __post_init__(self):
-        # A machine may see the others' files late, and what is best is decided alike on all.
-        self._lowest = on_main_process(self.engine.accelerator, self._lowest_so_far)
+    def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
+        self.folder = prepared.start.folder
+        self.keep_last = prepared.args.keep_last
+        self.engine, self.log = engine, log
+        self.state: TrainingState = built.state
+        lora = prepared.shapes.lora
+        self.facts = {
+            "model": prepared.config.to_dict(),
+            "identity": prepared.identity,
+            "processes": engine.processes,
+            "compiled": built.compilation.on,  # a run that resumes computes as this one does
+        } | ({"lora": vars(lora)} if lora else {})
+        # A machine may see the others' files late, and the best checkpoint is the same on all.
+        self.lowest = on_main_process(engine, lambda: self._lowest_until(prepared.start.step))
         self._writer: threading.Thread | None = None
         self._last_one_saved = True
         self._outcome: str | Exception | None = None
 
-    def _lowest_so_far(self) -> float:
-        """Validation loss at a checkpoint of this course."""
-        before = (p for p in self.run.all_checkpoints() if int(p.name[5:]) <= self.start_step)
-        found = best(before)
+    def _lowest_until(self, step: int) -> float:
+        """Return the lowest validation loss of the checkpoints up to this step."""
+        found = best(p for p in self.folder.all_checkpoints() if step_of(p) <= step)
         return val_loss(found) if found else math.inf
-
-    def is_best(self, val_loss: float | None) -> bool:
-        """Whether a validation, if there was one, is the best so far; the same on every process."""
-        if val_loss is None or val_loss >= self._lowest:
-            return False
-        self._lowest = val_loss
-        return True
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state now and write it behind training. Every process must call it.
@@ -84,6 +79,7 @@ class Checkpointer:
         """
         self.wait()
         started = time.perf_counter()
+        self.lowest = min(self.lowest, math.inf if val_loss is None else val_loss)
         tensors = {
             WEIGHTS: self.state.weights(),
             OPTIMIZER: self.state.moments(),
@@ -92,16 +88,7 @@ class Checkpointer:
         scalars = self.state.scalars()
         if not self.engine.is_main:
             return
-        state = {
-            "step": step,
-            "val_loss": val_loss,
-            "model": self.config.to_dict(),
-            "identity": self.identity,
-            "processes": self.engine.processes,
-            "compiled": self.compiled,
-        } | scalars
-        if lora := self.state.model.lora:
-            state["lora"] = vars(lora)
+        state = {"step": step, "val_loss": val_loss} | self.facts | scalars
         stalled = time.perf_counter() - started
         self._outcome = None
         work = (tensors, state, stalled)
@@ -109,7 +96,7 @@ class Checkpointer:
         self._writer.start()
 
     def poll(self) -> None:
-        """Report a save that has ended since."""
+        """Report a save that has ended since the last call."""
         if self._writer is not None and not self._writer.is_alive():
             self.wait()
 
@@ -132,39 +119,38 @@ class Checkpointer:
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
         started = time.perf_counter()
         try:
-            size = write_checkpoint(self.run, tensors, state)
+            size = write_checkpoint(self.folder, tensors, state)
         except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
             self._outcome = error
             return
         speed = size / 1e6 / (time.perf_counter() - started)
         self._outcome = (
-            f"saved {self.run.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
+            f"saved {self.folder.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
             f"{size / 1e6:.1f} MB written behind it at {speed:.0f} MB/s"
         )
-        prune(self.run, self.keep_last, self.beside)
+        prune(self.folder, self.keep_last)
 
     def _gather_random(self) -> dict[str, Tensor]:
-        """Every process's random state and unfinished log line, keyed rank.what."""
+        """Return every rank's random state and unfinished log line, by the names "RANK.what"."""
         mine = {"cpu": torch.get_rng_state()}
         device = self.engine.accelerator.device
-        mine["log"] = self.log.state()
         if device.type == "cuda":
             mine["cuda"] = torch.cuda.get_rng_state(device)
+        for name, value in self.log.meter.state().items():
+            mine[METER + name] = torch.tensor(value, dtype=torch.float64)
         everyone = gather_object([mine]) if self.engine.processes > 1 else [mine]
         return {
             f"{rank}.{k}": v for rank, tensors in enumerate(everyone) for k, v in tensors.items()
         }
 
 
-def prune(run: RunFolder, keep_last: int, beside: Sequence[RunFolder] = ()) -> None:
-    """Remove all but the newest keep_last, the one with the lowest validation loss, and the newest
-    that runs beside this one have too; 0 keeps all."""
+def prune(run: RunFolder, keep_last: int) -> None:
+    """Remove all checkpoints but the newest keep_last and the one with the lowest validation loss;
+    0 keeps all."""
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
-    steps = ({path.name for path in each.all_checkpoints()} for each in (run, *beside))
-    shared = max(set.intersection(*steps), default="")
-    keep = {*checkpoints[-keep_last:], best(checkpoints), run.checkpoints / shared}
+    keep = {*checkpoints[-keep_last:], best(checkpoints)}
     for path in checkpoints:
         if path not in keep:
             remove(path)
@@ -172,9 +158,11 @@ def prune(run: RunFolder, keep_last: int, beside: Sequence[RunFolder] = ()) -> N
         remove(leftover)
 
 
-def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: TrainingLog) -> None:
-    """Put a checkpoint into the prepared model and optimizer, on every process; all must call this.
-    Raises UsageError: files missing or damaged, or of a model of another shape."""
+def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
+    """Load a checkpoint into the prepared model and optimizer. Every process must call it.
+
+    Raises UsageError: files missing or damaged, or of a model of another shape.
+    """
 
     def attempt() -> None:
         try:
@@ -182,7 +170,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: Train
             require_same_adapters(scalars.get("lora"), state.model.lora, str(path))
             moments = TensorFile(path / OPTIMIZER)
             state.load(saved_weights(path), moments, scalars, str(path))
-            _restore_random(load_file(path / RANDOM), scalars["processes"], engine, log)
+            _restore_random(load_file(path / RANDOM), scalars["processes"], engine, meter)
         except (
             SafetensorError,
             OSError,
@@ -197,7 +185,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, log: Train
 
 
 def require_same_adapters(saved: dict | None, lora: LoRA | None, source: str) -> None:
-    """Raises UsageError: the adapters of a checkpoint are others than the model's."""
+    """Raise UsageError where a checkpoint's adapters differ from the model's."""
     saved, now = saved or {}, vars(lora) if lora else {}
     if different := [name for name in saved | now if saved.get(name) != now.get(name)]:
         said = [f"{name} {saved.get(name)} there and {now.get(name)} now" for name in different]
@@ -205,21 +193,25 @@ def require_same_adapters(saved: dict | None, lora: LoRA | None, source: str) ->
 
 
 def _restore_random(
-    random: dict[str, Tensor], saved: int, engine: Engine, log: TrainingLog
+    random: dict[str, Tensor], saved: int, engine: Engine, meter: LossMeter
 ) -> None:
-    """Of this process, from those of the `saved` processes that wrote the checkpoint."""
-    rank = engine.accelerator.process_index
-    device = engine.accelerator.device
+    """Restore this rank's random state from a checkpoint that `saved` ranks wrote."""
+    rank, device = engine.accelerator.process_index, engine.accelerator.device
+    states = [_meter_state(random, f"{other}.", meter) for other in range(saved)]
+    meter.load_state(states, engine.processes, rank)
     if saved == engine.processes:
         torch.set_rng_state(random[f"{rank}.cpu"])
         if device.type == "cuda" and f"{rank}.cuda" in random:
             torch.cuda.set_rng_state(random[f"{rank}.cuda"], device)
-        log.load_state(random[f"{rank}.log"])
-        return
-    if engine.is_main:
+    elif engine.is_main:
         print("another number of processes: dropout, if any, takes other masks", flush=True)
-    # The unfinished log line: as many micro-batches as before, divided among more or fewer.
-    lines = torch.stack([random[f"{other}.log"] for other in range(saved)])
-    share = torch.full_like(lines[0], saved / engine.processes)
-    share[2] = 1  # steps that were skipped
-    log.load_state(lines.mean(0) * share)
+
+
+def _meter_state(random: dict[str, Tensor], rank: str, meter: LossMeter) -> dict[str, float]:
+    """Return a rank's unfinished log line."""
+    begin = rank + METER
+    if (old := random.get(rank + "log")) is not None:  # earlier versions wrote it without names
+        loss, weight, skipped, *parts = old.tolist()
+        sums = dict(zip(meter.names, (loss, *parts), strict=True))
+        return sums | {"weight": weight, "skipped_steps": skipped}
+    return {k.removeprefix(begin): v.item() for k, v in random.items() if k.startswith(begin)}

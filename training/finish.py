@@ -21,7 +21,7 @@ from report.picture import draw_losses
 from runs.base import with_base
 from runs.checkpoint import best, val_loss
 from runs.find import BEST
-from runs.folder import RunFolder
+from runs.folder import RunFolder, step_of
 from training.arguments import TrainingArguments
 from training.interruption import how_to_resume, python
 from training.samples import prompt_and_continuation
@@ -70,7 +70,7 @@ def finish(
     if validations and lowest and lowest != run.checkpoint(last["step"]):
         source += BEST
         say(
-            f"it was lowest after step {int(lowest.name[5:])}, {val_loss(lowest):.4f}: {source} is "
+            f"it was lowest after step {step_of(lowest)}, {val_loss(lowest):.4f}: {source} is "
             "the model of then, which other text will suit better"
         )
     say(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")

@@ -1,11 +1,11 @@
-"""Where the weights of a new run come from: drawn at random, or with --init_from another run's."""
+"""The weights that a new run begins with: drawn at random, or with --init_from another run's."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from common.errors import UsageError
-from data.dataset import PackedDataset
+from data.dataset import TokenStream
 from data.errors import DataError
 from data.tokenizer import tokenizer_hash
 from model import LMConfig
@@ -13,7 +13,7 @@ from model.config import HOW_IT_COMPUTES
 from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
 
-# Rotary positions have no weights, so that the context may be another one.
+# Settings that may differ from those of the weights. Rotary positions have no weights.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 
 
@@ -25,11 +25,13 @@ class InitialWeights:
 
     @classmethod
     def find(cls, init_from: str | None, given: dict) -> "InitialWeights":
-        """Look for the weights and read their shape; `given` are the settings of the model that
-        were typed.
+        """Find the weights and read the shape of their model.
 
-        Raises UsageError: no weights there, or a flag contradicts their shape. ConfigError: a shape
-        that cannot be read, or a flag with a value that cannot work.
+        Args:
+            given: settings of the model that were typed.
+
+        Raises UsageError: no weights there, or a flag contradicts their shape. ConfigError: a
+        shape that cannot be read or cannot work.
         """
         if init_from is None:
             return cls(given)
@@ -54,44 +56,43 @@ class InitialWeights:
     def max_seq_len(self) -> int:
         return self.settings.get("max_seq_len", LMConfig.max_seq_len)
 
-    def config(self, train_set: PackedDataset) -> LMConfig:
-        """The whole shape of the model to train on this data. Raises DataError: the data has
-        another tokenizer than the weights."""
+    def config(self, train_set: TokenStream) -> LMConfig:
+        """Return the shape of the model for this data. Raises DataError: the data has another
+        tokenizer than the weights."""
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
-        tokenizer = self.source.tokenizer
-        pieces, room = train_set.vocab_size, self.settings["vocab_size"]
-        there = tokenizer_hash(tokenizer) if tokenizer.is_file() else None
-        if there is None and pieces != room:
-            raise DataError(
-                f"{train_set.folder} has a vocabulary of {pieces}, the model in {self.source.path} "
-                f"one of {room}: prepare the text with the model's tokenizer"
-            )
-        if there is not None and there != train_set.description["tokenizer_sha256"]:
+        tokenizer, room = self.source.tokenizer, self.settings["vocab_size"]
+        if not tokenizer.is_file():
+            if train_set.vocab_size != room:
+                raise DataError(
+                    f"{train_set.folder} has a vocabulary of {train_set.vocab_size}, the model in "
+                    f"{self.source.path} one of {room}: prepare the text with the model's tokenizer"
+                )
+        elif tokenizer_hash(tokenizer) != train_set.description["tokenizer_sha256"]:
             raise DataError(
                 f"{train_set.folder} has another tokenizer than the model in {self.source.path}: "
                 f"{train_set.prepare_with(tokenizer)}"
             )
-        if pieces > room:
-            raise DataError(f"{tokenizer} has {pieces} pieces, the model beside it only {room}")
+        elif train_set.vocab_size > room:
+            raise DataError(
+                f"{tokenizer} has {train_set.vocab_size} pieces, the model beside it only {room}"
+            )
         return LMConfig(**self.settings)
 
     def load(self) -> dict[str, Tensor]:
-        """name → fp32 weights on the CPU; only where there is a source. Raises ConfigError: files
+        """Return name → fp32 weights on the CPU; a source must be there. Raises ConfigError: files
         that are damaged or do not fit each other."""
         model = self.source.load()
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def describe(self) -> str:
-        """For the start block."""
+        """Describe the weights for the start block."""
         if self.source is None:
             return "scratch"
         words = f"{self.source.path}, with a new optimizer"
         if self.max_seq_len != self.source_config.max_seq_len:
-            words += (
-                f"; max_seq_len is {self.max_seq_len} now and {self.source_config.max_seq_len} "
-                "there, which rotary positions allow"
-            )
+            words += f"; max_seq_len is {self.max_seq_len} now and "
+            words += f"{self.source_config.max_seq_len} there, which rotary positions allow"
         if not self.source.tokenizer.is_file():
             words += "; no tokenizer there: only the size of the vocabulary was compared"
         return words

@@ -1,204 +1,114 @@
-"""What a run tells while it trains: progress bar, log lines, metrics.jsonl and trackers."""
+"""What a run reports while it trains: progress bar, log lines, metrics.jsonl and trackers."""
 
 import json
-import math
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
 from common.atomic import write_whole
 from common.progress import progress_bar
-from report.history import number
+from report.history import number, read_rows
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
-from training.engine.usage import peak_memory_bytes, seconds_without_core
+from training.engine.usage import peak_memory_bytes
+from training.meter import LossMeter
+from training.speed import StepClock, as_time
 
-# Share of its time that a thread has waited for a core, at least, beside a busy program: measured
-# were 0.37 on two cores, and 0.005 alone.
-CROWDED = 0.1
-ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's, which are a warning
-
-
-def copied(numbers: Tensor) -> Callable[[], list[float]]:
-    """Numbers that a GPU has yet to compute. The function waits for them and gives them, and does
-    not wait for what the GPU was asked meanwhile."""
-    here = numbers.to("cpu", non_blocking=True)  # pinned memory
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def read() -> list[float]:
-        arrived.synchronize()
-        return here.tolist()
-
-    return read
+ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's that make a warning
 
 
-class EndedStep(NamedTuple):
-    number: int
-    sums: Tensor  # of loss and parts over its micro-batches
-    weight: float  # theirs
-    read: Callable[[], list[float]]  # norm of the gradient, loss, and what else stands behind it
-
-
-@dataclass
 class TrainingLog:
-    """Collects each step's loss and reports every `log_interval` steps: the mean over all targets
-    that counted since the last report, on all processes.
+    """Report every `log_interval` steps, at the first and at the last step.
 
-    Losses stay on the device between reports: asking for one waits for the GPU. There a step's
-    gradient is judged when the next step has been queued, so that the GPU never runs dry, or sooner
-    where a report or the state needs it. Throughput counts training only, not what happens inside
-    `pause()`, and not the first step of this start, which compiles and fills caches.
+    Throughput leaves out pauses and the first step of a start, which compiles and fills caches.
+
+    Args:
+        accelerator: as prepared; only its main process writes.
+        path: metrics.jsonl; `open` drops the rows of `first_step` and later.
+        tokens_per_step: of all processes together, on average.
+        flops_per_token: see `Transformer.flops_per_token`.
+        total_steps: of the run.
+        first_step: of this start.
+        parts: names of the means that each micro-batch has besides its loss.
+        name: begins every line, where several runs have a log; there is no progress bar then.
     """
 
-    accelerator: Accelerator  # after `prepare`; only its main process writes
-    path: Path  # metrics.jsonl; rows of first_step and later, of an interrupted run, are dropped
-    log_interval: int  # steps between reports; the first and the last step report too
-    tokens_per_step: float  # of all processes together; where they differ, on average
-    flops_per_token: float  # see `Transformer.flops_per_token`
-    total_steps: int  # of the run
-    first_step: int  # of this start
-    parts: tuple[str, ...] = ()  # names of what each micro-batch has the mean of besides its loss
-
-    def __post_init__(self):
-        accelerator = self.accelerator
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        path: Path,
+        *,
+        log_interval: int,
+        tokens_per_step: float,
+        flops_per_token: float,
+        total_steps: int,
+        first_step: int,
+        parts: tuple[str, ...] = (),
+        name: str = "",
+    ):
+        self.accelerator = accelerator
+        self.path = path
+        self.log_interval = log_interval
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.total_steps = total_steps
+        self.first_step = first_step
+        self.prefix = f"{name}  " if name else ""
+        self.meter = LossMeter(accelerator, parts, on_skip=self._say_skipped)
+        self.divergence = DivergenceWatch(path, first_step)
+        self.clock = StepClock()
+        self.bar = progress_bar(
+            self.total_steps,
+            "step",
+            "step",
+            initial=first_step - 1,
+            disable=bool(name) or not accelerator.is_main_process,
+        )
         precision = matrix_precision(accelerator.mixed_precision)
-        self.peak = peak_flops(device_name(accelerator.device), precision)
+        self._peak = peak_flops(device_name(accelerator.device), precision)
+        self._said_crowded = accelerator.device.type != "cpu"  # on a GPU it does not matter
         self._file = None
         self._unwritten = b""
-        shown = {"initial": self.first_step - 1, "disable": not accelerator.is_main_process}
-        self.bar = progress_bar(self.total_steps, "step", "step", **shown)
-        self._sums = torch.zeros(1 + len(self.parts), device=accelerator.device)  # loss and parts
-        self._step_sums = torch.zeros_like(self._sums)
-        self._weight = self._step_weight = 0.0
-        self.skipped_steps = self.bad_in_row = 0
-        self.last_bad = 0  # number of the last step that was skipped
-        self._late = accelerator.device.type == "cuda"
-        self._ended: EndedStep | None = None  # not yet judged
-        self.divergence: str | None = None  # a warning, once there is reason for one
-        self._first_loss, self._above = None, 0  # of the first report; reports in a row above it
-        self._is_crowded = accelerator.device.type != "cpu"  # or nothing is to be said of it
-        self.prefix = ""  # of every line that it says, where several runs have a log
-        self._left: float | None = None  # when its last turn ended
-        self._start_clock()
 
     def open(self) -> None:
-        """Begin to write the file; before the first row, and once the run does start."""
+        """Begin to write the file, once nothing can be refused any more."""
         if self.accelerator.is_main_process:
             drop_rows_from(self.path, self.first_step)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, closed in close()
 
-    def micro_batch(
-        self, loss: Tensor, weight: float = 1.0, tokens: int | None = None, **parts: Tensor
-    ) -> None:
-        """One micro-batch's mean loss over the targets that count, detached, still on the device;
-        how many count, as a share of a full micro-batch's; its tokens without padding, None where
-        each step has as many; and means over the same targets by the names in `parts`."""
-        means = torch.stack([loss, *(parts[name] for name in self.parts)])
-        self._step_sums.add_(means, alpha=weight)
-        self._step_weight += weight
-        if tokens is not None:
-            self._tokens = (self._tokens or 0) + tokens
-
-    def state(self) -> Tensor:
-        """Collected since the last report, to go on with after a resume; fp64, as `_weight` is."""
-        self._judge()
-        loss, *parts = self._sums.tolist()
-        return torch.tensor([loss, self._weight, self.skipped_steps, *parts], dtype=torch.float64)
-
-    def load_state(self, state: Tensor) -> None:
-        self._sums.copy_(torch.cat([state[:1], state[3:]]))
-        self._weight = state[1].item()
-        self.skipped_steps = int(state[2])
-
     def step(
         self, step: int, learning_rate: float, grad_norm: float | Tensor, epoch: float
     ) -> None:
-        """An optimizer step has ended. One with a non-finite gradient has changed no weights."""
-        self._steps += 1
+        """Note that an optimizer step has ended; report where it is time."""
+        self.clock.steps += 1
         self.bar.update()
-        self._judge()
-        sums, weight = self._step_sums, self._step_weight
-        self._step_sums, self._step_weight = torch.zeros_like(sums), 0.0
-        if self._late:
-            known = not isinstance(grad_norm, Tensor)
-            norm = torch.full_like(sums[0], grad_norm) if known else grad_norm
-            read = copied(torch.hstack([norm, sums]))
-        else:
-            read = partial(map, float, (grad_norm, sums[0]))
-        self._ended = EndedStep(step, sums, weight, read)
-        reports = step % self.log_interval == 0 or step in (1, self.total_steps)
-        if reports or step == self.first_step or not self._late:
-            self._judge()
-        if reports:
+        self.meter.end_step(step, grad_norm)
+        if not self.bar.disable and self.meter.last_loss is not None:
+            speed = self.clock.tokens * self.accelerator.num_processes / self.clock.seconds
+            text = f"loss {self.meter.last_loss:.3f}, {speed:,.0f} tokens/s"
+            self.bar.set_postfix_str(text, refresh=False)
+        if step % self.log_interval == 0 or step in (1, self.total_steps):
+            self.meter.judge()
             self._report(step, learning_rate, float(grad_norm), epoch)
+            self.clock = StepClock()
         elif step == self.first_step:
-            self._start_clock()
-
-    def _judge(self) -> None:
-        """Count the step that has ended, or leave it out, unless that was done already."""
-        if self._ended is None:
-            return
-        (step, sums, weight, read), self._ended = self._ended, None
-        grad_norm, shown_loss, *_ = read()
-        if math.isfinite(grad_norm):
-            self._sums += sums
-            self._weight += weight
-            self.bad_in_row = 0
-        else:
-            self.skipped_steps += 1
-            self.bad_in_row += 1
-            self.last_bad = step
-            self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
-        if not self.bar.disable and weight:
-            speed = self._own_tokens() * self.accelerator.num_processes
-            speed /= max(self._seconds(), 1e-9)
-            shown = f"loss {shown_loss / weight:.3f}, {speed:,.0f} tokens/s"
-            self.bar.set_postfix_str(shown, refresh=False)
-
-    def _start_clock(self) -> None:
-        self._last = time.perf_counter()
-        self._paused = self._elsewhere = 0.0
-        self._waited = seconds_without_core()
-        self._steps = 0
-        self._tokens: int | None = None  # this process's, where steps differ
-
-    def _own_tokens(self) -> float:
-        """Since the clock was started."""
-        if self._tokens is not None:
-            return self._tokens
-        return self._steps * self.tokens_per_step / self.accelerator.num_processes
-
-    def _seconds(self) -> float:
-        """That the steps since the last report, or the first step, have taken."""
-        return time.perf_counter() - self._last - self._paused - self._elsewhere
+            self.meter.judge()
+            self.clock = StepClock()
 
     def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
-        means = self._means()
-        loss = means["loss"]
-        seconds = self._seconds() / self._steps
-        tokens_per_second = utilisation = None
-        timing = f"{seconds:.1f} s for the first step, which is slower than the others"
+        seconds, per_step = self.clock.seconds, self.clock.seconds / self.clock.steps
+        left = self.clock.elapsed / self.clock.steps * (self.total_steps - step)
+        means, tokens = self.meter.take(self.clock.tokens)
+        speed = utilisation = None
+        timing = f"{per_step:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            all_models = seconds + self._elsewhere / self._steps
-            left = int(all_models * (self.total_steps - step))
             processes = self.accelerator.num_processes
-            tokens = self._own_tokens()
-            if self._tokens is not None:
-                tokens = self._mean_of_processes(tokens)
-            tokens_per_second = round(tokens * processes / (seconds * self._steps), 1)
-            utilisation = mfu(tokens_per_second, self.flops_per_token, self.peak, processes)
-            timing = f"{tokens_per_second:,.0f} tokens/s  "
-            timing += f"MFU {utilisation:.1%}  " if utilisation is not None else ""
-            timing += f"left {left // 60}:{left % 60:02d}"
+            speed = round(tokens / seconds, 1)
+            utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
+            shown = "" if utilisation is None else f"MFU {utilisation:.1%}  "
+            timing = f"{speed:,.0f} tokens/s  {shown}left {as_time(left)}"
         values = {
             "step": step,
             "epoch": round(epoch, 4),
@@ -206,9 +116,9 @@ class TrainingLog:
             **means,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "skipped_steps": self.skipped_steps,
-            "tokens_per_second": tokens_per_second,
-            "step_seconds": round(seconds, 4),
+            "skipped_steps": self.meter.skipped_steps,
+            "tokens_per_second": speed,
+            "step_seconds": round(per_step, 4),
             "mfu": utilisation,
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
@@ -218,54 +128,18 @@ class TrainingLog:
             f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}"
         )
-        self._watch(step, loss)
-        if step != self.first_step:  # in which others compile
-            self._watch_cores()
-        self._sums.zero_()
-        self._weight = 0.0
-        self._start_clock()
-
-    def _watch(self, step: int, loss: float | None) -> None:
-        """Warn once where the loss stays above where it began."""
-        if self._first_loss is None:
-            self._first_loss = loss
-            return
-        self._above = self._above + 1 if loss is None or not loss <= self._first_loss else 0
-        at_the_end = step == self.total_steps and self._above
-        if self.divergence is None and (self._above >= ABOVE_IN_A_ROW or at_the_end):
-            self.divergence = (
-                f"WARNING: the loss is {_show(loss)} at step {step} and was "
-                f"{self._first_loss:.4f} at first: the model does not learn; try lower rates "
-                "(--learning_rate, --muon_learning_rate)"
+        if warning := self.divergence.check(step, means["loss"], step == self.total_steps):
+            self.say(warning)
+        if step != self.first_step and not self._said_crowded and self.clock.is_crowded():
+            self._said_crowded = True
+            self.say(
+                "WARNING: other programs use these cores too, and threads that wait for each other "
+                "lose more by it than their share; end them, or leave them a core: taskset -c 0 in "
+                "front of the command"
             )
-            self.say(self.divergence)
 
-    def _watch_cores(self) -> None:
-        """Say once where other programs take the cores from this one."""
-        threads, waited = torch.get_num_threads(), seconds_without_core() - self._waited
-        seconds = time.perf_counter() - self._last
-        if self._is_crowded or threads == 1 or waited <= CROWDED * threads * seconds:
-            return
-        self._is_crowded = True
-        self.say(
-            "WARNING: other programs use these cores too, and threads that wait for each other "
-            "lose more by it than their share; end them, or leave them a core: "
-            f"taskset -c 0-{threads - 2} in front of the command"
-        )
-
-    def _means(self) -> dict[str, float | None]:
-        """Of loss and parts, on all processes; None where every step since the last report was
-        skipped."""
-        names, weight = ("loss", *self.parts), self._mean_of_processes(self._weight)
-        if weight == 0:
-            return dict.fromkeys(names)
-        means = self.accelerator.reduce(self._sums / weight, "mean").tolist()
-        return dict(zip(names, means, strict=True))
-
-    def _mean_of_processes(self, number: float) -> float:
-        """All must call this."""
-        here = torch.full_like(self._sums[0], number)
-        return self.accelerator.reduce(here, "mean").item()
+    def _say_skipped(self, step: int, grad_norm: float) -> None:
+        self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -287,32 +161,13 @@ class TrainingLog:
                     self.bar.clear()
                 print(f"{self.prefix}{text}", flush=True)
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """In here its model is at work, of several that are trained in turn; what lies between two
-        turns is the time of the others."""
-        if self._left is None:
-            self._start_clock()
-        else:
-            self._elsewhere += time.perf_counter() - self._left
-        yield
-        if self._late:  # what a GPU has been asked for here, it does in this model's time
-            torch.cuda.synchronize(self.accelerator.device)
-        self._left = time.perf_counter()
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Time in here does not count as training."""
-        start = time.perf_counter()
-        yield
-        self._paused += time.perf_counter() - start
-
     def close(self) -> None:
         self.bar.close()
         if self._file is not None:
             self._file.close()
 
     def _write(self, values: dict, section: str) -> None:
+        """Add a row to the file, and tell the trackers."""
         if self._file is None:
             return
         values = {name: number(value) for name, value in values.items()}
@@ -330,20 +185,47 @@ class TrainingLog:
             self.say(f"NOT LOGGED to the trackers: {error}")
 
 
+class DivergenceWatch:
+    """Warn once where the loss stays above the first loss of the run.
+
+    Args:
+        path: metrics.jsonl, in which a resumed run finds its first loss.
+        first_step: of this start; rows from it on do not count.
+    """
+
+    def __init__(self, path: Path, first_step: int):
+        losses = [row.get("loss") for row in read_rows(path) if row["step"] < first_step]
+        self.first_loss = next((loss for loss in losses if loss is not None), None)
+        self.above = 0  # reports in a row above the first loss
+        self.warning: str | None = None
+
+    def check(self, step: int, loss: float | None, is_last: bool) -> str | None:
+        """Look at a reported loss, None where every step was skipped; return a new warning."""
+        if self.first_loss is None:
+            self.first_loss = loss
+            return None
+        self.above = self.above + 1 if loss is None or not loss <= self.first_loss else 0
+        # A run of very few steps has not had the time to learn.
+        enough = self.above >= ABOVE_IN_A_ROW or (is_last and self.above and step > 2)
+        if self.warning or not enough:
+            return None
+        self.warning = (
+            f"WARNING: the loss is {_show(loss)} at step {step} and was {self.first_loss:.4f} at "
+            "first: the model does not learn; try lower rates (--learning_rate, "
+            "--muon_learning_rate)"
+        )
+        return self.warning
+
+
 def _show(loss: float | None) -> str:
     return "n/a" if loss is None else f"{loss:.4f}"
 
 
 def drop_rows_from(path: Path, step: int) -> None:
-    """Take rows of this step and later out of metrics.jsonl: a resumed run writes them again, and
-    one that begins again what it has written before its first step, too."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] < step and step > 1:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue  # a line cut short when the run was killed
-    write_whole(path, b"".join(kept))
+    """Take the rows of this step and later out of a file of JSON lines.
+
+    A resumed run writes them again. A run that begins again from nothing drops all rows.
+    """
+    if path.exists():
+        rows = [row for row in read_rows(path) if row["step"] < step and step > 1]
+        write_whole(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))

@@ -3,8 +3,8 @@
     python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SEQUENCES [its flags]
 
 The training program makes the same checks; but once processes run, a launcher adds a page of its
-own to every error. If SEQUENCES is not 0, the flags that divide so many sequences of a process and
-step into micro-batches which fit into the GPUs' memory are printed: stdout has nothing else.
+own to every error. If SEQUENCES is not 0, the flags are printed that divide so many sequences of a
+process and step into micro-batches which fit into the GPUs' memory: stdout has nothing else.
 """
 
 import os
@@ -17,27 +17,18 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
-from model import ConfigError, LMConfig
+from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpointing import require_same_adapters
 from training.distillation_arguments import DistillationArguments
 from training.engine.environment import name_configuration
+from training.engine.estimate import GIB, available_memory, estimate, largest_batch
 from training.engine.gpu import require_usable_gpus
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin
-from training.engine.memory import GIB, available_memory, fits, needs
-from training.engine.workload import Beside, Workload
-from training.initial_weights import InitialWeights
-from training.resume import (
-    StartingPoint,
-    find_starting_point,
-    resumed_arguments,
-    starting_weights,
-)
+from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
-from training.setup import shapes_of, with_data
 from training.sft_arguments import SFTArguments
-from training.teacher import find_teacher
 from training.trackers import require_trackers
 
 KINDS = TrainingArguments, SFTArguments, DistillationArguments
@@ -51,7 +42,7 @@ def check_launch(
     sequences: int = 0,
     kind: type[TrainingArguments] = TrainingArguments,
 ) -> TrainingArguments:
-    """The arguments of this launch, with micro-batches that fit if `sequences` is not 0.
+    """Return the arguments of this launch, with micro-batches that fit if `sequences` is not 0.
 
     Raises UsageError, ConfigError or DataError: it cannot work.
     """
@@ -61,7 +52,32 @@ def check_launch(
     require_trackers(args.trackers)
     require_usable_gpus()
     check_precision(args, torch.cuda.is_available())
+    if sequences:  # of all of them the global batch is made, however they are divided
+        args = replace(args, batch_size=sequences, accumulation_steps=1)
+    uses_deepspeed = read_launch(config_file, args)
     deepspeed = None
+    if uses_deepspeed:
+        os.environ["WORLD_SIZE"] = processes
+        deepspeed = deepspeed_plugin(args).deepspeed_config
+    prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
+    args, start = prepared.args, prepared.start
+    if start.checkpoint:
+        lora = prepared.shapes.lora
+        require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
+    elif prepared.initial.source:
+        prepared.initial.load()
+    if not sequences:
+        return args
+    size = saved_micro_batch(prepared) or fitting_micro_batch(prepared, deepspeed, int(processes))
+    args = replace(args, batch_size=size, accumulation_steps=sequences // size)
+    if uses_deepspeed:
+        deepspeed_plugin(args)  # its file may hold a micro-batch as well
+    return args
+
+
+def read_launch(config_file: str, args: TrainingArguments) -> bool:
+    """Read Accelerate's file and set the environment that its launcher would set; return whether
+    DeepSpeed is used. Raises UsageError: Accelerate rejects the file, or it needs more machines."""
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -81,76 +97,43 @@ def check_launch(
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
     name_configuration(args)
-    if config.distributed_type == "DEEPSPEED" or args.deepspeed:
-        os.environ["WORLD_SIZE"] = processes
-        deepspeed = deepspeed_plugin(args).deepspeed_config
-    initial = InitialWeights.find(starting_weights(args), model_settings)
-    teacher = find_teacher(args)
-    args = teacher.named_in(args) if teacher else args
-    args = with_data(args, initial)
-    train_set = args.dataset(args.data, "train", initial.max_seq_len)
-    train_set.scan()
-    model = initial.config(train_set)
-    lora = shapes_of(model, args.adapt).lora
-    if teacher:
-        teacher.require_fit(train_set)
-    start = find_starting_point(args, quiet=True)
-    if sequences:
-        args = micro_batch_as_saved(args, sequences, start) or fit_micro_batch(
-            args, sequences, model, deepspeed, int(processes), teacher and teacher.beside
-        )
-        if deepspeed:
-            deepspeed_plugin(args)  # its file may hold a micro-batch as well
-    if start.checkpoint:
-        sha256 = teacher and teacher.sha256()
-        resumed_arguments(start, args, model, train_set, int(processes), sha256)
-        require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
-    elif initial.source:
-        initial.load()
-    return args
+    return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
-def micro_batch_as_saved(
-    args: TrainingArguments, sequences: int, start: StartingPoint
-) -> TrainingArguments | None:
-    """Of a run that goes on, whatever is free now: sums in another order would end in other bits.
-    None for a new run, and where its micro-batch does not divide the sequences."""
+def saved_micro_batch(prepared: Prepared) -> int | None:
+    """Return the micro-batch of a run that goes on, whatever memory is free now: sums in another
+    order would end in other bits. None for a new run, and where it does not divide the sequences.
+    """
+    start, sequences = prepared.start, prepared.args.batch_size * prepared.args.accumulation_steps
     size = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
     if not isinstance(size, int) or size < 1 or sequences % size:
         return None
-    steps = sequences // size
-    print(f"micro-batch: {size} of {sequences} sequences, {steps} accumulation steps, as saved")
-    return replace(args, batch_size=size, accumulation_steps=steps)
+    print(f"micro-batch: {size} of {sequences} sequences, as saved")
+    return size
 
 
-def fit_micro_batch(
-    args: TrainingArguments,
-    sequences: int,
-    config: LMConfig,
-    deepspeed: dict | None,
-    processes: int,
-    teacher: Beside | None = None,
-) -> TrainingArguments:
-    """--batch_size and --accumulation_steps so that a process takes so many sequences in a step,
-    in micro-batches as large as the GPU with the least memory free allows.
+def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
+    """Return the largest divisor of a process's sequences that fits on the GPU with the least free
+    memory, as --batch_size.
 
     Args:
         deepspeed: its configuration; None without DeepSpeed.
     """
+    sequences = prepared.args.batch_size
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
-    kind = kind_of(deepspeed, config.dim)
-    work = Workload.of(args, config, processes=processes, device=gpus[0], teacher=teacher)
-    sizes = [n for n in range(sequences, 0, -1) if sequences % n == 0]
-    shared = [work.but(batch_size=n, accumulation_steps=sequences // n) for n in sizes]
-    found = next((each for each in shared if fits(kind, each, room)), shared[-1])
-    size, steps = found.batch_size, found.accumulation_steps
+    kind = kind_of(deepspeed, prepared.config.dim)
+    compiled = prepared.args.compile != "off" and kind.stage != 3
+    work = prepared.workload(processes, gpus[0], compiled)
+    most = max(1, largest_batch(kind, work, room))
+    size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
+    needed = estimate(kind, replace(work, batch_size=size)).peak
     print(
-        f"micro-batch: {size} of {sequences} sequences, {steps} accumulation steps "
-        f"(up to {needs(kind, found) / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; "
-        "--batch_size and --accumulation_steps override it)"
+        f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
+        f"(up to {needed / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; --batch_size and "
+        "--accumulation_steps override it)"
     )
-    return replace(args, batch_size=size, accumulation_steps=steps)
+    return size
 
 
 if __name__ == "__main__":

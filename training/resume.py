@@ -1,4 +1,4 @@
-"""Which run to write into, and which checkpoint of it to go on from."""
+"""Which run folder to write into, and which of its checkpoints to go on from."""
 
 import dataclasses
 import time
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.numbers import counted
-from data.dataset import PackedDataset
+from data.dataset import TokenStream
 from model import LMConfig
 from report.history import read_rows
 from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import program_of, run_to_resume
-from runs.folder import RunFolder
+from runs.folder import RunFolder, step_of
 from runs.lock import lock
-from training.arguments import Arguments, TrainingArguments
+from training.arguments import TrainingArguments
 from training.settings import changed_arguments, saved_arguments
 
 
@@ -28,68 +28,62 @@ class StartingPoint:
 
     @property
     def step(self) -> int:
-        """The last one that the checkpoint has; 0 for a new run."""
+        """The last step that was trained; 0 for a new run."""
         return self.state.get("step", 0)
 
 
-def choose_run(args: TrainingArguments) -> StartingPoint:
-    """Find or make the run folder and lock it.
+def find_starting_point(args: TrainingArguments, quiet: bool = False) -> StartingPoint:
+    """Find the run folder, and its checkpoint if --resume asks for one; nothing is written.
 
-    Raises UsageError: nothing to resume at the path given, a damaged checkpoint was named, a new
-    run would fall on an old one, or another process writes there.
+    Args:
+        quiet: say nothing of checkpoints that are missing or damaged.
+
+    Raises UsageError: nothing to resume at the path given, a damaged checkpoint was named, or a new
+    run would fall on an old one.
     """
-    start = find_starting_point(args)
+    try:
+        if args.resume == "auto":
+            return _newest(args, quiet) or _new_run(args, may_exist=True)
+        if args.resume is None:
+            return _new_run(args, may_exist=False)
+        start = _named(Path(args.resume))
+        _require_program(start.folder, args, "that goes on with it, in run_accelerate.sh by STAGE")
+        return start
+    except OSError as error:
+        raise UsageError(f"the run folder cannot be used: {error}") from error
+
+
+def claim(start: StartingPoint) -> None:
+    """Make the run folder and lock it. Raises UsageError: another process writes there, or the
+    system refuses."""
     try:
         start.folder.path.mkdir(parents=True, exist_ok=True)
         lock(start.folder.lock)
     except OSError as error:
         raise UsageError(f"the run folder cannot be used: {error}") from error
-    return start
 
 
-def find_starting_point(args: TrainingArguments, quiet: bool = False) -> StartingPoint:
-    """What `choose_run` chooses; only reads, so that it can be asked before anything is launched.
-    `quiet` says nothing of checkpoints that are missing or passed over. Raises UsageError: as
-    `choose_run`, but for the lock."""
-    try:
-        if args.resume == "auto":
-            return _newest(args, quiet) or _new_run(args, may_exist=True)
-        if args.resume is not None:
-            start = _named(Path(args.resume))
-            _require_program(
-                start.folder, args, "that goes on with it, in run_accelerate.sh by STAGE"
-            )
-            return start
-        return _new_run(args, may_exist=False)
-    except OSError as error:
-        raise UsageError(f"the run folder cannot be used: {error}") from error
+def starting_weights(args: TrainingArguments, start: StartingPoint) -> str | None:
+    """Return the weights that give the model's shape and tokenizer; None: drawn at random.
 
-
-def starting_weights(args: TrainingArguments) -> str | None:
-    """What names the model's shape and tokenizer: --init_from; of a run that goes on its own base
-    or checkpoint, for those weights may be gone, and 'auto' may be another run by now. None: the
-    model is drawn at random. Raises UsageError: as `find_starting_point`."""
-    if args.init_from is None or args.resume is None:
-        return args.init_from
-    start = find_starting_point(args, quiet=True)
-    if start.checkpoint is None:
+    A run that goes on has its own base or checkpoint: the weights of --init_from may be gone, and
+    'auto' may be another run by now.
+    """
+    if args.init_from is None or start.checkpoint is None:
         return args.init_from
     return str(start.folder.base if start.folder.base.exists() else start.checkpoint)
 
 
-def with_own_teacher(args: Arguments) -> Arguments:
-    """Of a run that goes on and is told of no teacher, with the one that it has had: 'auto' may be
-    another one by now. Raises UsageError: as `find_starting_point`."""
-    if args.teacher != "auto" or args.resume is None:
-        return args
-    start = find_starting_point(args, quiet=True)
-    before = saved_arguments(start.folder) if start.checkpoint else {}
-    own = before.get("teacher")
-    return dataclasses.replace(args, teacher=own) if isinstance(own, str) else args
+def with_own_teacher(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
+    """Return the arguments of a run that goes on with the teacher that it had, where --teacher is
+    'auto': the newest run may be another one by now."""
+    own = saved_arguments(start.folder).get("teacher") if start.checkpoint else None
+    named = args.teacher == "auto" and isinstance(own, str)
+    return dataclasses.replace(args, teacher=own) if named else args
 
 
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
-    """The newest sound checkpoint of the run named, or of the run that saved last."""
+    """Return the newest sound checkpoint of the run named, or of the run that saved last."""
     out = Path(args.out_dir)
     run = run_to_resume(out, args.program, args.run_name)
     if run is None:
@@ -107,7 +101,7 @@ def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
 
 
 def _named(path: Path) -> StartingPoint:
-    """A run's newest checkpoint or a checkpoint itself; a damaged one is refused."""
+    """Return a run's newest checkpoint, or the checkpoint that was named; refuse a damaged one."""
     checkpoints = RunFolder(path).all_checkpoints()
     checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
     if not (checkpoint / STATE).is_file() and not checkpoints:
@@ -138,14 +132,18 @@ def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
 
 
 def run_identity(
-    train_set: PackedDataset, args: TrainingArguments, processes: int, teacher: str | None = None
+    train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """What a run must have in common with the one it resumes, besides the model's shape; `teacher`
-    is the hash of one's weights, if there is one."""
+    """Return what a run must have in common with the run that it resumes, besides the model's
+    shape.
+
+    Args:
+        teacher: hash of the teacher's weights, if there is a teacher.
+    """
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
-        "global_batch": args.batch_size * args.accumulation_steps * processes,
+        "global_batch": args.global_batch(processes),
         "seed": args.seed,
         "optimizer": args.optimizer,
     }
@@ -153,71 +151,51 @@ def run_identity(
 
 
 def resumed_arguments(
-    start: StartingPoint,
-    args: TrainingArguments,
-    config: LMConfig,
-    train_set: PackedDataset,
-    processes: int,
-    teacher: str | None = None,
-) -> TrainingArguments:
-    """The arguments with which this run equals the one that saved: on another number of processes,
-    --accumulation_steps changes so that the global batch stays.
+    start: StartingPoint, args: TrainingArguments, config: LMConfig, identity: dict, processes: int
+) -> tuple[TrainingArguments, dict]:
+    """Return the arguments and the identity with which this run equals the run that saved: on
+    another number of processes --accumulation_steps changes, so that the global batch stays.
 
     Raises UsageError: another model, tokenizer, data set, global batch, seed, optimizer or teacher;
     lists the differences.
     """
     saved = start.state["identity"]
-    current = run_identity(train_set, args, processes, teacher)
-    if processes != start.state["processes"] and saved["global_batch"] != current["global_batch"]:
-        steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
+    batch = saved["global_batch"]
+    if processes != start.state["processes"] and batch != identity["global_batch"]:
+        steps, rest = divmod(batch, args.batch_size * processes)
         if rest or not steps:
             raise UsageError(
-                f"the run's global batch of {saved['global_batch']} sequences cannot be made of "
+                f"the run's global batch of {batch} sequences cannot be made of "
                 f"--batch_size {args.batch_size} on {processes} processes: choose a --batch_size "
                 "that divides it"
             )
         args = dataclasses.replace(args, accumulation_steps=steps)
-        current["global_batch"] = saved["global_batch"]
+        identity = identity | {"global_batch": batch}
     saved = LMConfig.from_dict(start.state["model"]).shape() | saved
-    if different := _explain(start, args, saved, config.shape() | current):
-        raise UsageError(f"cannot resume {start.checkpoint}: {different}")
-    return args
+    if lines := _differences(start, args, saved, config.shape() | identity):
+        raise UsageError(f"cannot resume {start.checkpoint}: {'; '.join(lines)}")
+    return args, identity
 
 
-def differences(saved: dict, current: dict) -> list[str]:
-    """Where two runs differ, one line each, for people."""
-    return [
-        f"{key}: {saved.get(key)} in the checkpoint, {current.get(key)} now"
-        for key in sorted(saved.keys() | current.keys())
-        if saved.get(key) != current.get(key)
-    ]
-
-
-def _explain(start: StartingPoint, args: TrainingArguments, saved: dict, current: dict) -> str:
-    """Where the run that saved and this one differ, and what to type instead; empty if nowhere."""
-    lines = differences(saved, current)
-    if not lines:
-        return ""
-    advice = []
-    before, now = saved_arguments(start.folder).get("data"), args.data
-    named = isinstance(before, str) and Path(before).resolve() != Path(now).resolve()
-    if named and saved.get("data") != current.get("data"):
-        # Two folders say more than two checksums; tokenizer and vocabulary come with the data.
-        of_data = dict.fromkeys(("data", "tokenizer", "vocab_size"))
-        others = differences(saved | of_data, current | of_data)
-        lines = [f"data: {before} in the run, {now} now", *others]
-        if not others:
-            advice.append(f"--data {before} goes on with it")
-    if saved.get("teacher") != current.get("teacher"):
-        before = saved_arguments(start.folder)
-        lines.append(f"the teacher was {before.get('teacher')}, and is {args.teacher} now")
-    if saved["optimizer"] == "muon" != current["optimizer"]:
-        advice.append("--optimizer muon goes on with it, under every engine but ZeRO-3 and offload")
-    if not advice and start.folder.settings.exists():
-        advice.append(f"the flags that go on with it stand in {start.folder.settings}")
+def _differences(
+    start: StartingPoint, args: TrainingArguments, saved: dict, current: dict
+) -> list[str]:
+    """Return where two runs differ, and what to type instead; empty if they are the same."""
+    before = saved_arguments(start.folder)
+    different = [k for k in sorted(saved | current) if saved.get(k) != current.get(k)]
+    lines, advice = [], [f"the flags that go on with it stand in {start.folder.settings}"]
+    for key in different:
+        there, now = saved.get(key), current.get(key)
+        if key in ("data", "teacher") and before.get(key):  # paths say more than checksums
+            there, now = f"{before[key]} ({there})", f"{getattr(args, key)} ({now})"
+        lines.append(f"{key}: {there} in the checkpoint, {now} now")
+    if "data" in different and before.get("data"):
+        advice = [f"--data {before['data']} goes on with it"]
+    if "optimizer" in different and saved["optimizer"] == "muon":
+        advice = ["--optimizer muon goes on with it, under every engine but ZeRO-3 and offload"]
     if args.resume == "auto":
         advice.append("--resume out/runs/NAME names another run")
-    return "; ".join(lines + advice)
+    return [*lines, *advice] if lines else []
 
 
 def say_what_changed(
@@ -228,7 +206,7 @@ def say_what_changed(
     processes: int,
     engine: str,
 ) -> None:
-    """What is other than when the run was stopped, asked for or not."""
+    """Print what differs from the run when it was stopped, asked for or not."""
     if args.accumulation_steps != asked.accumulation_steps:
         print(
             f"{counted(processes, 'processes')} instead of {start.state['processes']}: "
@@ -239,19 +217,12 @@ def say_what_changed(
         print(f"changed since the run was stopped: {line}", flush=True)
 
 
-def describe_finished(start: StartingPoint, total_steps: int) -> str:
-    return (
-        f"{start.folder.path} is finished: {start.step} of {total_steps} steps; "
-        "more --epochs or --max_steps would go on with it"
-    )
-
-
 def set_aside(start: StartingPoint) -> None:
-    """Rename what belongs to a course not taken; for the main process, once the run does start.
+    """Rename files of the steps that are trained again; the main process does it at the start.
 
-    Checkpoints after the one resumed from (damaged ones, or the run goes back), and the weights of
-    a run that was finished and is extended or goes back, under the last step that was logged. What
-    says that it gave up is deleted.
+    They are checkpoints after the one that is resumed (damaged ones, or the run goes back), and the
+    weights of a finished run, which get the last logged step as their name. The record of a run
+    that gave up is deleted.
     """
     run, aside = start.folder, f".aside-{int(time.time())}"
     if run.weights.exists():
@@ -259,7 +230,7 @@ def set_aside(start: StartingPoint) -> None:
         kept = run.path / f"weights-step-{last:08d}"
         run.weights.rename(kept.with_name(kept.name + aside) if kept.exists() else kept)
     for path in run.all_checkpoints():
-        if int(path.name[5:]) > start.step:
+        if step_of(path) > start.step:
             path.rename(path.with_name(path.name + aside))
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
     run.bad_samples.unlink(missing_ok=True)

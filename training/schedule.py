@@ -11,8 +11,7 @@ MAX_DEFAULT_WARMUP = 2000
 
 def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
     """Optimizer steps of the whole run: --max_steps, or what --epochs take."""
-    global_batch = args.batch_size * args.accumulation_steps * processes
-    return args.max_steps or math.ceil(args.epochs * n_samples / global_batch)
+    return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class LearningRate:
             args.learning_rate,
             total_steps,
             warmup,
-            args.lr_schedule,
+            args.lr_schedule or "cosine",
             args.min_lr_ratio,
             args.decay_fraction,
         )

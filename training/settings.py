@@ -1,4 +1,4 @@
-"""settings.json: what was asked and what ran it, for the reader of the run a month later."""
+"""settings.json: the flags of a run and what ran it, for a reader a month later."""
 
 import json
 import platform
@@ -21,8 +21,9 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 def write_settings(
     run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
 ) -> None:
-    """And the tokenizer, without which the run's checkpoints say nothing, and the template by which
-    they answer."""
+    """Write settings.json, the tokenizer of the run, and the chat template of a model that learns
+    to answer."""
+    packages = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     settings = {
         "program": args.program,
         "command": sys.argv,
@@ -31,8 +32,7 @@ def write_settings(
         "engine": engine.name,
         "processes": engine.processes,
         "deepspeed": engine.deepspeed,
-        "packages": {name: version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "packages": packages,
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
     files = tokenizer_files(tokenizer)
@@ -46,13 +46,13 @@ def write_settings(
 
 
 def saved_arguments(run: RunFolder) -> dict:
-    """The flags in the run's settings.json; none where it is missing or unreadable."""
+    """Return the flags in the run's settings.json; none where it is missing or unreadable."""
     arguments = read_settings(run.settings).get("arguments")
     return arguments if isinstance(arguments, dict) else {}
 
 
 def changed_arguments(run: RunFolder, args: TrainingArguments, engine: str) -> list[str]:
-    """Flags of training that differ from those in the run's settings.json, and the engine."""
+    """Return a line for each flag of training that differs from settings.json, and the engine."""
     before = saved_arguments(run) | {"resume": args.resume, "run_name": args.run_name}  # no matter
     lines = [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]
     last = str(read_settings(run.settings).get("engine", engine))

@@ -1,289 +1,340 @@
-"""Several runs side by side, on the same batches: what train_several_accelerate.py works on."""
+"""Several runs side by side on the same batches: what train_several_accelerate.py works on.
 
+Every run has an engine, random numbers and a folder of its own, and reads the same samples,
+because their order depends on the seed alone. The runs take turns in each step. They save at the
+same steps, so that all of them can go on from a step that all have.
+"""
+
+import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import tee
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from tqdm import tqdm
+import torch
+from torch import Tensor
 
 from common.columns import columns
 from common.errors import UsageError
+from model import ConfigError, LMConfig
 from report.history import read_history
 from report.page import UNKNOWN, final_numbers, leave_report, write_report
-from runs.checkpoint import damage, space_warning
-from runs.folder import RunFolder
-from training.arguments import TrainingArguments
-from training.checkpointing import prune
-from training.engine.kinds import kind_of
+from runs.checkpoint import damage
+from runs.folder import RunFolder, step_of
+from training.arguments import TrainingArguments, as_arguments, build_parser, flags_of
 from training.engine.launch import Engine, build_engines
-from training.engine.main_process import on_every_process, on_main_process
-from training.engine.memory import stays
-from training.engine.turns import Turn
-from training.engine.workload import Workload
-from training.initial_weights import InitialWeights
+from training.engine.main_process import on_main_process
 from training.interruption import StopRequest, end_stopped, how_to_resume
-from training.resume import find_starting_point, starting_weights
+from training.prepare import prepare
+from training.resume import find_starting_point
 from training.run import Run
-from training.setup import open_splits, with_data
-from training.several_arguments import Model
 from training.start import settle, start_run
 from training.trackers import require_trackers
 
+PROGRAM = "train_several_accelerate.py"
+ABOUT = "Pretrain several small Llama-like models side by side, on the same batches."
+# Flags in which models may differ, besides the shape. All others are about the batches, the
+# process, or the steps at which something is done for all.
+OWN = {
+    *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
+    *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
+    *("min_lr_ratio", "decay_fraction", "weight_decay", "beta1", "beta2", "muon_momentum"),
+    *("grad_clip", "max_bad_steps", "sample_prompt", "sample_tokens"),
+}
+SWITCHES = {
+    item.name
+    for kind in (TrainingArguments, LMConfig)
+    for item, _ in flags_of(kind)
+    if item.type is bool
+}
 SUMMARY = (
     *("training loss", "validation loss", "best validation loss", "bits per byte"),
     *("tokens per second", "training time"),
 )
 
 
-class Lane:
-    """One run's part of a progress bar that all share, in place of one of its own."""
+class Model(NamedTuple):
+    args: TrainingArguments
+    settings: dict  # of its shape, those that were given
 
-    def __init__(self, bar: tqdm, name: str, shown: dict[str, str]):
-        self._bar, self._name, self._shown = bar, name, shown
-        self.disable = bar.disable
-        self.clear = bar.clear
 
-    def update(self) -> None:
-        """The bar goes on when all have."""
+def parse_models(argv: list[str] | None = None) -> list[Model]:
+    """Return what each --model is to be trained with.
 
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        self._shown[self._name] = f"{self._name} {text}"
-        self._bar.set_postfix_str("; ".join(self._shown.values()), refresh=refresh)
+    Raises UsageError, ConfigError: unknown flags, values that cannot work, or models that cannot be
+    trained together; names the file.
+    """
+    parser = build_parser()
+    parser.prog, parser.description = f"python {PROGRAM}", ABOUT
+    parser.add_argument_group("models").add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a JSON file with flags of one model, without dashes, such as "
+        '{"dim": 256, "learning_rate": 1e-3, "deepspeed": "configs/zero3.json"}; once for each '
+        "model; run_name is the file's name unless it is given there",
+    )
+    given = vars(parser.parse_args(argv))
+    files = given.pop("model")
+    if "run_name" in given:
+        raise UsageError('--run_name: each model has one of its own, "run_name" in its file')
+    models = [_read(file, given) for file in files]
+    _require_shared(files, models)
+    return models
 
-    def close(self) -> None:
-        """The bar stays for the others."""
-        self._shown.pop(self._name, None)
+
+def _read(file: str, given: dict) -> Model:
+    """Read a model's flags; `given` are those that hold for all models."""
+    try:
+        flags = json.loads(Path(file).read_text(encoding="utf-8"))
+        words = [_word(name, value) for name, value in flags.items()]
+    except OSError as error:
+        raise UsageError(f"--model {file}: {error.strerror}") from error
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise UsageError(
+            f'--model {file}: needs flags and their values in braces, such as {{"dim": 128}} '
+            f"({error})"
+        ) from error
+    try:
+        own = {"run_name": Path(file).stem} | vars(build_parser().parse_args(words))
+        for name in own.keys() & given.keys() - {"local_rank"}:
+            if own[name] != given[name]:
+                raise UsageError(
+                    f'"{name}" is {own[name]!r} there, and --{name} {given[name]} holds for all: '
+                    "leave one of them out"
+                )
+        return Model(*as_arguments(own | given))
+    except (UsageError, ConfigError) as error:
+        raise type(error)(f"{file}: {error}") from error
+
+
+def _word(name: str, value) -> str:
+    """Return a flag and its value as they are typed."""
+    if isinstance(value, list | dict | None):
+        raise ValueError(f'"{name}" must be one value, not {json.dumps(value)}')
+    if name in SWITCHES and isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
+
+
+def _require_shared(files: list[str], models: list[Model]) -> None:
+    """Raise UsageError where models differ in what has to be the same for all."""
+    first = models[0].args
+    if first.resume not in (None, "auto"):
+        raise UsageError(
+            f"--resume {first.resume}: several models take --resume auto, and go on from the "
+            "newest step of which all of them have a checkpoint"
+        )
+    if first.keep_last == 1:
+        raise UsageError("--keep_last 1: several models need 2, one may be behind the others")
+    if set(first.trackers) - {"tensorboard", "none"}:
+        raise UsageError(f"--log_with {first.log_with}: several models take tensorboard or none")
+    for name in (item.name for item in fields(first) if item.name not in OWN):
+        for file, model in zip(files, models, strict=True):
+            if getattr(model.args, name) != getattr(first, name):
+                raise UsageError(
+                    f"--{name} must be the same for all models: it is {getattr(first, name)!r} in "
+                    f"{files[0]} and {getattr(model.args, name)!r} in {file}"
+                )
+    names = [model.args.run_name for model in models]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two models have the run_name {twice[0]!r}: give each one of its own")
 
 
 class Runs:
-    """Runs that stand at the same step. In its turn each is as if it were alone in the process.
+    """Runs that stand at the same step.
 
     Args:
-        turns: those in which the runs were built; no run twice.
-        sizes: folder → parameters, of all that were asked for, those that are finished among them.
-        started: when the program was, by `time.monotonic`; --time_limit counts from there.
+        runs: each with its random state, see `get_random`.
+        folders: of all models that were asked for, finished ones among them.
     """
 
-    def __init__(self, turns: dict[Run, Turn], sizes: dict[Path, int], started: float):
-        self.turns, self.sizes = turns, sizes
-        self.all = list(turns)
+    def __init__(self, runs: dict[Run, list[Tensor]], folders: list[Path], stop: StopRequest):
+        self.all, self.folders, self.stop = list(runs), folders, stop
+        self.engine, self.args = self.all[0].engine, self.all[0].args
         self.gave_up: list[Run] = []
-        first = self.all[0]
-        self.engine, self.args, self.started = first.engine, first.args, started
-        self.first_step, self.total_steps = first.first_step, first.learning_rate.total_steps
-        self.bar = first.log.bar
-        width, shown = max(len(run.folder.path.name) for run in self.all), {}
-        for run, batches in zip(self.all, tee(first.batches, len(self.all)), strict=True):
-            run.batches = batches
-            name = run.folder.path.name
-            if run is not first:
-                run.log.bar.close()
-            run.log.bar, run.log.prefix = Lane(self.bar, name, shown), f"{name:<{width}}  "
-        self._keep_for_each_other()
-
-    def _keep_for_each_other(self) -> None:
-        """Each keeps a checkpoint of the newest step that all have, of those that are trained."""
-        for run in self.trained:
-            run.checkpointer.beside = [other.folder for other in self.trained if other is not run]
-
-    def space_warning(self) -> str | None:
-        """What to tell if the disk has too little room for the checkpoints of all together."""
-        n_parameters = sum(run.built.n_trained for run in self.all)
-        return space_warning(Path(self.args.out_dir), n_parameters, self.args.keep_last)
+        self._random = runs
+        self._left = dict.fromkeys(runs, time.perf_counter())
 
     def steps(self) -> Iterator[int]:
-        """The optimizer steps to take, counted from 1. From now on a signal asks all to stop."""
-        limits = self.args.time_limit, self.args.save_minutes
-        self.stop = StopRequest(self.engine, *limits, since=self.started)
+        """Yield the optimizer steps to take, counted from 1."""
         for run in self.all:
             run.model.train()
-        yield from range(self.first_step, self.total_steps + 1)
+        yield from range(self.all[0].first_step, self.all[0].total_steps + 1)
 
     @property
     def trained(self) -> list[Run]:
-        """Those that have not given up."""
+        """The runs that have not given up."""
         return [run for run in self.all if run not in self.gave_up]
 
     def in_turn(self) -> Iterator[Run]:
-        """Those that are trained, one after the other."""
+        """Yield each run that is trained, with its random numbers, and DeepSpeed's configuration
+        in Accelerate's state; the time of the others does not count as its training."""
         for run in self.trained:
-            with self.turns[run].taken(), run.log.turn():
-                yield run
+            take_engine(run.engine)
+            run.log.clock.paused += time.perf_counter() - self._left[run]
+            set_random(self._random[run])
+            yield run
+            self._random[run] = get_random(run.engine)
+            self._left[run] = time.perf_counter()
 
-    def end(self, step: int) -> bool:
-        """Save where it is time for one of them: all, so that all can go on from the same step.
-        True: they were told to stop, and have said their last words. Raises UsageError: none of
-        them works any more."""
-        self._let_go()
-        self.bar.update()
-        reason = self.stop.reason()
-        due = [run.is_time_to_save(step) for run in self.trained]
-        if reason or self.stop.time_to_save or any(due):
-            for run in self.in_turn():
-                run.save(step)
-            self.stop.saved()
-        for run in self.trained:
-            run.checkpointer.poll()
-        if reason is None or step == self.total_steps:
-            return False
-        each_saved = [run.close() for run in self.trained]
-        saved = all(each_saved)
-        self.bar.close()
-        if self.engine.is_main:
-            state = "saved" if saved else "NOT ALL SAVED"
-            for run in self.all:
-                leave_report(run.folder)
-            print(f"report: {self._leave_report()}")
-            without = "".join(f", without the --model of {run.folder.path}" for run in self.gave_up)
-            print(f"stopped by {reason} after step {step}, {state}; to go on{without}:")
-            print(f"  {how_to_resume('auto')}", flush=True)
-        end_stopped([run.engine for run in self.all], saved)
-        return True
+    def end(self, step: int, val_losses: dict[Run, float | None]) -> bool:
+        """Save all runs where it is time for one of them; return whether they were asked to stop.
 
-    def _let_go(self) -> None:
-        """Of those that give up: the others go on without them, and are not held back by them."""
+        Raises UsageError: every run has given up.
+        """
         for run in self.trained:
             if run.gives_up:
                 run.log.say(f"GAVE UP: {run.give_up()}")
                 run.close()
-                run.batches = iter(())  # else all that the others read would be kept for it
                 self.gave_up.append(run)
-                self._keep_for_each_other()
-        if len(self.gave_up) == len(self.all):
-            self.bar.close()
+        if not self.trained:
             raise UsageError("no model is left: each has given up, as said above")
+        reason = self.stop.reason()
+        due = any(run.is_time_to_save(step, val_losses[run]) for run in self.trained)
+        if reason or self.stop.time_to_save or due:
+            for run in self.in_turn():
+                run.save(step, val_losses[run])
+            self.stop.saved()
+        for run in self.trained:
+            run.checkpointer.poll()
+        if reason is None or step == self.all[0].total_steps:
+            return False
+        each_saved = [run.close() for run in self.trained]
+        saved = all(each_saved)
+        if self.engine.is_main:
+            for run in self.all:
+                leave_report(run.folder)
+            print(f"report: {self._leave_report()}")
+            state = "saved" if saved else "NOT ALL SAVED"
+            print(f"stopped by {reason} after step {step}, {state}; to go on:")
+            print(f"  {how_to_resume('auto')}", flush=True)
+        end_stopped([run.engine for run in self.all], saved)
+        return True
 
     def finish(self) -> None:
-        """Leave what each run leaves at its end, and the page on which they lie over each other,
-        whether anybody still reads what is said or not. Raises UsageError: the last checkpoint of
-        one is not there, or one has given up."""
-        self.bar.close()
-        missing = []
+        """Leave the results of each run, and one report of all.
+
+        Raises UsageError: the last checkpoint of a run is not there, or a run has given up.
+        """
+        missing = [f"{run.folder.path} gave up, see above" for run in self.gave_up]
         for run in self.in_turn():
-            run.log.prefix = ""  # it stands over all that follows
             run.log.say(f"\n{run.folder.path}:")
-            if not run.leave():
+            if not run.leave_results():
                 missing.append(f"{run.folder.path} has its weights, and not its last checkpoint")
         if self.engine.is_main:
-            for run in self.trained:  # each has kept one more while others were behind
-                prune(run.folder, self.args.keep_last, run.checkpointer.beside)
-            end = f"\n{self._summary()}\n\nreport of all: {self._leave_report()}"
-            self.trained[0].log.say(end)
-        missing += [f"{run.folder.path} gave up, see above" for run in self.gave_up]
+            self.trained[0].log.say(f"\n{self._summary()}\n\nreport of all: {self._leave_report()}")
         for run in self.all:
             run.accelerator.end_training()
         if missing:
             raise UsageError("; ".join(missing))
 
     def _leave_report(self) -> str:
-        """Where it is, or why there is none."""
+        """Write the page on which the runs lie over each other; return its path, or an error."""
         out = Path(self.args.out_dir) / "several.html"
         try:
-            write_report(list(self.sizes), out)
+            write_report(self.folders, out)
         except (UsageError, OSError, ValueError, ArithmeticError) as error:
             return f"NOT WRITTEN: {error}"
         return str(out)
 
     def _summary(self) -> str:
-        """A row per run, a column for each number that one of them has."""
-        ends = [final_numbers(read_history(path)) for path in self.sizes]
-        known = [name for name in SUMMARY if any(name in numbers for numbers in ends)]
-        rows = []
-        for (path, size), numbers in zip(self.sizes.items(), ends, strict=True):
-            row = {"run": path.name, "parameters": f"{size / 1e6:.2f} million"}
-            rows.append(row | {name: numbers.get(name, UNKNOWN) for name in known})
-        return columns(rows)
+        """Return a table with a row per run, a column for each number that one of them has."""
+        ends = {path.name: final_numbers(read_history(path)) for path in self.folders}
+        known = [name for name in SUMMARY if any(name in numbers for numbers in ends.values())]
+        return columns(
+            [
+                {"run": run} | {name: numbers.get(name, UNKNOWN) for name in known}
+                for run, numbers in ends.items()
+            ]
+        )
+
+
+def get_random(engine: Engine) -> list[Tensor]:
+    """Return the state of torch's generators; on a GPU wait for the work that it was given."""
+    if engine.accelerator.device.type != "cuda":
+        return [torch.get_rng_state()]
+    torch.cuda.synchronize()
+    return [torch.get_rng_state(), torch.cuda.get_rng_state()]
+
+
+def set_random(states: list[Tensor]) -> None:
+    """Set the state of torch's generators, as `get_random` returned it."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def take_engine(engine: Engine) -> None:
+    """Make this engine's DeepSpeed configuration the one in Accelerate's state."""
+    state = engine.accelerator.state
+    if engine.plugin is not None and not state.get_deepspeed_plugin(engine.plugin).selected:
+        state.select_deepspeed_plugin(engine.plugin)
 
 
 def set_up_several(models: list[Model]) -> Runs | None:
-    """Everything that is there before the first step; None if all runs are finished.
+    """Make everything that is there before the first step; None if all runs are finished.
 
-    Raises UsageError, ConfigError: these cannot be trained, or not from one step.
+    Raises UsageError, ConfigError, DataError: these cannot be trained, or not from one step.
     """
     started = time.monotonic()  # --time_limit counts from here
     asked = [model.args for model in models]
     require_trackers(asked[0].trackers)
     engines = build_engines(asked)
-    accelerator = engines[0].accelerator
-    resumed = on_main_process(accelerator, lambda: resumed_together(asked))
-    asked = [replace(args, resume=path) for args, path in zip(asked, resumed, strict=True)]
-    initials = on_main_process(
-        accelerator,
-        lambda: [
-            InitialWeights.find(starting_weights(args), model.settings)
-            for args, model in zip(asked, models, strict=True)
-        ],
-    )
-    _require_one_length(asked, initials)
-    prepared = on_main_process(accelerator, lambda: with_data(asked[0], initials[0]))
-    data = asked[0].data or prepared.data
-    asked = [replace(args, data=data) for args in asked]
-    train_set, val_set = open_splits(asked[0], initials[0].max_seq_len, engines[0])
-    where = {"processes": engines[0].processes, "device": accelerator.device}
-    works = on_every_process(
-        engines[0],
-        lambda: [
-            Workload.of(args, initial.config(train_set), **where)
-            for args, initial in zip(asked, initials, strict=True)
-        ],
-    )
-    common = {"train_set": train_set, "val_set": val_set, "started": started}
-    turns = _start(asked, engines, initials, works, common)
-    if not turns:
-        accelerator.end_training()
-        return None
-    folders = (_folder_of(args).path for args in asked)
-    sizes = dict(zip(folders, (work.parameters.total for work in works), strict=True))
-    runs = Runs(turns, sizes, started)
-    if accelerator.is_main_process and (full := runs.space_warning()):
-        print(full, flush=True)
-    return runs
-
-
-def _start(
-    models: list[TrainingArguments],
-    engines: list[Engine],
-    initials: list[InitialWeights],
-    works: list[Workload],
-    common: dict,
-) -> dict[Run, Turn]:
-    """Those that are not finished, each with the turn in which it was built. Folders of runs that
-    go on are changed when all have been started, for the last one may be refused yet.
-
-    Args:
-        common: what `start_run` is told of all alike.
-    """
-    kept = [
-        stays(kind_of(engine.deepspeed, work.config.dim), work)
-        for engine, work in zip(engines, works, strict=True)
+    resumed = on_main_process(engines[0], lambda: resumed_together(asked))
+    prepared = []
+    for model, engine, checkpoint in zip(models, engines, resumed, strict=True):
+        take_engine(engine)
+        args = replace(model.args, resume=checkpoint)
+        prepared.append(
+            prepare(
+                args,
+                model.settings,
+                engine,
+                processes=engine.processes,
+                deepspeed=engine.deepspeed,
+            )
+        )
+    values = [
+        (each.config.max_seq_len, each.identity["global_batch"], each.total_steps)
+        for each in prepared
     ]
-    turns = {}
-    for args, engine, initial, own in zip(models, engines, initials, kept, strict=True):
-        turn = Turn(engine)
-        with turn.taken():
-            run = start_run(args, engine, initial, **common, beside=sum(kept) - own)
+    if len(set(values)) > 1:
+        raise UsageError(
+            "models read the same batches, but theirs are of (max_seq_len, sequences, steps) "
+            f"{', '.join(map(str, values))}: pass --max_seq_len for all, or train them apart"
+        )
+    stop = StopRequest(engines[0], asked[0].time_limit, asked[0].save_minutes, since=started)
+    width = max(len(args.run_name) for args in asked)
+    runs = {}
+    for each, engine in zip(prepared, engines, strict=True):
+        take_engine(engine)
+        run = start_run(each, engine, stop, name=f"{each.args.run_name:<{width}}")
         if run is not None:
-            turns[run] = turn
-    _require_one_batch(list(turns))
-    for run in turns:
+            runs[run] = get_random(engine)
+    if not runs:
+        engines[0].accelerator.end_training()
+        return None
+    for run in runs:
         settle(run)
-    return turns
+    return Runs(runs, [each.start.folder.path for each in prepared], stop)
 
 
 def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
-    """What each is to --resume: its checkpoint of the newest step of which all have a sound one; or
-    as it was asked where there is none at all. Raises UsageError: there are some, and no such step;
-    one gave up, and the others went on; or a new run would fall on an old one, which is said before
-    any folder is made."""
-    runs = [_folder_of(args) for args in models]
-    steps = [{int(path.name[5:]) for path in run.all_checkpoints()} for run in runs]
+    """Return what each model is to --resume: its checkpoint of the newest step of which all have a
+    sound one, or what was asked where no model has a checkpoint.
+
+    Raises UsageError: there are checkpoints and no such step, or a new run would fall on an old
+    one.
+    """
+    runs = [RunFolder(Path(args.out_dir, args.run_name)) for args in models]
+    steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if models[0].resume is None or not any(steps):
         for args in models:
             find_starting_point(args, quiet=True)
         return [args.resume for args in models]
-    _require_none_left_behind(runs, steps)
     for step in sorted(set.intersection(*steps), reverse=True):
         paths = [run.checkpoint(step) for run in runs]
         problems = {path: problem for path in paths if (problem := damage(path))}
@@ -299,40 +350,3 @@ def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
         f"--resume auto: there is no step of which all have a sound checkpoint ({'; '.join(known)})"
         ": leave out the --model that is behind, or give it another run_name and start it apart"
     )
-
-
-def _folder_of(args: TrainingArguments) -> RunFolder:
-    return RunFolder(Path(args.out_dir, args.run_name))
-
-
-def _require_none_left_behind(runs: list[RunFolder], steps: list[set[int]]) -> None:
-    """Raises UsageError: one has given up, and all would go back to where it was."""
-    newest = max(set.union(*steps))
-    for run, own in zip(runs, steps, strict=True):
-        if run.bad_samples.exists() and newest not in own:
-            last = f"its newest checkpoint is of step {max(own)}" if own else "it has no checkpoint"
-            raise UsageError(
-                f"--resume auto: {run.path} gave up, {last}, and others went on to step {newest}: "
-                "leave out its --model, and train it apart"
-            )
-
-
-def _require_one_length(models: list[TrainingArguments], initials: list[InitialWeights]) -> None:
-    """Raises UsageError: sequences of different lengths, by --init_from."""
-    lengths = {
-        args.run_name: initial.max_seq_len for args, initial in zip(models, initials, strict=True)
-    }
-    if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise UsageError(f"models read the same batches, pass --max_seq_len for all ({said})")
-
-
-def _require_one_batch(runs: list[Run]) -> None:
-    """Raises UsageError: on another number of processes each would keep the batch that it had."""
-    batches = {run.folder.path.name: run.samples_per_step for run in runs}
-    if len(set(batches.values())) > 1:
-        said = ", ".join(f"{name} {batch}" for name, batch in batches.items())
-        raise UsageError(
-            "models read the same batches, and those that go on here have had different ones, in "
-            f"sequences: {said}; train_pretrain_accelerate.py goes on with each apart"
-        )

@@ -1,81 +1,86 @@
 """The block printed at start: everything that is in use, so that nothing is in use silently."""
 
+import os
+
 import torch
 
 from common.numbers import counted
+from data.shards import CONVERSATIONS
 from model import LMConfig
 from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
-from training.engine.advice import faster_engine, lighter_engine
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
+from training.engine.estimate import GIB, advice, available_memory, estimate, fits
 from training.engine.failures import less_memory
-from training.engine.kinds import GPU, Kind
-from training.engine.launch import Engine
-from training.engine.memory import (
-    GIB,
-    MemoryPlan,
-    available_memory,
-    expect,
-    needs,
-    sum_bytes,
-)
-from training.engine.state import is_deepspeeds
-from training.engine.workload import Workload
-from training.initial_weights import InitialWeights
+from training.engine.kinds import GPU
+from training.optimizer import muon_matrices
 from training.run import Run
 from training.teacher import Teacher
 
 FEW_STEPS = 50
 
 
-def start_block(run: Run, initial: InitialWeights, beside: int = 0) -> str:
-    """One line per fact, names aligned; `beside` as in `start_run`."""
-    args, engine, built = run.args, run.engine, run.built
-    config, rate = built.config, run.learning_rate
-    device = run.accelerator.device
-    n_sequences = len(run.train_set)
+def start_block(run: Run) -> str:
+    """Return one line per fact, names aligned."""
+    args, engine, prepared, rate = run.args, run.engine, run.prepared, run.learning_rate
+    config, device, built = prepared.config, run.accelerator.device, run.built
     attention, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
-    kind, work = in_use(run)
+    n_sequences, batch = len(prepared.train_set), run.batches.samples_per_step
+    tokens_per_step = batch * prepared.train_set.tokens_per_sample
     validation = "NO VALIDATION"
     if run.val_loader:
         validation = f"validation on {len(run.val_loader.dataset):,}"
+    parameters = prepared.shapes.num_parameters()
     fields = {
         "run folder": str(run.folder.path),
-        "starts from": _origin(run, initial),
-        "engine": engine.name + _hint(engine),
+        "starts from": _origin(run),
+        "engine": engine.name + _hint(run),
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
-        "precision": _precision(run.accelerator.mixed_precision, sum_bytes(kind, work)),
+        "precision": _precision(run),
         "attention": attention,
         "compiled": str(built.compilation),
-        "parameters": _parameters(built.n_parameters, config) + _trained(run),
+        "parameters": _parameters(parameters, config) + _trained(run),
         "optimizer": _optimizer(run),
         "data": f"{args.data}: {_data(run)}; {validation}",
-        "global batch": f"{run.samples_per_step:,} sequences = "
-        f"{run.samples_per_step * run.train_set.tokens_per_sample:,.0f} tokens per step "
-        f"({args.batch_size} × "
-        f"{args.accumulation_steps} accumulation × {engine.processes} processes)",
-        "steps": f"{rate.total_steps:,} "
-        f"({rate.total_steps * run.samples_per_step / n_sequences:.2f} epochs), "
+        "global batch": f"{batch:,} sequences = {tokens_per_step:,.0f} tokens per step "
+        f"({args.batch_size} × {args.accumulation_steps} accumulation × {engine.processes} "
+        "processes)",
+        "steps": f"{rate.total_steps:,} ({rate.total_steps * batch / n_sequences:.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
-        f"{args.lr_schedule}",
+        f"{rate.schedule}",
         "checkpoints": _checkpoints(run),
-        "memory": _memory(expect(kind, work), beside),
+        "memory": _memory(run),
     }
     if run.teacher:
         fields["teacher"] = _teacher(run.teacher, args.dtype)
     if args.gradient_checkpointing != "off":
         keeps = args.gradient_checkpointing == "selective" and not keeps_scores
         fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
-    if advice := faster_engine(kind, work, _room(run, beside)):
-        fields["advice"] = advice
+    if prepared.schedule_note:
+        fields["schedule"] = prepared.schedule_note
+    if better := advice(engine.kind, _workload(run), _room(run)):
+        fields["advice"] = better
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
 
-def _hint(engine: Engine) -> str:
-    """What to type who did not mean this engine."""
-    if engine.deepspeed is not None or engine.processes == 1:
+def _workload(run: Run):
+    compiled = run.built.compilation.on
+    return run.prepared.workload(run.engine.processes, run.accelerator.device, compiled)
+
+
+def _room(run: Run) -> int | None:
+    """Return the bytes that the process with the least memory can have, None if unknown. Every
+    process must call it."""
+    room = available_memory(run.accelerator.device, run.engine.processes)
+    return None if room is None else -run.engine.largest(-room)
+
+
+def _hint(run: Run) -> str:
+    """Return what to type for ZeRO-2, unless run_accelerate.sh was told which engine to take."""
+    engine = run.engine
+    if engine.deepspeed is not None or engine.processes == 1 or "RESUME_WITH" in os.environ:
         return ""
     return (
         " (for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json "
@@ -83,16 +88,24 @@ def _hint(engine: Engine) -> str:
     )
 
 
-def _data(run: Run) -> str:
-    """What is read."""
-    data = run.train_set
-    if data.lengths is None:
-        return f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
-    return f"{data.summary}; {data.share_of_padding(run.sampler):.1%} of positions are padding"
+def _origin(run: Run) -> str:
+    start = run.prepared.start
+    if start.checkpoint is None:
+        return run.prepared.initial.describe()
+    return start.checkpoint.name + (", not again --init_from" if run.args.init_from else "")
+
+
+def _precision(run: Run) -> str:
+    """Return the precision of forward and backward, and of the sums of gradients."""
+    precision = matrix_precision(run.accelerator.mixed_precision)
+    said = "fp32, matrix products in TF32" if precision == "tf32" else precision
+    kind = run.engine.kind
+    in_fp32 = kind.stage is None or kind.fp32_sums or run.args.dtype == "float32"
+    return said if in_fp32 else f"{said}, gradients added up in 16 bits too"
 
 
 def _parameters(number: int, config: LMConfig) -> str:
-    """How many, and the shape that has them."""
+    """Return the number of parameters, and the shape that has them."""
     return (
         f"{number / 1e6:.2f} million (dim {config.dim}, {counted(config.n_layers, 'layers')}, "
         f"{counted(config.n_heads, 'heads')}, {counted(config.n_kv_heads, 'kv heads')}, vocabulary "
@@ -100,38 +113,44 @@ def _parameters(number: int, config: LMConfig) -> str:
     )
 
 
-def _teacher(teacher: Teacher, dtype: str) -> str:
-    """Who teaches, and what this process has of it."""
-    found, beside = teacher.found, teacher.found.beside
-    divided = beside.kind.name if found.zero else "whole on each process"
-    parameters = _parameters(beside.parameters.total, found.config)
-    return (
-        f"{found.source.path}: {parameters}, {dtype}, never trained; {divided}, "
-        f"{teacher.held / 1e6:,.1f} MB of weights per process"
-    )
-
-
 def _trained(run: Run) -> str:
-    """How many of the parameters, if not all."""
-    built, lora = run.built, run.built.lora
+    """Return how many of the parameters are trained, if not all."""
+    lora = run.prepared.shapes.lora
     if lora is None:
         return ""
     return (
-        f", of which {built.n_trained / 1e6:.2f} million are trained: LoRA of dim {lora.dim} and "
-        f"alpha {lora.alpha:g} in {lora.module_name!r}{', and all others' * (not lora.only_lora)}"
+        f", of which {run.prepared.n_trained / 1e6:.2f} million are trained: LoRA of dim "
+        f"{lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}"
+        f"{', and all others' * (not lora.only_lora)}"
     )
 
 
-def _precision(mixed_precision: str, sums: int) -> str:
-    """Of forward and backward, and of sums of gradients, which have so many bytes."""
-    precision = matrix_precision(mixed_precision)
-    said = "fp32, matrix products in TF32" if precision == "tf32" else precision
-    return said if sums == 4 else f"{said}, gradients added up in 16 bits too"
+def _optimizer(run: Run) -> str:
+    args = run.args
+    if args.optimizer == "adamw":
+        if run.engine.kind.optimizer_on == GPU:
+            return "AdamW"
+        owner = type(run.optimizer.optimizer).__module__.partition(".")[0]
+        return f"AdamW on the CPU, {'DeepSpeed' if owner == 'deepspeed' else 'PyTorch'}'s"
+    matrices = muon_matrices(run.prepared.shapes)
+    size = sum(matrix.numel() for matrix in matrices)
+    return (
+        f"Muon on {len(matrices)} matrices ({size / 1e6:.2f} million parameters) at learning rate "
+        f"{args.muon_learning_rate:g}, AdamW on the rest"
+    )
+
+
+def _data(run: Run) -> str:
+    data = run.prepared.train_set
+    if data.lengths is None:
+        return f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    padding = data.share_of_padding(run.batches.sampler)
+    return f"{data.summary}; {padding:.1%} of positions are padding"
 
 
 def _checkpoints(run: Run) -> str:
-    """When they come."""
-    args, total_steps = run.args, run.learning_rate.total_steps
+    """Return when checkpoints are saved."""
+    args, total_steps = run.args, run.total_steps
     when = [f"every {args.save_interval:,} steps"] if 0 < args.save_interval < total_steps else []
     if run.val_loader and 0 < args.eval_interval < total_steps:
         when.append("at each best validation")
@@ -140,9 +159,43 @@ def _checkpoints(run: Run) -> str:
     return ", ".join([*when, "at the end"])
 
 
-def warnings(run: Run, beside: int = 0) -> list[str]:
-    """What to know before the first step; `beside` as in `start_run`."""
-    found, args, total_steps = [], run.args, run.learning_rate.total_steps
+def _memory(run: Run) -> str:
+    """Return what a process is expected to need."""
+    expected = estimate(run.engine.kind, _workload(run))
+    elsewhere = {"in RAM": expected.ram, "on NVMe": expected.nvme}
+    return (
+        f"about {expected.peak / GIB:.2f} GiB per process expected ({expected.held / GIB:.2f} "
+        "weights and optimizer, "
+        + (f"{expected.teacher / GIB:.2f} the teacher, " if expected.teacher else "")
+        + f"{(expected.peak - expected.held - expected.teacher) / GIB:.2f} activations and "
+        "buffers), "
+        + "".join(f"{size / GIB:.2f} {where}, " for where, size in elsewhere.items() if size)
+        + "besides about 1 GiB for Python and PyTorch"
+    )
+
+
+def _teacher(teacher: Teacher, dtype: str) -> str:
+    """Return who teaches, and what this process holds of the teacher."""
+    found = teacher.found
+    divided = found.beside.kind.name if found.zero else "whole on each process"
+    number = found.shapes.num_parameters()
+    return (
+        f"{found.source.path}: {_parameters(number, found.config)}, {dtype}, never trained; "
+        f"{divided}, {teacher.held / 1e6:,.1f} MB of weights per process"
+    )
+
+
+def warnings(run: Run) -> list[str]:
+    """Return what to know before the first step. Every process must call it."""
+    found, args, total_steps = [], run.args, run.total_steps
+    if run.prepared.val_set is None:
+        why, other = "the split is shorter than one sequence of", "smaller"
+        if args.dataset.kind == CONVERSATIONS:
+            why, other = "no answer of the split ends within", "larger"
+        found.append(
+            f"NO VALIDATION: {why} {run.prepared.config.max_seq_len} tokens; prepare the data with "
+            f"a larger --val_fraction, or train with a {other} --max_seq_len"
+        )
     for name in ("log_interval", "eval_interval", "save_interval"):
         value = getattr(args, name)
         if value > total_steps and value != getattr(TrainingArguments, name):
@@ -154,86 +207,23 @@ def warnings(run: Run, beside: int = 0) -> list[str]:
         more = "a smaller global batch (--batch_size, --accumulation_steps), more --epochs or text"
         more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
         found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
-    kind, work = in_use(run)
-    taught_by = work.teacher.parameters.total if work.teacher else 0
-    if 0 < taught_by < work.parameters.total:
+    teacher = run.prepared.teacher
+    if teacher and teacher.shapes.num_parameters() < run.prepared.shapes.num_parameters():
         found.append(
-            f"WARNING: the teacher, {run.teacher.found.source.path}, is smaller than its student; "
-            "--teacher names another"
+            f"WARNING: the teacher, {teacher.source.path}, is smaller than its student; --teacher "
+            "names another"
         )
-    needed, room = needs(kind, work), _room(run, beside)
-    if room is not None and needed > room:
+    kind, work, room = run.engine.kind, _workload(run), _room(run)
+    if room is not None and not fits(kind, work, room):
         found.append(
-            f"WARNING: a process may need {needed / GIB:.1f} GiB of memory and can have "
-            f"{max(room, 0) / GIB:.1f}{' beside the other models' * bool(beside)}: "
-            f"{less_memory(run.args, run.built.config.use_flash_attn)}"
-            f"{lighter_engine(kind, work, room)}"
+            f"WARNING: a process may need {estimate(kind, work).peak / GIB:.1f} GiB of memory and "
+            f"can have {room / GIB:.1f}: {less_memory(args, run.prepared.config.use_flash_attn)}"
         )
     if run.engine.total(int(not run.folder.path.exists())):
         found.append(
             f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
             "--resume it takes a folder that all of them see"
         )
-    elif full := space_warning(run.folder.path, run.built.n_trained, run.args.keep_last):
+    elif full := space_warning(run.folder.path, run.prepared.n_trained, args.keep_last):
         found.append(full)
     return found
-
-
-def _origin(run: Run, initial: InitialWeights) -> str:
-    """Where the weights come from."""
-    if run.start.checkpoint is None:
-        return initial.describe()
-    return run.start.checkpoint.name + (", not again --init_from" if run.args.init_from else "")
-
-
-def _optimizer(run: Run) -> str:
-    """Who steps what."""
-    args, built = run.args, run.built
-    if args.optimizer == "adamw":
-        if run.engine.kind.optimizer_on == GPU:
-            return "AdamW"
-        is_own = is_deepspeeds(built.state.optimizer)
-        return f"AdamW on the CPU, {'DeepSpeed' if is_own else 'PyTorch'}'s"
-    return (
-        f"Muon on {built.n_muon_matrices} matrices ({built.n_muon_parameters / 1e6:.2f} million "
-        f"parameters) at learning rate {args.muon_learning_rate:g}, AdamW on the rest"
-    )
-
-
-def in_use(run: Run) -> tuple[Kind, Workload]:
-    """The engine of a run, and what a process of it does in a step."""
-    work = Workload.of(
-        run.args,
-        run.built.config,
-        processes=run.engine.processes,
-        device=run.accelerator.device,
-        compiled=run.built.compilation.on,
-        lora=run.built.lora,
-        teacher=run.teacher and run.teacher.found.beside,
-    )
-    return run.engine.kind, work
-
-
-def _memory(plan: MemoryPlan, beside: int = 0) -> str:
-    """What a process is expected to need, in words."""
-    elsewhere = {
-        "in RAM": plan.host,
-        "the teacher in RAM": plan.teacher_in_ram,
-        "on NVMe": plan.nvme,
-        "kept by the other models": beside,
-    }
-    return (
-        f"about {plan.peak / GIB:.2f} GiB per process expected "
-        f"({(plan.held - plan.teacher) / GIB:.2f} weights and optimizer, "
-        + (f"{plan.teacher / GIB:.2f} the teacher, " if plan.teacher else "")
-        + f"{(plan.peak - plan.held) / GIB:.2f} activations and buffers), "
-        + "".join(f"{size / GIB:.2f} {where}, " for where, size in elsewhere.items() if size)
-        + "besides about 1 GiB for Python and PyTorch"
-    )
-
-
-def _room(run: Run, beside: int) -> int | None:
-    """Bytes that this model can have in the process with the least, None if unknown. All must call
-    this."""
-    room = available_memory(run.accelerator.device, run.engine.processes)
-    return None if room is None else -run.engine.largest(-room) - beside

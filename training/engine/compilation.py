@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 
 from common.errors import UsageError
 from model import Transformer
+from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")
@@ -38,26 +38,25 @@ def decide_compilation(
     wanted: str,
     recorded: bool | None,
     run_flops: float,
-    accelerator: Accelerator,
-    divides_model: bool = False,
+    engine: Engine,
 ) -> Compilation:
-    """Whether to compile, the same on every process; all must call this.
+    """Decide whether to compile, the same on every process; all must call this.
 
     Args:
         wanted: --compile: "on", "off", or "auto".
         recorded: what the run that resumes did, None for a new run. "auto" keeps to it, for
             compiled and eager kernels round differently.
         run_flops: model FLOPs of the whole run on one process.
-        divides_model: as ZeRO-3 does, which brings and takes away the weights around every layer:
-            seen as new code each time, until nothing more is compiled.
 
     Raises UsageError: --compile on, but compiling does not work here.
     """
-    device = accelerator.device
+    device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
     if wanted == "auto":
-        if divides_model:
+        # ZeRO-3 brings and takes away the weights around every layer: the compiler sees new code
+        # each time, until it gives up.
+        if engine.divides_model:
             return Compilation(
                 False, "under ZeRO-3 it costs more than it gains; --compile on forces it"
             )
@@ -68,7 +67,7 @@ def decide_compilation(
         if recorded is None and run_flops < WORTH_FLOPS[device.type]:
             why = "the run is too short to gain back its time; --compile on forces it"
             return Compilation(False, why)
-    reason = on_main_process(accelerator, lambda: obstacle(device))
+    reason = on_main_process(engine, lambda: obstacle(device))
     if reason is None:
         return Compilation(True, "block by block, during the first step")
     if wanted == "on":

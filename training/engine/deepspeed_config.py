@@ -1,21 +1,24 @@
 """DeepSpeed's JSON file and the flags, made one: flags fill "auto", a contradiction is an error."""
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_keys import check_optimizer, settle_keys
+from training.engine.deepspeed_keys import settle_keys
+from training.engine.deepspeed_schedule import take_schedule
 
-# Fields that other people's files leave to whoever reads them, where no flag says it. Buckets as in
-# ds_config.json, in elements; whole weights are gathered by this script's own checkpoints.
+# "auto" in "zero_optimization" that no flag fills. Buckets as in ds_config.json, in elements; whole
+# weights are gathered by this script's own checkpoints.
 AUTO_DEFAULTS = {
-    "zero_optimization.overlap_comm": True,
-    "zero_optimization.allgather_bucket_size": 50_000_000,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "overlap_comm": True,
+    "allgather_bucket_size": 50_000_000,
+    "stage3_gather_16bit_weights_on_model_save": False,
 }
 # In elements, by the model's width: as the Hugging Face Trainer fills them
 # (transformers/integrations/deepspeed.py).
@@ -44,88 +47,85 @@ def read_config(path: str) -> dict:
     return config
 
 
-def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """A copy of the configuration with every "auto" replaced by what the flags say, but for those
-    that `fill_by_width` fills, and "overlap_comm" off where a process is alone.
+def file_of(args: TrainingArguments) -> str:
+    """Return the path of the DeepSpeed file in use; "none" takes the launcher's own flags."""
+    return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
 
-    Accelerate could fill most of them too, but not all, and clips at 1.0 whatever the script asked.
+
+def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
+    """Return a copy of the configuration with every "auto" replaced by what the flags say.
+
+    `fill_by_width` fills the others. A process that is alone has no "overlap_comm". Accelerate
+    could fill most values too, but not all, and clips at 1.0 whatever the script asked. The
+    "scheduler" is left out: `take_schedule` follows it.
 
     Args:
         config: contents of the file.
-        args: the flags.
         world_size: number of processes.
         source: the file's name, for messages.
 
-    Raises UsageError: a number in the file contradicts a flag, an "auto" that nothing fills, or a
-    field that this script decides.
+    Raises UsageError: numbers in the file contradict the flags, an "auto" that nothing fills, or
+    keys that do nothing; lists all of them.
     """
     config = json.loads(json.dumps(config))
     stage = config["zero_optimization"].get("stage")
     if stage not in ZERO_STAGES:
         raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3, not {stage!r}')
-    settle_keys(config, args, source)
+    problems = settle_keys(config)
+    take_schedule(config, args, source)
+    config.pop("scheduler", None)
     wanted = {
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
         "train_batch_size": (
             "--batch_size × --accumulation_steps × processes",
-            args.batch_size * args.accumulation_steps * world_size,
+            args.global_batch(world_size),
         ),
         "gradient_clipping": ("--grad_clip", args.grad_clip),
-        "bf16.enabled": ("--dtype " + args.dtype, args.dtype == "bfloat16"),
-        "fp16.enabled": ("--dtype " + args.dtype, args.dtype == "float16"),
+        "bf16.enabled": (f"--dtype {args.dtype}", args.dtype == "bfloat16"),
+        "fp16.enabled": (f"--dtype {args.dtype}", args.dtype == "float16"),
     }
     if "optimizer" in config:
-        wanted |= _wanted_optimizer(config, args, source)
+        section, _ = _section(config, "optimizer.type", source)
+        if section.setdefault("type", "AdamW") not in OPTIMIZERS:
+            problems.append(f"the optimizer must be {' or '.join(OPTIMIZERS)}, or not stand there")
+        wanted |= {
+            "optimizer.params.lr": ("--learning_rate", args.learning_rate),
+            "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
+            "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
+            "optimizer.params.eps": ("this script", ADAM_EPS),
+        }
     for key, (flag, value) in wanted.items():
         section, name = _section(config, key, source)
         given = section.setdefault(name, value)
         if given == "auto":
             section[name] = value
         elif given != value:
-            raise UsageError(
-                f'{source} says "{key}": {json.dumps(given)}, '
-                f"but {flag} gives {json.dumps(value)}: "
-                'write "auto" in the file, or make them equal'
-            )
+            problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
     for key, value in AUTO_DEFAULTS.items():
-        section, name = _section(config, key, source)
-        if section.get(name) == "auto":
-            section[name] = value
+        if config["zero_optimization"].get(key) == "auto":
+            config["zero_optimization"][key] = value
     if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
         config["zero_optimization"]["overlap_comm"] = False
-    if config.get("bf16", {}).get("check_grad_overflow") is False:
-        raise UsageError(f'{source}: "check_grad_overflow": false would let NaN into the weights')
-    for key in _autos(config):
-        if key.removeprefix("zero_optimization.") not in BY_WIDTH:
-            raise UsageError(
-                f'{source}: "{key}": "auto" is nothing this script can fill in, write a value'
-            )
+    if config["bf16"].get("check_grad_overflow") is False:
+        problems.append('"check_grad_overflow": false would let NaN into the weights')
+    problems += [
+        f'"{key}": "auto" is nothing this script can fill in, write a value'
+        for key in _autos(config)
+        if key.removeprefix("zero_optimization.") not in BY_WIDTH
+    ]
+    if args.optimizer == "muon":
+        problems += _leave_to_muon(config)
+    if problems:
+        raise UsageError(
+            f"{source}: {'; '.join(problems)}"
+            + ("" if len(problems) == 1 else '; where flags decide, "auto" takes their values')
+        )
     check_by_deepspeed(config, source)
     # It would wait for the GPU at every forward pass; the log measures throughput itself.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-    if args.optimizer == "muon":
-        _leave_to_muon(config, source)
     _require_compiler(config, source)
-    if "optimizer" in config:
-        check_optimizer(config, source)
     return config
-
-
-def _wanted_optimizer(config: dict, args: TrainingArguments, source: str) -> dict:
-    """What AdamW's section must say. --optimizer muon takes its AdamW's numbers from the same."""
-    optimizer, _ = _section(config, "optimizer.type", source)
-    if optimizer.setdefault("type", "AdamW") not in OPTIMIZERS:
-        raise UsageError(
-            f"{source}: the optimizer must be Adam or AdamW, or not stand there; "
-            "Muon is --optimizer muon"
-        )
-    return {
-        "optimizer.params.lr": ("--learning_rate", args.learning_rate),
-        "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
-        "optimizer.params.betas": ("--beta1 --beta2", [args.beta1, args.beta2]),
-        "optimizer.params.eps": ("this script", ADAM_EPS),
-    }
 
 
 def fill_by_width(config: dict, dim: int) -> None:
@@ -148,17 +148,17 @@ def nvme_folders(config: dict) -> set[str | None]:
     return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
 
 
-def _leave_to_muon(config: dict, source: str) -> None:
-    """Have DeepSpeed take the optimizer that this script makes."""
+def _leave_to_muon(config: dict) -> Iterator[str]:
+    """Have DeepSpeed take the optimizer that this script makes; yield why it cannot."""
     if config["zero_optimization"]["stage"] == 3:
-        raise UsageError(
-            f"{source}: --optimizer muon steps whole matrices, and under ZeRO-3 no process has "
-            'any: ENGINE=zero2, or a file with "stage": 2; or --optimizer adamw, from the start'
+        yield (
+            "--optimizer muon steps whole matrices, and under ZeRO-3 no process has any: "
+            'ENGINE=zero2, or a file with "stage": 2; or --optimizer adamw, from the start'
         )
     if offload_device(config, "optimizer"):
-        raise UsageError(
-            f'{source}: --optimizer muon cannot be offloaded: remove "offload_optimizer", or train '
-            "with --optimizer adamw"
+        yield (
+            '--optimizer muon cannot be offloaded: remove "offload_optimizer", or train with '
+            "--optimizer adamw"
         )
     config.pop("optimizer", None)
     config["zero_allow_untested_optimizer"] = True

@@ -1,7 +1,6 @@
-"""The engines that one can choose from: what each divides among the processes, and where it keeps
-it."""
+"""The engines to choose from: what each divides among the processes, and where it keeps it."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_conf
 
 GPU, CPU, NVME = "gpu", "cpu", "nvme"
 REPOSITORY = Path(__file__).parents[2]
-# DeepSpeed's files, by the launcher's configs/NAME.yaml. In the order of the advice: ZeRO-2 before
+# DeepSpeed's files, by the launcher's configs/NAME.yaml, in the order of the advice: ZeRO-2 before
 # ZeRO-3, offload last, and no ZeRO where DDP fits.
 FILES = {
     "zero1": "configs/zero1.json",
@@ -21,38 +20,27 @@ FILES = {
 }
 
 
-def number(key: str, default: int):
-    """A field that stands under this key in "zero_optimization"; the default is DeepSpeed's."""
-    return field(default=default, metadata={"key": key})
-
-
 @dataclass(frozen=True)
 class Kind:
-    """One of them, with what memory and traffic depend on in its DeepSpeed file. Sizes are in
-    elements (deepspeed/runtime/zero/config.py and offload_config.py)."""
+    """An engine, with the settings of its DeepSpeed file that decide memory and traffic.
 
-    config: str = ""  # its file, configs/NAME.yaml; "" if it has none
+    Sizes are in elements; their defaults are DeepSpeed's (deepspeed/runtime/zero/config.py and
+    offload_config.py).
+    """
+
+    config: str = ""  # configs/NAME.yaml; "" if it has no such file
     stage: int | None = None  # of ZeRO; None is DDP, or a single process without engine
     optimizer_on: str = GPU
     parameters_on: str = GPU
     fp32_sums: bool = True  # gradients are added up in fp32, else in the precision of the model
-    # Gradients that are exchanged at once.
-    reduce_bucket: int = number("reduce_bucket_size", 500_000_000)
-    # ZeRO-3: weights that are used again so soon are not let go of, nor parameters up to a size;
-    # others are fetched ahead until so many are there.
-    reuse_distance: int = number("stage3_max_reuse_distance", 10**9)
-    persistence: int = number("stage3_param_persistence_threshold", 100_000)
-    live: int = number("stage3_max_live_parameters", 10**9)
-    # On the way from NVMe, in RAM: a sub-group of the optimizer's state in each of its buffers.
-    sub_group: int = number("sub_group_size", 10**9)
-    optimizer_buffers: int = number("offload_optimizer.buffer_count", 4)
-    parameter_buffers: int = number("offload_param.buffer_count", 5)
-    parameter_buffer: int = number("offload_param.buffer_size", 100_000_000)
-    in_ram: int = number("offload_param.max_in_cpu", 10**9)  # of parameters on NVMe
+    reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again so soon
+    parameter_buffers: int = 5  # buffers for weights on their way from NVMe
+    parameter_buffer: int = 100_000_000  # size of such a buffer
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for people, such as "ZeRO-3, optimizer on the CPU"."""
         if self.stage is None:
             return "DDP"
         places = {"optimizer": self.optimizer_on, "parameters": self.parameters_on}
@@ -77,26 +65,30 @@ DDP = Kind("ddp")
 
 @cache
 def engines(dim: int) -> tuple[Kind, ...]:
-    """Those of configs/, for a model of this width, in the order of the advice."""
+    """Return the engines of configs/ for a model of this width, in the order of the advice."""
     found = ((name, read_config(str(REPOSITORY / file))) for name, file in FILES.items())
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
 
 def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """The engine of a DeepSpeed configuration; DDP of None.
+    """Return the engine of a DeepSpeed configuration; DDP for None.
 
     Args:
         dim: the width of the model, which "auto" depends on.
     """
     if config is None:
         return DDP
-    zero, numbers = config["zero_optimization"], {}
-    for item in fields(Kind):
-        section, _, key = item.metadata.get("key", "").rpartition(".")
-        value = ((zero.get(section) or {}) if section else zero).get(key)
-        if value is not None:
-            numbers[item.name] = int(BY_WIDTH[key](dim) if value == "auto" else value)
-    places = [offload_device(config, what) or GPU for what in ("optimizer", "param")]
+    zero = config["zero_optimization"]
+    bucket = zero.get("reduce_bucket_size", Kind.reduce_bucket)
+    offload = zero.get("offload_param") or {}
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
-    fp32 = str(sums).removeprefix("torch.") in ("fp32", "float32", "float")
-    return Kind("", zero["stage"], *places, fp32_sums=fp32, **numbers)
+    return Kind(
+        stage=zero["stage"],
+        optimizer_on=offload_device(config, "optimizer") or GPU,
+        parameters_on=offload_device(config, "param") or GPU,
+        fp32_sums=str(sums).removeprefix("torch.") in ("fp32", "float32", "float"),
+        reduce_bucket=int(BY_WIDTH["reduce_bucket_size"](dim) if bucket == "auto" else bucket),
+        reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
+        parameter_buffers=int(offload.get("buffer_count", Kind.parameter_buffers)),
+        parameter_buffer=int(offload.get("buffer_size", Kind.parameter_buffer)),
+    )

@@ -28,6 +28,7 @@ from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import (
+    file_of,
     fill_by_width,
     offload_device,
     read_config,
@@ -36,7 +37,6 @@ from training.engine.deepspeed_config import (
 from training.engine.environment import take_launch
 from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
 from training.engine.kinds import Kind, kind_of
-from training.engine.network import listen_where_others_reach
 
 # Process groups, and what holds one, to the end of the process: gloo's waits for its thread when it
 # is deleted, and that thread may wait for the interpreter's lock, to let go of a tensor. (Seen: a
@@ -152,7 +152,6 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
             process_group.backend = "gloo"
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    listen_where_others_reach()
     how = {
         "mixed_precision": args.mixed_precision,
         "gradient_accumulation_steps": args.accumulation_steps,
@@ -251,10 +250,7 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
 
 def deepspeed_plugins(models: Sequence[TrainingArguments]) -> list[DeepSpeedPlugin]:
     """`deepspeed_plugin` of each of several models, which may name a file of its own."""
-    files = [
-        args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        for args in models
-    ]
+    files = [file_of(args) for args in models]
     configs = [_configuration(args, file) for args, file in zip(models, files, strict=True)]
     # The launcher's values must not fill or override what is now explicit.
     for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
@@ -318,20 +314,6 @@ def plain_module(model: nn.Module) -> nn.Module:
     """The module inside DDP's or DeepSpeed's wrapper. (Accelerate's `unwrap_model` imports
     DeepSpeed to find out, which takes a second.)"""
     return getattr(model, "module", model)
-
-
-def spare_overflow_check(zero) -> None:
-    """Let ZeRO-1 and 2 look for gradients that are not finite in their norm alone.
-
-    The norm, which is computed anyway, is not finite where any gradient is not, and such a step is
-    left out. DeepSpeed looks at every parameter's share first, in a dozen operations each.
-
-    Args:
-        zero: DeepSpeed's optimizer. Under offload, where the norm comes too late, it is left alone,
-            and so is the class for ZeRO-1 in bf16, which has no such check.
-    """
-    if hasattr(zero, "check_overflow") and zero.compute_grad_norm and not zero.cpu_offload:
-        zero.check_overflow = lambda partition_gradients=True: None
 
 
 def skip_compiled_communication() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from common.errors import UsageError
@@ -16,36 +15,41 @@ from training.engine.launch import Engine
 Answer = TypeVar("Answer")
 
 
-def on_main_process(accelerator: Accelerator, decide: Callable[[], Answer]) -> Answer:
-    """What `decide` returns on the main process, on all of them; all must call this. Raises
-    UsageError, ConfigError: what `decide` raised there."""
+def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
+    """Call `decide` on the main process and return its answer on all; all must call this.
+
+    Without an engine there is one process. Raises UsageError, ConfigError: as `decide` did.
+    """
+    if engine is None or engine.processes == 1:
+        return decide()
     answer: list = [None, None]
-    if accelerator.is_main_process:
+    if engine.is_main:
         try:
             answer[0] = decide()
         except (UsageError, ConfigError) as error:
             answer[1] = error
-    if accelerator.num_processes > 1:
-        broadcast_object_list(answer)
+    broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
 
 
-def on_every_process(engine: Engine, attempt: Callable[[], Answer]) -> Answer:
-    """What `attempt` returns on this process; all must call this. Raises UsageError, ConfigError:
-    what it raised on any of them, and where, if not on all: a machine may not see the same disk."""
+def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
+    """Call `attempt` and return its answer on this process; all must call this.
+
+    Without an engine there is one process. Raises UsageError, ConfigError: as `attempt` did on any
+    process, and where, if not on all: a machine may not see the same disk.
+    """
+    if engine is None or engine.cpu_group is None:
+        return attempt()
     answer = error = None
     try:
         answer = attempt()
     except (UsageError, ConfigError) as mistake:
         error = mistake
-    if engine.cpu_group is None:
-        everyone = [(error, "")]
-    else:
-        everyone = [None] * engine.processes
-        mine = (error, socket.gethostname())
-        torch.distributed.all_gather_object(everyone, mine, group=engine.cpu_group)
+    everyone = [None] * engine.processes
+    mine = (error, socket.gethostname())
+    torch.distributed.all_gather_object(everyone, mine, group=engine.cpu_group)
     failed = [(rank, host) for rank, (error, host) in enumerate(everyone) if error]
     if not failed:
         return answer

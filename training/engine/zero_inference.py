@@ -17,7 +17,6 @@ from common.errors import UsageError
 from inference.decoder import Block, Decoder
 from model import Transformer
 from runs.weights import WeightsFolder
-from training.arguments import TrainingArguments
 from training.engine.cpu_settings import give_back_freed_memory
 from training.engine.deepspeed_config import check_by_deepspeed, offload_device, read_config
 from training.engine.deepspeed_keys import settle_keys
@@ -58,7 +57,8 @@ class ZeroInference:
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
         if dtype != "float32":
             config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
-        settle_keys(config, TrainingArguments(), source)
+        if problems := settle_keys(config):
+            raise UsageError(f"{source}: {'; '.join(problems)}")
         section.pop("offload_optimizer", None)
         check_by_deepspeed(config, source)
         if offload_device(config, "param") == "nvme":

@@ -1,0 +1,80 @@
+"""A scheduler in DeepSpeed's file, followed by this project's own schedule.
+
+The names are those of deepspeed/runtime/lr_schedules.py. DeepSpeed's curve is behind by two steps:
+at its first two the rate is warmup_min_lr.
+"""
+
+from dataclasses import replace
+
+from common.errors import UsageError
+from training.arguments import TrainingArguments
+from training.engine.deepspeed_keys import refuse_unknown
+
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# Keys and DeepSpeed's defaults. The warm-up begins at 0 here, in a straight line.
+PARAMS = {
+    "warmup_num_steps": 1000,
+    "warmup_max_lr": "auto",
+    "warmup_min_lr": 0,
+    "warmup_min_ratio": 0,
+    "warmup_type": "log",
+    "total_num_steps": "auto",
+    "cos_min_ratio": 0.0001,
+    "last_batch_iteration": -1,
+}
+
+
+def take_schedule(
+    config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
+) -> tuple[TrainingArguments, str | None]:
+    """Return the arguments with the schedule of a DeepSpeed file, and a sentence that says so.
+
+    Where no flag and no file says anything, the schedule is a cosine, and there is no sentence.
+
+    Args:
+        config: contents of the file; None without DeepSpeed.
+
+    Raises UsageError: a flag contradicts the file, or the file asks for another curve.
+    """
+    section = (config or {}).get("scheduler")
+    if section is None:
+        return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
+    kind = section.get("type") if isinstance(section, dict) else None
+    if kind not in SCHEDULES or not isinstance(section.get("params", {}), dict):
+        raise UsageError(
+            f'{source}: "scheduler" must be a section with the type {", ".join(SCHEDULES)} and '
+            f"its params, not {kind!r}; without it --lr_schedule decides"
+        )
+    given = section.get("params", {})
+    params = PARAMS | given
+    problems = list(refuse_unknown(given, list(PARAMS), "scheduler.params."))
+    problems += [
+        f'"scheduler.params.{key}" is {params[key]}, but the warm-up begins at 0 here: remove it'
+        for key in ("warmup_min_lr", "warmup_min_ratio")
+        if params[key] not in (0, "auto")
+    ]
+    wanted = {
+        "lr_schedule": SCHEDULES[kind],
+        "warmup_steps": params["warmup_num_steps"],
+        "learning_rate": params["warmup_max_lr"],
+    }
+    if kind != "WarmupLR":
+        wanted["max_steps"] = params["total_num_steps"]
+        wanted["min_lr_ratio"] = params["cos_min_ratio"] if kind == "WarmupCosineLR" else 0
+    values = {}
+    for flag, value in wanted.items():
+        typed = getattr(args, flag)
+        if value == "auto" or typed == value:
+            continue
+        untyped = typed is None or (
+            flag == "min_lr_ratio" and typed == TrainingArguments.min_lr_ratio
+        )
+        if untyped and flag != "learning_rate":
+            values[flag] = value
+        else:
+            problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
+    if problems:
+        raise UsageError(f"{source}: {'; '.join(problems)}")
+    values["lr_schedule"] = SCHEDULES[kind]
+    said = " ".join(f"--{flag} {value}" for flag, value in values.items())
+    return replace(args, **values), f"{kind} of {source} is {said}; the warm-up is linear here"

@@ -1,0 +1,326 @@
+"""Memory that a training process needs, and bytes that it sends: one estimate for all callers.
+
+State (weights, gradients, optimizer) follows from the engine: 4 + 4 + 8 bytes per parameter in
+fp32; DeepSpeed in 16 bits has weights of 2 bytes, and 4 + 8 bytes of fp32 weights and moments that
+ZeRO-1 divides among the processes. ZeRO-2 divides the sums of the gradients too, ZeRO-3 the weights
+as well (Rajbhandari et al., https://arxiv.org/abs/1910.02054). Activations are counted from the
+tensors that backward needs (`_per_token`). On a CPU, where the allocator keeps what is freed, the
+estimate was within 15% of what was used (docs/performance.md). On a GPU it has not been measured:
+`fits` adds a third to everything that comes and goes.
+"""
+
+import os
+import resource
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from model import LMConfig, Transformer
+from model.lora import LoRA, add_lora
+from model.loss import tokens_at_once
+from training.arguments import TrainingArguments
+from training.engine.attention_kernel import attention_kernel
+from training.engine.kinds import GPU, NVME, Kind, engines
+
+GIB = 2**30
+OVERHEAD = GIB  # Python, PyTorch and its workspaces
+MARGIN = 4 / 3  # of what comes and goes on a GPU
+CPU_KEEPS = 1.5  # of what comes and goes on a CPU: freed blocks that suit no later tensor
+LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
+
+
+class Beside(NamedTuple):
+    """A teacher, which is asked in each step and never trained."""
+
+    config: LMConfig
+    kind: Kind  # the engine that divides it
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a process does in a step, as far as memory and traffic depend on it."""
+
+    config: LMConfig
+    shapes: Transformer  # on the meta device, with adapters
+    dtype: str
+    muon: bool
+    batch_size: int  # sequences of a micro-batch
+    accumulation_steps: int
+    processes: int
+    on_cpu: bool = False  # trained there, not merely offloaded to it
+    keeps_scores: bool = False  # attention keeps all T × T scores, see attention_kernel
+    compiled: bool = False
+    recompute: str = "off"  # --gradient_checkpointing
+    teacher: Beside | None = None
+
+    @classmethod
+    def of(
+        cls,
+        args: TrainingArguments,
+        config: LMConfig,
+        *,
+        processes: int,
+        device: torch.device,
+        compiled: bool,
+        lora: LoRA | None = None,
+        teacher: Beside | None = None,
+    ) -> "Workload":
+        """Return the workload of a run. A GPU that is not here is taken to have fused attention."""
+        keeps_scores = not config.use_flash_attn
+        if device.type == "cpu" or torch.cuda.is_available():
+            _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
+        return cls(
+            config=config,
+            shapes=_shapes(config, lora),
+            dtype=args.dtype,
+            muon=args.optimizer == "muon",
+            batch_size=args.batch_size,
+            accumulation_steps=args.accumulation_steps,
+            processes=processes,
+            on_cpu=device.type == "cpu",
+            keeps_scores=keeps_scores,
+            compiled=compiled,
+            recompute=args.gradient_checkpointing,
+            teacher=teacher,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the precision of forward and backward."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def total(self) -> int:
+        """Number of parameters."""
+        return self.shapes.num_parameters()
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's averages: two for AdamW, one for Muon's matrices."""
+        layers = self.shapes.layers.parameters()
+        by_muon = sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
+        return 8 * self.trained - (4 * by_muon if self.muon else 0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one process where it trains: on a GPU, or in RAM where there is none."""
+
+    held: int  # weights, gradients and optimizer
+    teacher: int
+    working: int  # what comes and goes, at most: activations, logits, buffers
+    ram: int  # besides, of what is offloaded
+    nvme: int
+    checkpoint: int  # RAM of the main process while it writes one
+    sent: int  # to other processes, in one optimizer step
+
+    @property
+    def peak(self) -> int:
+        return self.held + self.teacher + self.working
+
+
+def estimate(kind: Kind, work: Workload) -> Estimate:
+    """Return what one process needs and sends under an engine."""
+    n, t, h, processes = work.total, work.trained, work.itemsize, work.processes
+    share = 1 / processes
+    sums = 4 if kind.fp32_sums else h
+    bucket = h * min(t, kind.reduce_bucket)
+    held = {"weights": 4 * t + h * (n - t), "gradients": 4 * t, "optimizer": work.moments}
+    buffers = 4 * t if processes > 1 and work.accumulation_steps > 1 else 0  # sums beside buckets
+    if kind.stage is not None:
+        held = {
+            "weights": h * n * (share if kind.stage == 3 else 1),
+            "gradients": sums * t * (share if kind.stage > 1 else 1),
+            "optimizer": (4 * t + work.moments) * share,
+        }
+        live = min(n, max(kind.reuse_distance // 2, _block(work.shapes)))
+        buffers = 2 * bucket + (h * live if kind.stage == 3 else 0)
+        if kind.stage == 1 and kind.fp32_sums and work.dtype == "bfloat16":
+            buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
+    ram, nvme = {}, {}
+    if not work.on_cpu:  # to a CPU's own memory nothing can be moved out of it
+        if kind.optimizer_on != GPU:
+            place = nvme if kind.optimizer_on == NVME else ram
+            place["optimizer"] = held.pop("optimizer") + 4 * t * share
+        if kind.parameters_on != GPU:
+            place = nvme if kind.parameters_on == NVME else ram
+            place["weights"] = held.pop("weights")
+        if kind.parameters_on == NVME:
+            ram["buffers"] = h * kind.parameter_buffers * kind.parameter_buffer
+    teacher = 0
+    if work.teacher:
+        shapes, divided = _shapes(work.teacher.config), work.teacher.kind
+        taught_by = h * shapes.num_parameters()
+        if divided.stage == 3:
+            buffers += min(taught_by, h * max(divided.reuse_distance // 2, _block(shapes)))
+        size = taught_by * (share if divided.stage == 3 else 1)
+        if divided.parameters_on != GPU and not work.on_cpu:
+            ram["teacher"] = size
+        else:
+            teacher = size
+    working = _activations(kind, work) + buffers
+    return Estimate(
+        held=int(sum(held.values())),
+        teacher=int(teacher),
+        working=int(working * (CPU_KEEPS if work.on_cpu else 1)),
+        ram=int(sum(ram.values())),
+        nvme=int(sum(nvme.values())),
+        checkpoint=4 * t + work.moments,
+        sent=int(_sent(kind, work)),
+    )
+
+
+def _shapes(config: LMConfig, lora: LoRA | None = None) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config)
+        if lora:
+            add_lora(model, **vars(lora))
+    return model
+
+
+def _block(shapes: Transformer) -> int:
+    """Return the number of parameters of one block."""
+    return sum(p.numel() for p in shapes.layers[0].parameters())
+
+
+def _activations(kind: Kind, work: Workload) -> float:
+    """Return the bytes of a micro-batch: kept until backward, and at work at the worst moment."""
+    config, h = work.config, work.itemsize
+    tokens = work.batch_size * config.max_seq_len
+    block = _per_token(work)
+    kept = config.n_layers * block
+    if work.recompute != "off":
+        kept = config.n_layers * h * config.dim + block
+        if work.recompute == "selective" and not work.keeps_scores:
+            kept += config.n_layers * h * config.n_heads * config.head_dim
+    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
+    logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
+    logits *= 2 * h if work.compiled and kind.stage != 3 else 12  # log-probabilities, gradients
+    if work.teacher:  # both models' logits of all tokens, the student's gradient, a chunk's copies
+        logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
+    at_work = 3 * h * config.hidden_dim + 16 * config.dim  # gradients of a block on their way
+    return tokens * kept + casts + max(logits, tokens * at_work)
+
+
+def _per_token(work: Workload) -> float:
+    """Return the bytes that a block keeps of a token for its backward."""
+    config, h = work.config, work.itemsize
+    heads, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    norms = 2 * (8 + h) * config.dim  # the input in fp32, scaled for the weight's gradient, output
+    attention = h * (2 * heads + 2 * (heads if work.keeps_scores else keys))
+    feed_forward = 4 * h * config.hidden_dim  # both halves of SwiGLU, silu, their product
+    scores = 0.0
+    if work.keeps_scores:  # softmax in fp32, and its copy in 16 bits
+        scores = config.n_heads * config.max_seq_len * (4 if h == 4 else 6)
+    elif work.on_cpu:  # blocks of rows keep the past alone
+        scores = config.n_heads * h * (config.max_seq_len + 64) / 2
+    if config.dropout:  # masks, and what is left of scores and outputs
+        scores += 9 / 4 * scores + 2 * (h + 1) * config.dim
+    return norms + attention + feed_forward + scores
+
+
+def _sent(kind: Kind, work: Workload) -> float:
+    """Return the bytes that a process sends to others in an optimizer step.
+
+    Exchanges are rings: a process sends (P - 1) / P of what is gathered or scattered, and twice
+    that of what is all-reduced. DDP all-reduces fp32 gradients once a step. ZeRO-1 does so in the
+    training precision and gathers new weights. ZeRO-2 all-reduces in each micro-batch (DeepSpeed's
+    "use_multi_rank_bucket_allreduce"). ZeRO-3 scatters gradients, which gloo does by an all-reduce,
+    and gathers weights in forward and backward. benchmarks/engines.py measures it.
+    """
+    n, t, h = work.total, work.trained, work.itemsize
+    ring, micro_batches = (work.processes - 1) / work.processes, work.accumulation_steps
+    if kind.stage is None:
+        return 2 * ring * 4 * t
+    if kind.stage < 3:
+        return ring * h * t * (2 * (micro_batches if kind.stage == 2 else 1) + 1)
+    gathered = 2 * n - min(n, kind.reuse_distance // 2)
+    return ring * h * micro_batches * ((2 if work.on_cpu else 1) * t + gathered)
+
+
+def fits(kind: Kind, work: Workload, room: int) -> bool:
+    """Return whether a process that can have `room` bytes has enough, margin included."""
+    expected = estimate(kind, work)
+    working = expected.working * (1 if work.on_cpu else MARGIN)
+    return expected.held + expected.teacher + working + OVERHEAD <= room
+
+
+def largest_batch(kind: Kind, work: Workload, room: int) -> int:
+    """Return the sequences of the largest micro-batch that fits; 0 if none does."""
+    fitting, too_large = 0, LARGEST_BATCH + 1
+    while too_large - fitting > 1:
+        middle = (fitting + too_large) // 2
+        if fits(kind, replace(work, batch_size=middle), room):
+            fitting = middle
+        else:
+            too_large = middle
+    return fitting
+
+
+def choices(work: Workload) -> list[Kind]:
+    """Return the engines that take this optimizer, in the order of the advice."""
+    return [kind for kind in engines(work.config.dim) if kind.takes_muon or not work.muon]
+
+
+def advice(kind: Kind, work: Workload, room: int | None) -> str | None:
+    """Return a sentence on a better engine: the first that fits, where it sends less or spares the
+    way to the CPU, or where this one does not fit. None if there is no better one.
+
+    Args:
+        room: bytes that a process can have, None if unknown.
+    """
+    if room is None or work.processes == 1:
+        return None
+    better = next((other for other in choices(work) if fits(other, work, room)), None)
+    if better is None or better.name == kind.name:
+        return None
+    how = (
+        f"ENGINE={better.config} bash run_accelerate.sh, or accelerate launch --config_file "
+        f"configs/{better.config}.yaml"
+    )
+    if not fits(kind, work, room):
+        return f"{better.name} fits into memory, {kind.name} does not: {how}"
+    before, after = estimate(kind, work).sent, estimate(better, work).sent
+    if after < before or (kind.offloads and not better.offloads and not work.on_cpu):
+        return (
+            f"{better.name} would be faster: it sends {after / 1e6:,.3g} MB per process and step, "
+            f"not {before / 1e6:,.3g}, and fits into memory; {how}"
+        )
+    return None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that can still be taken: of the GPU, or of RAM within a container's limit.
+
+    None where the system does not say.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in used.read_text().splitlines())
+        free = min(free, int(text) - int(stat["anon"]))  # the rest can be reclaimed
+    return free
+
+
+def available_memory(device: torch.device, processes: int) -> int | None:
+    """Return the bytes that this process can have in all: what it holds, and its share of what is
+    free, for on a CPU the processes of a machine share one memory. None where it is unknown."""
+    free = free_memory(device)
+    if free is None or device.type == "cuda":
+        return free if free is None else free + torch.cuda.memory_reserved(device)
+    resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return free // sharing + (resident - shared) * resource.getpagesize()

@@ -1,0 +1,199 @@
+"""What is known of a run before its model is built: weights, teacher, data, shape, checkpoint.
+
+Training and the check before a launch (training/preflight.py) take the same steps in the same
+order; the check takes them without processes.
+"""
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from common.errors import SaidError, UsageError
+from data.dataset import TokenStream
+from data.prepared import conversations_out
+from model import LMConfig, Transformer
+from model.transformer import flops_per_token
+from runs.find import data_of
+from training.arguments import TrainingArguments
+from training.engine.compilation import Compilation, decide_compilation
+from training.engine.deepspeed_config import file_of, read_config
+from training.engine.deepspeed_schedule import take_schedule
+from training.engine.estimate import Workload
+from training.engine.launch import Engine
+from training.engine.main_process import on_every_process, on_main_process, require_the_same
+from training.initial_weights import InitialWeights
+from training.resume import (
+    StartingPoint,
+    find_starting_point,
+    resumed_arguments,
+    run_identity,
+    starting_weights,
+    with_own_teacher,
+)
+from training.schedule import count_steps
+from training.sft_arguments import SFTArguments
+from training.teacher import TeacherWeights
+
+# Paths, which may differ between machines, and what the main process decides for all.
+OF_A_MACHINE = {
+    *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
+    *("num_workers", "teacher", "teacher_config", "time_limit"),
+}
+PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    asked: TrainingArguments  # as typed
+    args: TrainingArguments  # with data, teacher and the accumulation of a resumed run filled in
+    start: StartingPoint
+    initial: InitialWeights
+    teacher: TeacherWeights | None
+    train_set: TokenStream
+    val_set: TokenStream | None  # None: no validation
+    config: LMConfig
+    shapes: Transformer  # the model on the meta device, with its adapters
+    identity: dict  # what a run that resumes must have in common, see `run_identity`
+    total_steps: int  # of the whole run
+    schedule_note: str | None  # what a DeepSpeed file decided of the learning rate
+
+    @property
+    def n_trained(self) -> int:
+        """Number of parameters that are trained."""
+        return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
+
+    def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
+        """Return what a process does in a step, for the estimate of its memory."""
+        return Workload.of(
+            self.args,
+            self.config,
+            processes=processes,
+            device=device,
+            compiled=compiled,
+            lora=self.shapes.lora,
+            teacher=self.teacher and self.teacher.beside,
+        )
+
+    def compilation(self, engine: Engine) -> Compilation:
+        """Decide whether to compile. Raises UsageError: --compile on, and it does not work."""
+        args, seq_len = self.args, self.train_set.tokens_per_sample
+        tokens = args.batch_size * args.accumulation_steps * self.total_steps * seq_len
+        return decide_compilation(
+            args.compile,
+            self.start.state.get("compiled"),
+            flops_per_token(self.config) * tokens,
+            engine,
+        )
+
+
+def prepare(
+    args: TrainingArguments,
+    model_settings: dict,
+    engine: Engine | None,
+    *,
+    processes: int,
+    deepspeed: dict | None,
+) -> Prepared:
+    """Find and check everything that a run needs. With an engine all processes must call this.
+
+    Args:
+        model_settings: those that were typed.
+        engine: None for the check before a launch.
+        deepspeed: its configuration; None without DeepSpeed.
+
+    Raises UsageError, ConfigError, DataError: this cannot be trained.
+    """
+
+    def decide() -> tuple:
+        start = find_starting_point(args, quiet=engine is None)
+        initial = InitialWeights.find(starting_weights(args, start), model_settings)
+        teacher = TeacherWeights.find(with_own_teacher(args, start))
+        data = prepared_data(args, initial, teacher)
+        return start, initial, teacher, data
+
+    def open_data() -> tuple:
+        train_set = filled.dataset(filled.data, "train", initial.max_seq_len)
+        if engine is None or engine.accelerator.is_local_main_process:
+            train_set.scan()
+        has_val = filled.dataset.fits(filled.data, "val", initial.max_seq_len)
+        val_set = filled.dataset(filled.data, "val", initial.max_seq_len) if has_val else None
+        config = initial.config(train_set)
+        shapes_of(config, filled)  # a shape that cannot be built is refused here
+        if teacher:
+            teacher.require_fit(train_set)
+        return train_set, val_set, config, teacher and teacher.source.sha256()
+
+    start, initial, teacher, data = on_main_process(engine, decide)
+    named = deepspeed and file_of(args) != "none"
+    file = read_config(file_of(args)) if named else None
+    filled, schedule_note = take_schedule(file, args, source=file_of(args))
+    filled = replace(filled, data=args.data or data)  # each process keeps its own path
+    if teacher:
+        filled = replace(filled, teacher=str(teacher.source.path))
+    train_set, val_set, config, sha256 = on_every_process(engine, open_data)
+    identity = run_identity(train_set, filled, processes, sha256)
+    if engine:
+        flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
+        require_the_same(
+            engine,
+            {"engine": engine.name} | flags | config.shape() | identity | (deepspeed or {}),
+        )
+    if start.checkpoint:
+        filled, identity = resumed_arguments(start, filled, config, identity, processes)
+    return Prepared(
+        asked=args,
+        args=filled,
+        start=start,
+        initial=initial,
+        teacher=teacher,
+        train_set=train_set,
+        val_set=val_set,
+        config=config,
+        shapes=shapes_of(config, filled),
+        identity=identity,
+        total_steps=count_steps(filled, len(train_set), processes),
+        schedule_note=schedule_note,
+    )
+
+
+def prepared_data(
+    args: TrainingArguments, initial: InitialWeights, teacher: TeacherWeights | None
+) -> str:
+    """Return --data, which is prepared here where that is this program's to do: the built-in
+    corpus, and conversations, which need the tokenizer of the weights.
+
+    Raises SaidError: the preparation failed. UsageError: flags that contradict each other, or
+    nothing tells what the teacher was trained on.
+    """
+    if isinstance(args, SFTArguments) and args.data is None:
+        tokenizer = initial.source.tokenizer
+        folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
+        flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
+        flags += ["--overwrite", *args.prepare_words()]
+    elif isinstance(args, SFTArguments) and args.says_how_to_prepare():
+        raise UsageError(
+            "--data is a folder that has been prepared, --conversations and --prepare_flags "
+            "prepare one: give either"
+        )
+    elif args.data is None:
+        return data_of(str(teacher.source.path))
+    elif args.data == TrainingArguments.data and not Path(args.data).exists():
+        print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
+        folder, flags = args.data, ["--data", "builtin"]
+    else:
+        return args.data
+    command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
+    if subprocess.run(command, stdout=2).returncode:  # preflight prints flags, and nothing else
+        raise SaidError(f"{folder}: the data could not be prepared")
+    return folder
+
+
+def shapes_of(config: LMConfig, args: TrainingArguments) -> Transformer:
+    """Return the model on the meta device. Raises ConfigError: it cannot have these adapters."""
+    with torch.device("meta"):
+        shapes = Transformer(config)
+        args.adapt(shapes)
+    return shapes
