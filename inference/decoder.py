@@ -1,36 +1,37 @@
-"""The model as it writes: one token after another, from weights that no longer change.
+"""A model as it writes: prompts are read, then one token of each sequence at a time.
 
-A `Transformer` computes all positions of a sequence at once, which is what training needs. Here
-each position is computed once, its keys and values are kept, and a new token costs one pass over
-the weights. That pass is as fast as the weights come out of memory, so they are laid out for it.
+The block is that of `model/`. A pass for one token is as fast as the weights come out of memory, so
+`prepare_for_writing` lays the same modules out for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import fused_attention, without_cudnn
+from model import Attention, FeedForward, LMConfig, Transformer
+from model.cache import Cache, without_cudnn
 from model.lora import weight_of
-from model.transformer import Transformer, TransformerBlock
 
 
-class Packed:
-    """x → x Wᵀ, W being some weights of the same input under each other: one product for all.
+class Packed(nn.Module):
+    """x → x Wᵀ, W being the weights of layers with the same input under each other.
 
     On a CPU a large W is reordered once into the blocks in which oneDNN reads it, as torch.compile
-    does with frozen weights: products with one row or a few are about twice as fast. A small one in
-    fp32 is not worth the 10 µs that a call of oneDNN costs.
+    does with frozen weights. torch has no public function for that. Products with one row or a few
+    become about twice as fast (benchmarks/generation.py). A small W in fp32 is not worth the 10 µs
+    that a call of oneDNN costs.
     """
 
-    def __init__(self, weights: list[Tensor], dtype: torch.dtype):
-        self.weight = torch.cat([weight.detach() for weight in weights]).to(dtype)
+    def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
+        super().__init__()
+        self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
         self.blocked = self.weight.device.type == "cpu" and _onednn_gains(self.weight)
         if self.blocked:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if self.blocked:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
         return F.linear(x, self.weight)
@@ -44,65 +45,93 @@ def _onednn_gains(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.numel() >= 1 << 18
 
 
-def packed(*layers: nn.Linear, dtype: torch.dtype) -> Packed:
-    """Layers of the same input, with the adapters that they may have."""
-    return Packed([weight_of(layer) for layer in layers], dtype)
+def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
+    """Return `attention.project` with one product for q, k and v.
+
+    The rotation is a complex product, which is quicker where nothing is compiled.
+    """
+    product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
+    rotated, n_kv_heads = attention.n_heads + attention.n_kv_heads, attention.n_kv_heads
+    shape = (rotated + n_kv_heads, attention.head_dim)
+
+    def project(x: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = product(x).view(*x.shape[:2], *shape)
+        qk, v = qkv.split_with_sizes((rotated, n_kv_heads), dim=2)
+        pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))  # (B, T, H, head_dim/2)
+        qk = torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
+        return *qk.split_with_sizes((rotated - n_kv_heads, n_kv_heads), dim=2), v
+
+    return project
 
 
-class Block:
-    """A `TransformerBlock` for writing."""
-
-    def __init__(self, block: TransformerBlock, dtype: torch.dtype):
-        attention, feed_forward = block.attention, block.feed_forward
-        self.attention_norm = block.attention_norm.weight.detach().to(dtype)
-        self.ffn_norm = block.ffn_norm.weight.detach().to(dtype)
-        self.wqkv = packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
-        self.wo = packed(attention.wo, dtype=dtype)
-        self.w13 = packed(feed_forward.w1, feed_forward.w3, dtype=dtype)
-        self.w2 = packed(feed_forward.w2, dtype=dtype)
+def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
+    """Return `feed_forward.project` with one product for w1 and w3."""
+    product = Packed(feed_forward.w1, feed_forward.w3, dtype=dtype)
+    return lambda x: product(x).chunk(2, dim=-1)
 
 
-class Cache:
-    """Keys and values of what a block has read, (B, n_kv_heads, capacity, head_dim) each."""
+def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """Return a model that computes the same with weights in `dtype`, laid out for single tokens.
 
-    def __init__(self, *shape: int, like: Tensor):
-        self.keys = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self.values = torch.zeros_like(self.keys)
+    Adapters are added to their weights. q, k and v are one product, and so are w1 and w3. Later
+    changes of the model's weights do not reach it.
+    """
+    with torch.device("meta"):
+        prepared = Transformer(model.config).eval()
+    for block, own in zip(prepared.layers, model.layers, strict=True):
+        block.attention.project = project_heads(own.attention, dtype)
+        block.attention.wo = Packed(own.attention.wo, dtype=dtype)
+        block.feed_forward.project = project_gate(own.feed_forward, dtype)
+        block.feed_forward.w2 = Packed(own.feed_forward.w2, dtype=dtype)
+        block.attention_norm = _fused(own.attention_norm, dtype)
+        block.ffn_norm = _fused(own.ffn_norm, dtype)
+    embedding = model.tok_embeddings.weight.detach().to(dtype)
+    prepared.tok_embeddings = nn.Embedding.from_pretrained(embedding)
+    prepared.norm = _fused(model.norm, dtype)
+    prepared.output = Packed(model.output, dtype=dtype)
+    prepared.register_buffer("pos_cis", model.pos_cis, persistent=False)
+    return prepared
+
+
+def _fused(norm: nn.Module, dtype: torch.dtype) -> nn.RMSNorm:
+    with torch.device("meta"):
+        fused = nn.RMSNorm(norm.weight.shape, eps=norm.eps)
+    fused.weight = nn.Parameter(norm.weight.detach().to(dtype), requires_grad=False)
+    return fused
 
 
 class Decoder:
-    """Reads prompts, then takes one token for each and gives the logits of the next.
+    """Read prompts, then take one token for each and return the logits of the next.
 
-    Column t of a row of the cache belongs to position t of that sequence. Prompts of different
-    lengths are padded on the right, where no token of their own looks; what follows is written over
-    the padding. A row so gives what it would give alone, but for rounding.
+    A row gives what it would give alone, but for rounding.
 
     Args:
-        model: what it says now; if its weights change, make another decoder.
+        model: as it is now; when its weights change, make another decoder.
         dtype: of weights and cache; logits are always fp32.
-        blocks: of the model, in order, if they are to be made anew for each pass.
+        divided: whether ZeRO-3 divides the model among processes. It is then used as it is, and
+            all processes must make the same passes.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        dtype: torch.dtype | None = None,
-        blocks: Iterable[Block] | None = None,
-    ):
-        self.config, self.pos_cis = model.config, model.pos_cis
+    def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
+        self.config: LMConfig = model.config
         self.dtype = dtype or model.tok_embeddings.weight.dtype
-        self.embedding = model.tok_embeddings.weight.detach().to(self.dtype)
-        self.device = self.embedding.device
-        self.blocks = blocks or [Block(block, self.dtype) for block in model.layers]
-        self.caches: list[Cache] = []  # of each block
-        self.last_norm = model.norm.weight.detach().to(self.dtype)
-        self.output = packed(model.output, dtype=self.dtype)
-        self.lengths: list[int] = []  # tokens read, of each sequence
+        self.device = model.tok_embeddings.weight.device
+        self.divided = divided
+        self.model = model if divided else prepare_for_writing(model, self.dtype)
+        self.cache: Cache | None = None
 
-    @torch.inference_mode()
-    @without_cudnn()
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens read, of each sequence."""
+        return self.cache.lengths if self.cache else []
+
+    @property
+    def room(self) -> int:
+        """Positions of a sequence, prompt included."""
+        return self.cache.room
+
     def read(self, prompts: list[list[int]], capacity: int) -> Tensor:
-        """Begin with these prompts, forgetting what was there.
+        """Begin with these prompts and forget all others.
 
         Args:
             prompts: token ids, at least one each.
@@ -112,126 +141,58 @@ class Decoder:
         Returns:
             fp32 logits of each prompt's next token, (B, vocab_size).
         """
-        config, lengths = self.config, [len(prompt) for prompt in prompts]
-        if not 0 < min(lengths) <= max(lengths) <= capacity <= config.max_seq_len:
-            raise ValueError(
-                f"prompts of {min(lengths)} to {max(lengths)} tokens, room for {capacity}, "
-                f"max_seq_len {config.max_seq_len}"
-            )
-        shape = (len(prompts), config.n_kv_heads, capacity, config.head_dim)
-        self.caches.clear()  # before others take the same memory
-        self.caches = [Cache(*shape, like=self.embedding) for _ in range(config.n_layers)]
-        longest = max(lengths)
-        tokens = torch.tensor(
-            [prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=self.device
-        )
-        self._set_lengths([0] * len(prompts))
-        x = self._pass(tokens, self.pos_cis[:longest])  # (B, longest, dim)
-        self._set_lengths(lengths)
-        return self._logits(x[self._rows, self._columns - 1])
+        self.cache = None  # before others take the same memory
+        self.cache, logits = self._read(prompts, capacity)
+        return logits
 
-    @torch.inference_mode()
     def join(self, prompts: list[list[int]], capacity: int) -> Tensor:
-        """`read`, beside the sequences that are there: these become the last rows. Every row then
-        has room for `capacity` positions, or for as many as before, if that is more."""
+        """Read prompts beside the sequences that are there: they become the last rows.
+
+        Every row then has room for `capacity` positions, or for as many as before if that is more.
+        """
         if not self.lengths:
             return self.read(prompts, capacity)
         self.make_room(capacity)
-        caches, lengths, room = self.caches, self.lengths, self.room
-        self.caches = []
-        logits = self.read(prompts, room)
-        for old, new in zip(caches, self.caches, strict=True):
-            new.keys = torch.cat([old.keys, new.keys])
-            new.values = torch.cat([old.values, new.values])
-        self._set_lengths(lengths + self.lengths)
+        new, logits = self._read(prompts, self.room)
+        with torch.inference_mode():
+            self.cache.append(new)
         return logits
 
     @torch.inference_mode()
     def make_room(self, capacity: int) -> None:
-        """For so many positions of every sequence, if there is less."""
-        more = (0, 0, 0, capacity - self.room)
-        for cache in self.caches if capacity > self.room else ():
-            cache.keys, cache.values = F.pad(cache.keys, more), F.pad(cache.values, more)
+        """Extend every sequence to `capacity` positions, if it has fewer."""
+        self.cache.make_room(capacity)
+
+    @torch.inference_mode()
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these sequences only, in this order."""
+        if self.cache:
+            self.cache.keep(rows)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Take one token for each sequence, (B,) int64; return fp32 logits of the next, (B,
+        vocab_size). Raises ValueError: a sequence has no room left."""
+        if max(self.lengths) >= self.room:
+            raise ValueError(f"there is room for {self.room} tokens only")
+        return self._logits(tokens[:, None], self.cache)
+
+    def _read(self, prompts: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
+        lengths, most = [len(prompt) for prompt in prompts], self.config.max_seq_len
+        longest = max(lengths)
+        if not 0 < min(lengths) <= longest <= capacity <= most:
+            raise ValueError(
+                f"prompts of {min(lengths)} to {longest} tokens, room for {capacity}, max_seq_len "
+                f"{most}"
+            )
+        with torch.inference_mode():
+            cache = Cache(self.config, lengths, capacity, self.dtype, self.device)
+        rows = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
+        return cache, self._logits(torch.tensor(rows, device=self.device), cache)
 
     @torch.inference_mode()
     @without_cudnn()
-    def step(self, tokens: Tensor) -> Tensor:
-        """One token for each sequence, (B,) int64 → fp32 logits of the next, (B, vocab_size).
-        Raises ValueError: a sequence has no room left."""
-        if max(self.lengths) >= self.room:
-            raise ValueError(f"there is room for {self.room} tokens only")
-        x = self._pass(tokens[:, None], self.pos_cis[self._columns][:, None])
-        self.lengths = [length + 1 for length in self.lengths]
-        self._columns += 1
-        return self._logits(x[:, 0])
-
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these sequences only, in this order."""
-        for cache in self.caches:
-            cache.keys, cache.values = cache.keys[rows], cache.values[rows]
-        self._set_lengths([self.lengths[row] for row in rows])
-
-    @property
-    def room(self) -> int:
-        """Positions of a sequence, prompt included."""
-        return self.caches[0].keys.shape[2]
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-        self._rows = torch.arange(len(lengths), device=self.device)
-        self._columns = torch.tensor(lengths, device=self.device)  # where the next tokens go
-
-    def _pass(self, tokens: Tensor, pos_cis: Tensor) -> Tensor:
-        """(B, T) through all blocks → (B, T, dim), before the last norm."""
-        config = self.config
-        heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-        mask = self._mask()
-        x = F.embedding(tokens, self.embedding)
-        for block, cache in zip(self.blocks, self.caches, strict=True):
-            qkv = block.wqkv(self._norm(x, block.attention_norm))
-            qkv = qkv.view(*x.shape[:2], sum(heads), config.head_dim)
-            qk, v = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=2)
-            q, k = _turn(qk, pos_cis).split_with_sizes(heads[:2], dim=2)
-            x = x + block.wo(self._attend(cache, q, k, v, mask).flatten(2))
-            gate, value = block.w13(self._norm(x, block.ffn_norm)).chunk(2, dim=-1)
-            x = x + block.w2(F.silu(gate) * value)
-        return x
-
-    def _attend(self, cache: Cache, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Keep k and v, (B, T, n_kv_heads, head_dim), and attend to all that is kept."""
-        keys, values, longest = cache.keys, cache.values, max(self.lengths)
-        if longest == 0:  # the prompts
-            keys[:, :, : k.shape[1]] = k.transpose(1, 2)
-            values[:, :, : k.shape[1]] = v.transpose(1, 2)
-            return fused_attention(q, k, v, 0.0)
-        if mask is None:
-            keys[:, :, longest], values[:, :, longest] = k[:, 0], v[:, 0]
-        else:
-            keys[self._rows, :, self._columns] = k[:, 0]
-            values[self._rows, :, self._columns] = v[:, 0]
-        # The query heads that share a key/value head are the rows of one matrix.
-        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        seen = slice(longest + 1)
-        out = F.scaled_dot_product_attention(grouped, keys[:, :, seen], values[:, :, seen], mask)
-        return out.reshape(q.shape)
-
-    def _mask(self) -> Tensor | None:
-        """(B, 1, 1, columns), true where a row's next token looks; None where all look
-        everywhere."""
-        if len(set(self.lengths)) == 1:
-            return None
-        columns = torch.arange(max(self.lengths) + 1, device=self.device)
-        return (columns <= self._columns[:, None])[:, None, None]
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.output(self._norm(x, self.last_norm)).float()
-
-
-def _turn(x: Tensor, pos_cis: Tensor) -> Tensor:
-    """`apply_rotary_emb` by complex products, which are quicker where nothing is compiled: x of
-    shape (B, T, heads, head_dim), pos_cis of shape (T, head_dim/2) or (B, T, head_dim/2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (B, T, heads, head_dim/2)
-    return torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
+    def _logits(self, tokens: Tensor, cache: Cache) -> Tensor:
+        logits = self.model(tokens, cache=cache).logits.float()
+        if self.divided:  # GPUs of another kind may round differently, and draw another token
+            torch.distributed.broadcast(logits, src=0)
+        return logits

@@ -1,7 +1,6 @@
 """Causal self-attention with grouped key/value heads and rotary positions."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,12 @@ from model.config import LMConfig
 from model.cpu_attention import row_block_attention
 from model.rotary import apply_rotary_emb
 
+if TYPE_CHECKING:
+    from model.cache import LayerCache
+
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """(batch, seq_len, n_kv_heads, head_dim) → (batch, seq_len, n_kv_heads · n_rep, head_dim).
+    """Repeat heads: (batch, seq_len, n_kv_heads, head_dim) → (batch, seq_len, n_heads, head_dim).
 
     Each head is repeated n_rep times in place, so query head h finds its key/value head at index h.
     """
@@ -25,9 +27,9 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past.
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
 
-    The scores are T × T per head and live in memory: the readable reference for the fast paths.
+    All T × T scores of a head live in memory. This is the readable reference for the fast paths.
 
     Args:
         q: (B, T, H, head_dim).
@@ -47,16 +49,16 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return (F.dropout(weights, dropout).type_as(v) @ v).transpose(1, 2)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """The same, without ever holding all T × T scores: PyTorch's fused kernels on a GPU, blocks of
-    rows on a CPU."""
+def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Compute `plain_attention` without holding all T × T scores: by PyTorch's fused kernels on a
+    GPU, by blocks of rows on a CPU."""
     if q.device.type == "cpu":
         return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
     return fused_attention(q, k, v, dropout)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """The same by PyTorch's own kernels, meant for GPUs."""
+    """Compute `plain_attention` by PyTorch's own kernels, which are meant for GPUs."""
     if not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)
@@ -68,25 +70,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     return out.transpose(1, 2)
 
 
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """For lengths that change from call to call; cuDNN is as it was afterwards.
-
-    On compute capability 9 and 10 (H100, H200, B200) PyTorch prefers cuDNN's attention in 16 bits,
-    which makes a plan for every new shape: in training once, but one for each token of a cache that
-    grows. Flash, memory-efficient and plain attention have none. (`sdpa_kernel` can do this too,
-    and takes several times as long, at every token.)
-    """
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
-
-
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
-    """Whether the kernels that run in this dtype on GPUs take fewer key/value than query heads.
+    """Return whether the GPU kernels of this dtype take fewer key/value heads than query heads.
 
     Flash attention and cuDNN do. They have no fp32 and no GPU from before bfloat16 came, and the
     memory-efficient kernel, which fp32 and fp16 there are left with, does not: PyTorch would
@@ -113,16 +98,31 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
         self.dropout = config.dropout
-        self.residual_dropout = nn.Dropout(config.dropout)
-        self.attend = flash_attention if config.use_flash_attn else plain_attention
+        self.attend = fast_attention if config.use_flash_attn else plain_attention
 
-    def forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
-        """(B, T, dim) and the rotations of its T positions, (T, head_dim/2) → (B, T, dim)."""
+    def forward(self, x: Tensor, pos_cis: Tensor, cache: "LayerCache | None" = None) -> Tensor:
+        """Attend from every position to itself and the past.
+
+        Args:
+            x: (B, T, dim).
+            pos_cis: rotations of the positions, (T, head_dim/2) or (B, T, head_dim/2).
+            cache: holds the past of each sequence, and takes up these positions.
+
+        Returns:
+            (B, T, dim).
+        """
+        q, k, v = self.project(x, pos_cis)
+        if cache is None:
+            out = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        else:
+            out = cache.attend(q, k, v)
+        out = self.wo(out.flatten(2))  # (B, T, H · D) → (B, T, dim)
+        return F.dropout(out, self.dropout, self.training) if self.dropout else out
+
+    def project(self, x: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries, rotated keys, and values, (B, T, heads, head_dim) each."""
         batch, seq_len, _ = x.shape
         q = self.wq(x).view(batch, seq_len, self.n_heads, self.head_dim)
         k = self.wk(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
         v = self.wv(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
-        q, k = apply_rotary_emb(q, k, pos_cis)
-        out = self.attend(q, k, v, self.dropout if self.training else 0.0)  # (B, T, H, head_dim)
-        out = out.reshape(batch, seq_len, self.n_heads * self.head_dim)
-        return self.residual_dropout(self.wo(out))
+        return *apply_rotary_emb(q, k, pos_cis), v

@@ -14,7 +14,13 @@ class FeedForward(nn.Module):
         self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # gate
         self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)  # to the residual stream
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # value
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.w2(F.silu(self.w1(x)) * self.w3(x)))
+        gate, value = self.project(x)  # (B, T, hidden_dim) each
+        out = self.w2(F.silu(gate) * value)
+        return F.dropout(out, self.dropout, self.training) if self.dropout else out
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate and value before they are multiplied."""
+        return self.w1(x), self.w3(x)

@@ -24,10 +24,11 @@ ATTENTION = [
 
 
 def recomputed(block: Callable, x: Tensor, other: Tensor, what: str) -> Tensor | tuple[Tensor, ...]:
-    """block(x, other), with "blocks" computed again in backward as a whole, with "selective" all
-    but what attention's kernel gave, which is kept; with "off" not at all.
+    """Return block(x, other), and compute it again in backward.
 
-    Random numbers are drawn as the first time, so that gradients are what they are with "off".
+    With "blocks" all of it is computed again, with "selective" all but attention, with "off"
+    nothing. Random numbers are drawn as the first time, so that
+    gradients are the same.
     """
     if what == "off" or not torch.is_grad_enabled():
         return block(x, other)

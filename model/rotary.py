@@ -61,7 +61,8 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
     Args:
         xq: (batch, seq_len, n_heads, head_dim), any floating dtype.
         xk: (batch, seq_len, n_kv_heads, head_dim).
-        pos_cis: complex (seq_len, head_dim/2), the rows of the positions that xq and xk stand at.
+        pos_cis: complex (seq_len, head_dim/2), the rotations of the positions; with a batch
+            dimension in front where sequences stand at different positions.
 
     Returns:
         The turned xq and xk in their own shapes and dtypes; the arithmetic is done in fp32.
@@ -72,10 +73,10 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
         raise ValueError(
             f"pos_cis must be complex, not {pos_cis.dtype}: its imaginary part was lost in a cast"
         )
-    if pos_cis.shape != (xq.shape[1], xq.shape[-1] // 2):
+    if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):
         raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries {tuple(xq.shape)}")
     # The real view instead of complex products: the same arithmetic, which torch.compile can fuse.
-    cos, sin = torch.view_as_real(pos_cis)[None, :, None].unbind(-1)  # (1, T, 1, head_dim/2) each
+    cos, sin = torch.view_as_real(pos_cis).unsqueeze(-3).unbind(-1)  # (T, 1, head_dim/2) each
 
     def turn(x: Tensor) -> Tensor:
         even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, H, head_dim/2) each

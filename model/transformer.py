@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from model.attention import Attention
+from model.cache import Cache, LayerCache
 from model.config import LMConfig
 from model.feed_forward import FeedForward
 from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
@@ -26,6 +28,8 @@ class TransformerOutput(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)): (B, T, dim) → (B, T, dim)."""
+
     recompute = "off"  # in backward, so that less is kept for it: model/recompute.py
 
     def __init__(self, config: LMConfig):
@@ -35,11 +39,13 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
+        if cache is not None:
+            return self._forward(x, pos_cis, cache)
         return recomputed(self._forward, x, pos_cis, self.recompute)
 
-    def _forward(self, x: Tensor, pos_cis: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), pos_cis)
+    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), pos_cis, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -66,7 +72,6 @@ class Transformer(nn.Module):
         on_meta = torch.get_default_device().type == "meta"
         weight = torch.empty(config.vocab_size, config.dim) if on_meta else None
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
-        self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -79,14 +84,20 @@ class Transformer(nn.Module):
         self.apply(self._init_weights)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        cache: Cache | None = None,
     ) -> TransformerOutput:
-        """Logits for every position, or the loss against targets.
+        """Compute the logits of every position, or the loss against targets.
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
             targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one
                 out.
+            cache: holds the tokens before these, and takes these up. The logits are then those of
+                the last token of each sequence, (B, vocab_size).
             reduction: "mean" over the targets that count, "none" for the loss of each position, or
                 "hits" for that and whether its target was the likeliest.
 
@@ -103,13 +114,21 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"sequence of {seq_len} tokens, but max_seq_len is {self.config.max_seq_len}"
             )
-        pos_cis = self.pos_cis[:seq_len]
-        x = self.dropout(self.tok_embeddings(tokens))  # (B, T, dim)
+        x = self.tok_embeddings(tokens)  # (B, T, dim)
+        if self.config.dropout:
+            x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(x.device.type):
             # The residual stream in 16 bits, as it is under DeepSpeed: half the memory traffic.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        for layer in self.layers:
-            x = layer(x, pos_cis)
+        if cache is None:
+            pos_cis = self.pos_cis[:seq_len]
+            for layer in self.layers:
+                x = layer(x, pos_cis)
+        else:
+            pos_cis = cache.rotations(self.pos_cis, seq_len)
+            for layer, own in zip(self.layers, cache.layers, strict=True):
+                x = layer(x, pos_cis, own)
+            x = cache.take(x)  # (B, dim)
         x = self.norm(x)
         if targets is None:
             return TransformerOutput(self.output(x), None)

@@ -62,12 +62,11 @@ def load(args: argparse.Namespace):
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
-    zero = ZeroInference.of_launch(args.device)
+    zero = ZeroInference.of_launch(args.device, args.dtype)
     device = choose_device(args.device)
     trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
     if args.run == "auto" or args.run.endswith(BEST):
         say(f"weights: {trained.folder}")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    if zero:
-        return zero.decoder(trained.model, dtype), trained
-    return Decoder(trained.model.to(device), dtype), trained
+    model = trained.model if zero else trained.model.to(device)
+    return Decoder(model, dtype, divided=zero is not None), trained

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from model.attention import flash_attention, plain_attention, repeat_kv
+from model.attention import fast_attention, plain_attention, repeat_kv
 from model.cpu_attention import row_block_attention
 
 # batch, tokens, heads, key/value heads, head_dim: below, at and beyond one block of rows, tokens
@@ -115,11 +115,11 @@ def test_layouts_in_memory_do_not_matter():
     assert torch.equal(row_block_attention(*strided), row_block_attention(q, k, v))
 
 
-def test_on_a_cpu_flash_attention_is_blocks_of_rows_but_with_dropout_plain():
+def test_on_a_cpu_fast_attention_is_blocks_of_rows_but_with_dropout_plain():
     q, k, v, _ = heads((2, 70, 4, 2, 8))
-    assert torch.equal(flash_attention(q, k, v, 0.0), row_block_attention(q, k, v))
+    assert torch.equal(fast_attention(q, k, v, 0.0), row_block_attention(q, k, v))
     results = []
-    for attend in (flash_attention, plain_attention):
+    for attend in (fast_attention, plain_attention):
         torch.manual_seed(3)
         results.append(attend(q, k, v, 0.5))
     assert torch.equal(*results)

@@ -7,14 +7,11 @@ https://arxiv.org/abs/2207.00032).
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 
 from common.errors import UsageError
-from inference.decoder import Block, Decoder
 from model import Transformer
 from runs.weights import WeightsFolder
 from training.engine.cpu_settings import give_back_freed_memory
@@ -28,7 +25,7 @@ class ZeroInference:
     config: dict  # DeepSpeed's
 
     @classmethod
-    def of_launch(cls, device: str | None) -> "ZeroInference | None":
+    def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
         """None where the launcher asked for something else than ZeRO-3: every process then has the
         whole model. Raises UsageError: its DeepSpeed configuration cannot be read or is refused, as
         in training, or the device that was named is not the one that DeepSpeed takes."""
@@ -46,7 +43,7 @@ class ZeroInference:
         own = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", own):
             raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
-        return cls.of_config(config, path)
+        return cls.of_config(config, path, dtype or ("bfloat16" if own == "cuda" else "float32"))
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
@@ -86,30 +83,3 @@ class ZeroInference:
         engine, *_ = deepspeed.initialize(model=model, config=self.config)
         KEPT.append(engine)
         return engine.module.eval()
-
-    def decoder(self, model: Transformer, dtype: torch.dtype) -> Decoder:
-        """One that has embedding and output layer whole, and a block's weights as long as it is at
-        work. All processes must make the same passes, and so read the same prompts."""
-        with gathered(model.tok_embeddings.weight, model.norm.weight, model.output.weight):
-            return DividedDecoder(model, dtype, blocks=DividedBlocks(model.layers, dtype))
-
-
-@dataclass
-class DividedBlocks:
-    layers: nn.ModuleList
-    dtype: torch.dtype
-
-    def __iter__(self) -> Iterator[Block]:
-        for layer in self.layers:
-            with gathered(*layer.parameters()):
-                block = Block(layer, self.dtype)
-            yield block
-
-
-class DividedDecoder(Decoder):
-    def _logits(self, x: Tensor) -> Tensor:
-        """The first process's, on all: GPUs of another kind may round differently, and who drew
-        another token, and ended sooner, would leave the others waiting."""
-        logits = super()._logits(x)
-        torch.distributed.broadcast(logits, src=0)
-        return logits
