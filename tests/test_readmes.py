@@ -31,7 +31,9 @@ def test_both_readmes_have_the_same_commands_output_and_code():
 def test_both_readmes_have_the_same_numbers_in_their_tables():
     def numbers(name: str) -> list[str]:
         cells = [cell for row in rows(TEXTS[name]) for cell in row]
-        plain = [re.sub(r"`[^`]*`|\]\([^)]*\)| |[\d.]+ ?(million|万|亿)", "", cell) for cell in cells]
+        plain = [
+            re.sub(r"`[^`]*`|\]\([^)]*\)| |[\d.]+ ?(million|万|亿)", "", cell) for cell in cells
+        ]
         return sorted(number for cell in plain for number in re.findall(r"\d+\.\d+", cell))
 
     assert numbers(CHINESE) == numbers(ENGLISH)

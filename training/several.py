@@ -228,12 +228,11 @@ class Runs:
         return str(out)
 
     def _summary(self) -> str:
-        """Return a table with a row per run, a column for each number that one of them has."""
+        """Return a table of the final numbers, a row per run."""
         ends = {path.name: final_numbers(read_history(path)) for path in self.folders}
-        known = [name for name in SUMMARY if any(name in numbers for numbers in ends.values())]
         return columns(
             [
-                {"run": run} | {name: numbers.get(name, UNKNOWN) for name in known}
+                {"run": run} | {name: numbers.get(name, UNKNOWN) for name in SUMMARY}
                 for run, numbers in ends.items()
             ]
         )
@@ -329,11 +328,7 @@ def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
             print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the step before", flush=True)
         if not problems:
             return [str(path) for path in paths]
-    known = (
-        f"{run.path} {', '.join(map(str, sorted(own))) or 'none'}"
-        for run, own in zip(runs, steps, strict=True)
-    )
     raise UsageError(
-        f"--resume auto: there is no step of which all have a sound checkpoint ({'; '.join(known)})"
-        ": leave out the --model that is behind, or give it another run_name and start it apart"
+        "--resume auto: there is no step of which all have a sound checkpoint: leave out the "
+        "--model that is behind, or give it another run_name and start it apart"
     )

@@ -204,14 +204,9 @@ def warnings(run: Run) -> list[str]:
                 "optimizer steps, of --accumulation_steps micro-batches each"
             )
     if total_steps < FEW_STEPS:
-        more = "a smaller global batch (--batch_size, --accumulation_steps), more --epochs or text"
-        more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
-        found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
-    teacher = run.prepared.teacher
-    if teacher and teacher.shapes.num_parameters() < run.prepared.shapes.num_parameters():
         found.append(
-            f"WARNING: the teacher, {teacher.source.path}, is smaller than its student; --teacher "
-            "names another"
+            f"WARNING: {total_steps} steps are hardly training; a higher --max_steps, more "
+            "--epochs or text, or a smaller global batch give more"
         )
     kind, work, room = run.engine.kind, _workload(run), _room(run)
     if room is not None and not fits(kind, work, room):
