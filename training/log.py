@@ -13,8 +13,7 @@ from common.progress import progress_bar
 from report.history import number, read_rows
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
 from training.engine.usage import peak_memory_bytes
-from training.meter import LossMeter
-from training.speed import StepClock, as_time
+from training.meter import LossMeter, StepClock
 
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's that make a warning
 
@@ -68,7 +67,6 @@ class TrainingLog:
         )
         precision = matrix_precision(accelerator.mixed_precision)
         self._peak = peak_flops(device_name(accelerator.device), precision)
-        self._said_crowded = accelerator.device.type != "cpu"  # on a GPU it does not matter
         self._file = None
         self._unwritten = b""
 
@@ -128,13 +126,6 @@ class TrainingLog:
         )
         if warning := self.divergence.check(step, means["loss"], step == self.total_steps):
             self.say(warning)
-        if step != self.first_step and not self._said_crowded and self.clock.is_crowded():
-            self._said_crowded = True
-            self.say(
-                "WARNING: other programs use these cores too, and threads that wait for each other "
-                "lose more by it than their share; end them, or leave them a core: taskset -c 0 in "
-                "front of the command"
-            )
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -214,6 +205,13 @@ class DivergenceWatch:
 
 def _show(loss: float | None) -> str:
     return "n/a" if loss is None else f"{loss:.4f}"
+
+
+def as_time(seconds: float) -> str:
+    """Return a duration as h:mm:ss, or m:ss below an hour."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def drop_rows_from(path: Path, step: int) -> None:

@@ -1,4 +1,8 @@
-"""The mean loss since the last report, without the steps that are skipped."""
+"""What is measured from one report to the next: the mean loss, and time."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -81,3 +85,30 @@ class LossMeter:
             sums = [sum(each[name] for each in states) / processes for name in names]
         self._sums.copy_(torch.tensor(sums))
         self._skipped.fill_(int(states[0]["skipped_steps"]))
+
+
+class StepClock:
+    """Time since its making; a new one is made at each report."""
+
+    def __init__(self):
+        self.steps = 0
+        self.tokens = 0  # of this process, without padding
+        self.paused = 0.0  # seconds
+        self.began = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds, with pauses."""
+        return time.perf_counter() - self.began
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, without pauses."""
+        return self.elapsed - self.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the time in here out of `seconds`."""
+        start = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - start
