@@ -68,9 +68,9 @@ def engine_of(processes: int = 1, rank: int = 0) -> Engine:
 
 
 def meter_of(engine: Engine, *parts: str, **state: float) -> LossMeter:
-    meter = LossMeter(engine.accelerator, parts, on_skip=None)
+    meter = LossMeter(engine.accelerator, parts)
     if state:
-        meter.load_state([state] * engine.processes, engine.processes, 0)
+        meter.load_state([state] * engine.processes, rank=0)
     return meter
 
 
