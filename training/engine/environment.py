@@ -2,7 +2,11 @@
 `accelerate launch`, `deepspeed`, `torchrun`, or none."""
 
 import os
+import socket
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
@@ -12,6 +16,8 @@ ALONE = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
 }
+INTERFACE = "GLOO_SOCKET_IFNAME"
+FAR_AWAY = "192.0.2.1"  # nobody's address (RFC 5737), so where the default route leads
 
 
 def take_launch(*models: TrainingArguments) -> None:
@@ -51,3 +57,31 @@ def name_configuration(args: TrainingArguments) -> None:
         )
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = args.deepspeed
+
+
+def name_interface() -> None:
+    """On several machines, name the network interface to gloo where it would take the loopback one.
+
+    Gloo listens at the address of the machine's own name, which Debian and Ubuntu give as
+    127.0.1.1: other machines would then look for this one on themselves.
+
+    Raises UsageError: no route leads away from this machine.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", processes) == processes or INTERFACE in os.environ:
+        return
+    here, own = socket.gethostname(), "unknown"
+    with suppress(OSError):
+        own = socket.gethostbyname(here)
+    if own != "unknown" and not own.startswith("127."):
+        return
+    known = f"{here} is {own} to itself, where no other machine finds it"
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((FAR_AWAY, 9))  # looks for a route and sends nothing
+        address = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if address in {each.address for each in addresses}:
+                os.environ[INTERFACE] = name
+                print(f"{known}: {INTERFACE}={name} instead", flush=True)
+                return
+    raise UsageError(f"{known}: export {INTERFACE}=NAME of the interface that leads to the others")

@@ -34,7 +34,7 @@ from training.engine.deepspeed_config import (
     read_config,
     resolve,
 )
-from training.engine.environment import take_launch
+from training.engine.environment import name_interface, take_launch
 from training.engine.gpu import has_bf16, has_tf32, require_usable_gpus
 from training.engine.kinds import Kind, kind_of
 
@@ -129,6 +129,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     own. What is said of precision and accumulation is the same for all. Raises UsageError: as
     `build_engine`, or DeepSpeed is there for some alone."""
     take_launch(*models)
+    name_interface()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpus()
     has_gpu = torch.cuda.is_available()
