@@ -82,6 +82,7 @@ def name_interface() -> None:
         for name, addresses in psutil.net_if_addrs().items():
             if address in {each.address for each in addresses}:
                 os.environ[INTERFACE] = name
-                print(f"{known}: {INTERFACE}={name} instead", flush=True)
+                if os.environ.get("LOCAL_RANK") == "0":
+                    print(f"{known}: {INTERFACE}={name} instead", flush=True)
                 return
     raise UsageError(f"{known}: export {INTERFACE}=NAME of the interface that leads to the others")
