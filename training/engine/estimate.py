@@ -18,16 +18,20 @@ from typing import NamedTuple
 import torch
 
 from model import LMConfig, Transformer
+from model.attention import takes_grouped_heads
 from model.lora import LoRA, add_lora
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
-from training.engine.kinds import GPU, NVME, Kind, engines
+from training.engine.kinds import CPU, GPU, NVME, Kind, engines
 
 GIB = 2**30
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # of what comes and goes on a GPU
 CPU_KEEPS = 1.5  # of what comes and goes on a CPU: freed blocks that suit no later tensor
+# Copies of the weights that DeepSpeed leaves in a CPU's memory, by stages 1 and 2, and by stage 3:
+# buckets, copies of them, weights before they were divided. Measured (docs/engines.md).
+CPU_COPIES, CPU_COPIES_3 = 7, 9
 LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
 
 
@@ -118,7 +122,6 @@ class Estimate:
     working: int  # what comes and goes, at most: activations, logits, buffers
     ram: int  # besides, of what is offloaded
     nvme: int
-    checkpoint: int  # RAM of the main process while it writes one
     sent: int  # to other processes, in one optimizer step
 
     @property
@@ -128,53 +131,66 @@ class Estimate:
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return what one process needs and sends under an engine."""
-    n, t, h, processes = work.total, work.trained, work.itemsize, work.processes
-    share = 1 / processes
-    sums = 4 if kind.fp32_sums else h
-    bucket = h * min(t, kind.reduce_bucket)
-    held = {"weights": 4 * t + h * (n - t), "gradients": 4 * t, "optimizer": work.moments}
-    buffers = 4 * t if processes > 1 and work.accumulation_steps > 1 else 0  # sums beside buckets
-    if kind.stage is not None:
-        held = {
-            "weights": h * n * (share if kind.stage == 3 else 1),
-            "gradients": sums * t * (share if kind.stage > 1 else 1),
-            "optimizer": (4 * t + work.moments) * share,
-        }
-        live = min(n, max(kind.reuse_distance // 2, _block(work.shapes)))
-        buffers = 2 * bucket + (h * live if kind.stage == 3 else 0)
-        if kind.stage == 1 and kind.fp32_sums and work.dtype == "bfloat16":
-            buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
-    ram, nvme = {}, {}
-    if not work.on_cpu:  # to a CPU's own memory nothing can be moved out of it
-        if kind.optimizer_on != GPU:
-            place = nvme if kind.optimizer_on == NVME else ram
-            place["optimizer"] = held.pop("optimizer") + 4 * t * share
-        if kind.parameters_on != GPU:
-            place = nvme if kind.parameters_on == NVME else ram
-            place["weights"] = held.pop("weights")
-        if kind.parameters_on == NVME:
-            ram["buffers"] = h * kind.parameter_buffers * kind.parameter_buffer
-    teacher = 0
+    if work.on_cpu:  # there is no other memory to move anything to
+        kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
+    h, share = work.itemsize, 1 / work.processes
+    weights, gradients, optimizer = _state(kind, work)
+    places = {GPU: gradients, CPU: 0, NVME: 0}
+    places[kind.parameters_on] += weights
+    places[kind.optimizer_on] += optimizer
+    if kind.optimizer_on != GPU:
+        places[kind.optimizer_on] += 4 * work.trained * share  # gradients, as it takes them
+    if kind.parameters_on == NVME:
+        places[CPU] += h * kind.parameter_buffers * kind.parameter_buffer
+    teacher, working = 0, _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = _shapes(work.teacher.config), work.teacher.kind
-        taught_by = h * shapes.num_parameters()
+        size = h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
         if divided.stage == 3:
-            buffers += min(taught_by, h * max(divided.reuse_distance // 2, _block(shapes)))
-        size = taught_by * (share if divided.stage == 3 else 1)
-        if divided.parameters_on != GPU and not work.on_cpu:
-            ram["teacher"] = size
-        else:
+            working += h * _gathered(divided, shapes)
+        if divided.parameters_on == GPU or work.on_cpu:
             teacher = size
-    working = _activations(kind, work) + buffers
+        else:
+            places[CPU] += size
     return Estimate(
-        held=int(sum(held.values())),
+        held=int(places[GPU]),
         teacher=int(teacher),
-        working=int(working * (CPU_KEEPS if work.on_cpu else 1)),
-        ram=int(sum(ram.values())),
-        nvme=int(sum(nvme.values())),
-        checkpoint=4 * t + work.moments,
+        working=int(working),
+        ram=int(places[CPU]),
+        nvme=int(places[NVME]),
         sent=int(_sent(kind, work)),
     )
+
+
+def _state(kind: Kind, work: Workload) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer; see the docstring of this file."""
+    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
+    if kind.stage is None:
+        return 4 * t + h * (n - t), 4 * t, work.moments
+    weights = h * n * (share if kind.stage == 3 else 1)
+    gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
+    return weights, gradients, (4 * t + work.moments) * share
+
+
+def _buffers(kind: Kind, work: Workload) -> float:
+    """Return the bytes through which gradients and weights are exchanged."""
+    n, t, h = work.total, work.trained, work.itemsize
+    if kind.stage is None:  # DDP's buckets hold the gradients, sums lie beside them
+        return 4 * t if work.processes > 1 and work.accumulation_steps > 1 else 0
+    if work.on_cpu:
+        return h * n * (CPU_COPIES_3 if kind.stage == 3 else CPU_COPIES)
+    buffers = 2 * h * min(t, kind.reduce_bucket)
+    if kind.stage == 3:
+        buffers += h * _gathered(kind, work.shapes)
+    if kind.stage == 1 and kind.fp32_sums and work.dtype == "bfloat16":
+        buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
+    return buffers
+
+
+def _gathered(kind: Kind, shapes: Transformer) -> int:
+    """Return the number of parameters that ZeRO-3 has whole at a time: a block at least."""
+    block = sum(p.numel() for p in shapes.layers[0].parameters())
+    return min(shapes.num_parameters(), max(kind.reuse_distance // 2, block))
 
 
 def _shapes(config: LMConfig, lora: LoRA | None = None) -> Transformer:
@@ -185,45 +201,52 @@ def _shapes(config: LMConfig, lora: LoRA | None = None) -> Transformer:
     return model
 
 
-def _block(shapes: Transformer) -> int:
-    """Return the number of parameters of one block."""
-    return sum(p.numel() for p in shapes.layers[0].parameters())
-
-
 def _activations(kind: Kind, work: Workload) -> float:
     """Return the bytes of a micro-batch: kept until backward, and at work at the worst moment."""
-    config, h = work.config, work.itemsize
+    config, h, compiled = work.config, work.itemsize, work.compiled and kind.stage != 3
     tokens = work.batch_size * config.max_seq_len
-    block = _per_token(work)
-    kept = config.n_layers * block
+    norm, attention, scores, feed_forward = _kept_by_block(work, compiled)
+    block = 2 * norm + attention + scores + feed_forward
+    kept = config.n_layers * block + norm  # of the last norm too
     if work.recompute != "off":
-        kept = config.n_layers * h * config.dim + block
+        kept = config.n_layers * h * config.dim + block + norm
         if work.recompute == "selective" and not work.keeps_scores:
-            kept += config.n_layers * h * config.n_heads * config.head_dim
+            kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
     casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
     logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
-    logits *= 2 * h if work.compiled and kind.stage != 3 else 12  # log-probabilities, gradients
+    logits *= 2 * h if compiled else 12  # log-probabilities, gradients
     if work.teacher:  # both models' logits of all tokens, the student's gradient, a chunk's copies
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    at_work = 3 * h * config.hidden_dim + 16 * config.dim  # gradients of a block on their way
-    return tokens * kept + casts + max(logits, tokens * at_work)
+    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)  # a block's gradients
+    if work.on_cpu:  # the logits' memory is kept, and suits no gradient of a block
+        return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
+    return tokens * kept + casts + max(logits, at_work)
 
 
-def _per_token(work: Workload) -> float:
-    """Return the bytes that a block keeps of a token for its backward."""
+def _kept_by_block(work: Workload, compiled: bool) -> tuple[float, float, float, float]:
+    """Return the bytes that one norm, attention, its scores and the feed-forward keep of a token.
+
+    These are the tensors that autograd saves in model/. Compiled code keeps fewer: it computes
+    again what costs no matrix product.
+    """
     config, h = work.config, work.itemsize
     heads, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    norms = 2 * (8 + h) * config.dim  # the input in fp32, scaled for the weight's gradient, output
-    attention = h * (2 * heads + 2 * (heads if work.keeps_scores else keys))
-    feed_forward = 4 * h * config.hidden_dim  # both halves of SwiGLU, silu, their product
+    norm = (2 * h if compiled else 8 + h) * config.dim  # input (in fp32, and scaled), output
+    grouped = work.on_cpu or takes_grouped_heads(getattr(torch, work.dtype))
+    shared = grouped and not work.keeps_scores
+    attention = h * (2 * heads + 2 * (keys if shared else heads))  # q, k, v, output
+    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product (and silu)
     scores = 0.0
     if work.keeps_scores:  # softmax in fp32, and its copy in 16 bits
-        scores = config.n_heads * config.max_seq_len * (4 if h == 4 else 6)
+        scores = config.n_heads * config.max_seq_len * (4 if h == 4 or compiled else 6)
     elif work.on_cpu:  # blocks of rows keep the past alone
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
-    if config.dropout:  # masks, and what is left of scores and outputs
-        scores += 9 / 4 * scores + 2 * (h + 1) * config.dim
-    return norms + attention + feed_forward + scores
+    if config.dropout:  # masks, which a CPU has as numbers; in fp32 also the scores that are left
+        mask = 4 if work.on_cpu and not compiled else 1
+        attention += 2 * min(mask, h) * config.dim
+        if work.keeps_scores:
+            scores += config.n_heads * config.max_seq_len * (mask + (4 if h == 4 else 0))
+    return norm, attention, scores, feed_forward
 
 
 def _sent(kind: Kind, work: Workload) -> float:
