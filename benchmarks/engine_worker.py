@@ -15,15 +15,14 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from training.engine.communication import traffic
+from training.engine.workload import Workload
 
 from benchmarks.matmul import synchronize
 from benchmarks.ours import arguments, build_run, compute_gradient
 from benchmarks.work import Work
-from training.engine.communication import traffic
 from training.engine.launch import Engine, build_engine
-from training.engine.memory import expect
-from training.engine.usage import peak_memory_bytes
-from training.engine.workload import Workload
+from training.engine.memory import expect, peak_memory_bytes
 from training.interruption import leave
 
 WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers in them

@@ -25,7 +25,7 @@ import torch
 from benchmarks.contenders import Contender
 from benchmarks.matmul import synchronize
 from benchmarks.work import VOCAB_SIZE, Work
-from training.engine.usage import peak_memory_bytes
+from training.engine.memory import peak_memory_bytes
 
 LOSS_TOLERANCE = 0.5  # nats around ln(VOCAB_SIZE), where an untrained model starts
 
