@@ -1,7 +1,7 @@
-"""Adapters as the package `peft` reads them onto an exported base, and as it writes them.
+"""LoRA adapters in the form of the package `peft`, for a base that scripts.export_hf has written.
 
-An adapter's B has the rows of the weight that it is added to, so those of wq and wk lie in exports
-where these lie (see formats/hugging_face_names.py); A has its columns, which are the same.
+B has the rows of the weight that it is added to: its rows for wq and wk are reordered as theirs are
+(formats/hugging_face_names.py). A has the weight's columns, which stay in their order.
 """
 
 from pathlib import Path
@@ -19,9 +19,9 @@ from model.transformer import Transformer
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the names in the base
-# Ours → PEFT's, behind the name of a layer.
+# Our endings of names → PEFT's.
 FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-# What other values would mean is not computed here; what else PEFT can has tensors of its own.
+# Other values mean arithmetic that is not computed here.
 READABLE = {
     "peft_type": ("LORA",),
     "fan_in_fan_out": (False,),
@@ -31,13 +31,13 @@ READABLE = {
 
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
-    """Write the folder: adapters, and what else was trained, as "modules to save". Raises OSError:
-    the disk is full or refuses.
+    """Write adapters, and other trained weights as "modules to save". Raises OSError: the disk is
+    full or refuses.
 
     Args:
-        weights: of what was trained, by name; see `add_lora`.
+        weights: trained parameters by name; see `add_lora`.
     """
-    tensors, adapted, whole = {}, {}, {}  # the last two are used for their order
+    tensors, adapted, whole = {}, {}, {}  # two dictionaries as ordered sets
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
         theirs = llama_name(f"{layer}.weight").removesuffix(".weight")
@@ -65,13 +65,13 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
 
 
 def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], float]:
-    """What was trained, by our names, and the adapters' scaling: see `model.lora.Merged`.
+    """Return the trained weights by our names, and the adapters' scaling: see `model.lora.Merged`.
 
     Args:
         config: shape of the base.
 
     Raises ConfigError: files missing or damaged, an adapter for a model of another shape, or one
-        that is more than LoRA.
+    that is more than LoRA.
     """
     settings = read_json(folder / ADAPTER_CONFIG)
     for name, allowed in READABLE.items():
@@ -98,7 +98,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
 
 
 def _our_weights(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """By our names; rows still lie as they did."""
+    """Rename PEFT's tensors to our names; their rows stay in PEFT's order."""
     kinds = {theirs: ours for ours, theirs in FACTORS.items()}
     weights = {}
     for name, tensor in tensors.items():
@@ -113,22 +113,22 @@ def _our_weights(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
 
 
 def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, source: str) -> None:
-    """Raises ConfigError: a tensor is of no layer of such a model, has another shape than its layer
-    asks for, or holds no numbers; or a factor lacks the other."""
+    """Raise ConfigError for a tensor that such a model does not have, of another shape or not
+    finite, and for a factor without the other one."""
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Transformer(config).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     shapes.setdefault("output.weight", shapes["tok_embeddings.weight"])
+    for name, shape in list(shapes.items()):
+        layer = name.removesuffix(".weight")
+        shapes |= {f"{layer}.lora_a": (rank, shape[-1]), f"{layer}.lora_b": (shape[0], rank)}
     for name, tensor in sorted(weights.items()):
-        layer, _, kind = name.rpartition(".")
-        if f"{layer}.weight" not in shapes:
+        if name not in shapes:
             raise ConfigError(f"{source}: {name} is not in this model")
-        expected = tuple(shapes[f"{layer}.weight"])
-        if kind != "weight":
-            expected = (rank, expected[-1]) if kind == "lora_a" else (expected[0], rank)
-            other = f"{layer}.{'lora_b' if kind == 'lora_a' else 'lora_a'}"
-            if other not in weights:
-                raise ConfigError(f"{source}: {other} is missing")
-        if (given := tuple(tensor.shape)) != expected:
-            raise ConfigError(f"{source}: {name} is {given}, this model needs {expected}")
+        layer, _, kind = name.rpartition(".")
+        other = {"lora_a": "lora_b", "lora_b": "lora_a", "weight": "weight"}[kind]
+        if f"{layer}.{other}" not in weights:
+            raise ConfigError(f"{source}: {layer}.{other} is missing")
+        if (given := tuple(tensor.shape)) != shapes[name]:
+            raise ConfigError(f"{source}: {name} is {given}, this model needs {shapes[name]}")
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_tokenizer import NASTY
 
 from data.dataset import PackedDataset
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -21,38 +22,6 @@ llama_cpp = pytest.importorskip("llama_cpp")
 
 SEQ_LEN, LONGEST = 64, 48
 PROMPTS = ("sum 7: 1 + 7 =", "sum 12: 1 + 12 = 13;", "第3句\n", "\n\n  +", "?")
-NASTY = (
-    *(
-        "",
-        " ",
-        "   ",
-        " a",
-        "a ",
-        "  a  b  ",
-        "\n",
-        "\n\n\n",
-        "\t\tx",
-        "\r\n",
-        "a\x00b",
-        "\x01\x7f",
-    ),
-    *(
-        "1 + 2 = 3;",
-        "第12句。",
-        "中文，测试。",
-        "１２",
-        "🙂👩‍👩‍👧",
-        "e\u0301",
-        "é",
-        "ﬁ",
-        "\u3000",
-        "\u00a0",
-    ),
-    *("\u200b", "\ufeffx", "\ufffd", "\U0010ffff", "x" * 2000),
-    *("<s>", "</s>", "a<s>b</s>c", "<unk>", "<0x41>", "[PAD0]", "<|endoftext|>"),
-)
-
-
 OF_ITS_OWN = {
     "head_dim": 32,
     "rope_scaling": {
@@ -152,25 +121,15 @@ def validation(packed: Path) -> list[list[int]]:
     return [val_set[i][0].tolist() for i in range(min(8, len(val_set)))]
 
 
-def loss(logits, texts: list[list[int]]) -> float:
-    """Mean cross-entropy in nats."""
-    losses = []
-    for ids in texts:
-        rows = torch.from_numpy(logits(ids)[:-1])
-        losses.append(torch.nn.functional.cross_entropy(rows, torch.tensor(ids[1:])).item())
-    return sum(losses) / len(losses)
-
-
-@pytest.mark.parametrize("text", NASTY, ids=ascii)
-def test_token_ids_are_ours_and_come_back_as_the_text(text, llama, tokenizer):
+def test_token_ids_are_ours_and_come_back_as_the_text(llama, tokenizer):
     opened = llama("f32")
-    ids = opened.tokenize(text.encode(), add_bos=False, special=False)
-    assert ids == tokenizer.encode(text)
-    assert opened.detokenize(ids).decode() == text
-
-
-def test_of_its_own_accord_it_begins_with_the_begin_of_document_piece(llama, tokenizer):
-    assert llama("f32").tokenize(b"1 + 2") == [tokenizer.bos_id, *tokenizer.encode("1 + 2")]
+    for text in (*NASTY.values(), "[PAD0]", "a\x00b"):
+        if "\u2581" in text:
+            continue  # see the next test
+        ids = opened.tokenize(text.encode(), add_bos=False, special=False)
+        assert ids == tokenizer.encode(text)
+        assert opened.detokenize(ids).decode() == text
+    assert opened.tokenize(b"1 + 2") == [tokenizer.bos_id, *tokenizer.encode("1 + 2")]
 
 
 def test_the_one_character_that_it_reads_otherwise_is_sentencepieces_space_symbol(llama, tokenizer):
@@ -179,11 +138,6 @@ def test_the_one_character_that_it_reads_otherwise_is_sentencepieces_space_symbo
     ids = opened.tokenize("a\u2581b".encode(), add_bos=False, special=False)
     assert ids == tokenizer.encode("a b") != tokenizer.encode("a\u2581b")
     assert opened.detokenize(tokenizer.encode("a\u2581b")).decode() == "a\u2581b"
-
-
-def test_control_pieces_in_a_text_are_control_pieces_only_when_it_is_told_so(llama, tokenizer):
-    ids = llama("f32").tokenize(b"</s>", add_bos=False, special=True)
-    assert ids == [tokenizer.eos_id] != tokenizer.encode("</s>")
 
 
 def test_in_f32_logits_and_greedy_text_are_ours(llama, weights, tokenizer, packed):
@@ -197,33 +151,13 @@ def test_in_f32_logits_and_greedy_text_are_ours(llama, weights, tokenizer, packe
         assert len(set(ours)) > 4
 
 
-@pytest.mark.parametrize("prompt", PROMPTS, ids=ascii)
-def test_what_it_writes_by_itself_is_our_greedy_text(prompt, llama, weights, tokenizer):
-    """From text to text, by its own tokenizer, cache and sampler."""
-    model, start = load_portable(weights), [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    ours = greedy(lambda ids: our_logits(model, ids), start)[len(start) :]
-    if tokenizer.eos_id in ours:
-        ours = ours[: ours.index(tokenizer.eos_id)]
-    room = LONGEST - len(start)
-    written = llama("f32")(prompt, max_tokens=room, temperature=0, repeat_penalty=1)
-    assert written["choices"][0]["text"] == tokenizer.decode(ours)
-
-
-@pytest.mark.parametrize(
-    ("kind", "logits_off", "loss_off", "agreeing"),
-    [("f16", 0.05, 1e-3, 0.98), ("q8_0", 0.5, 0.01, 0.9)],
-)
-def test_in_fewer_bits_logits_and_loss_are_close(
-    kind, logits_off, loss_off, agreeing, llama, weights, packed
-):
-    model, opened, texts = load_portable(weights), llama(kind), validation(packed)
+@pytest.mark.parametrize(("kind", "off", "agreeing"), [("f16", 0.05, 0.98), ("q8_0", 0.5, 0.9)])
+def test_in_fewer_bits_logits_are_close(kind, off, agreeing, llama, weights, packed):
+    model, opened = load_portable(weights), llama(kind)
+    texts = validation(packed)
     pairs = [(its_logits(opened, ids), our_logits(model, ids)) for ids in texts]
-    difference = max(np.abs(its - ours).max() for its, ours in pairs)
+    assert 0 < max(np.abs(its - ours).max() for its, ours in pairs) < off
     agree = np.mean([(its.argmax(1) == ours.argmax(1)).mean() for its, ours in pairs])
-    its = loss(lambda ids: its_logits(opened, ids), texts)
-    ours = loss(lambda ids: our_logits(model, ids), texts)
-    assert 0 < difference < logits_off
-    assert its == pytest.approx(ours, abs=loss_off)
     assert agree > agreeing
 
 
