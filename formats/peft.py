@@ -4,15 +4,15 @@ B has the rows of the weight that it is added to: its rows for wq and wk are reo
 (formats/hugging_face_names.py). A has the weight's columns, which stay in their order.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from formats.hugging_face_names import llama_name, our_names, our_rotation, to_llama
 from formats.portable import read_json, save_tensors, write_json
+from formats.state_dicts import read_tensors
 from model.config import ConfigError, LMConfig
 from model.lora import LoRA
 from model.transformer import Transformer
@@ -82,11 +82,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
         scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{folder}: no r and lora_alpha of an adapter ({error!r})") from error
-    try:
-        tensors = load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: no readable adapter ({error})") from error
-    weights = _our_weights(tensors, str(folder))
+    weights = _our_weights(read_tensors(folder / ADAPTER_WEIGHTS), str(folder))
     require_adapter(weights, config, rank, str(folder))
     with_rows = {name: tensor for name, tensor in weights.items() if not name.endswith("lora_a")}
     weights |= our_rotation(config, with_rows)
@@ -97,17 +93,14 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
     return weights, scaling
 
 
-def _our_weights(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename PEFT's tensors to our names; their rows stay in PEFT's order."""
     kinds = {theirs: ours for ours, theirs in FACTORS.items()}
     weights = {}
     for name, tensor in tensors.items():
         theirs = name.removeprefix(PREFIX)
         kind = next((kind for kind in kinds if theirs.endswith(f".{kind}")), "weight")
-        try:
-            (ours,) = our_names({f"{theirs.removesuffix(kind)}weight": tensor})
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {name} is in no Llama with LoRA") from error
+        (ours,) = our_names({f"{theirs.removesuffix(kind)}weight": tensor}, source)
         weights[f"{ours.removesuffix('weight')}{kinds.get(kind, kind)}"] = tensor
     return weights
 

@@ -107,10 +107,7 @@ class LlamaTensors(Mapping):
         self._config = read_llama_config(folder)
         self._weights = ChainMap(*map(read_tensors, hf_files(folder)))
         names = (name for name in self._weights if name.rpartition(".")[2] not in TABLES)
-        try:
-            self._theirs = our_names({name: name for name in names})
-        except ConfigError as error:
-            raise ConfigError(f"{folder}: {error}") from error
+        self._theirs = our_names({name: name for name in names}, str(folder))
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[self._theirs[name]]
@@ -187,9 +184,9 @@ def to_ours(foreign: Foreign, settings: dict, source: str) -> tuple[LMConfig, di
     Raises ConfigError: weights that are missing, superfluous, or of another shape."""
     weights, config = foreign.weights, foreign.llama
     theirs = config is None and any(name in weights for name in OUTER.values())
+    if theirs:
+        weights = our_names(weights, source)
     try:
-        if theirs:
-            weights = our_names(weights)
         if config:
             config = LMConfig.from_dict(config.to_dict() | settings)
         else:

@@ -141,7 +141,7 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
         (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), this model needs \(4, 32\)"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
         (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is not in this model"),
-        (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "in no Llama with LoRA"),
+        (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "is in no Llama"),
         (lambda t: t | {Q_A: t[Q_A] * torch.nan}, "wq.lora_a holds NaN"),
         (lambda t: t | {HEAD: torch.zeros(50, 32)}, "trained the output layer apart"),
     ],
@@ -179,7 +179,7 @@ def test_files_that_are_missing_or_no_adapter_are_named(folder, tmp_path_factory
     with pytest.raises(ConfigError, match=r"no readable adapter_config\.json"):
         load_adapter(tmp_path_factory.mktemp("empty"), adapted().config)
     (folder / ADAPTER_WEIGHTS).write_bytes(b"no adapter")
-    with pytest.raises(ConfigError, match="no readable adapter"):
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: damaged"):
         load_adapter(folder, adapted().config)
 
 
