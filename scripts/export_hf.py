@@ -29,17 +29,10 @@ def export(args: argparse.Namespace) -> None:
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)
-        write_model(
-            folder,
-            trained.model,
-            trained.tokenizer,
-            dtype=args.dtype,
-            name=args.out.resolve().name,
-            chat=trained.chats,
-        )
+        model, tokenizer, name = trained.model, trained.tokenizer, args.out.resolve().name
+        write_model(folder, model, tokenizer, dtype=args.dtype, name=name, chat=trained.chats)
         if args.tokenizer:
-            max_seq_len = trained.model.config.max_seq_len
-            write_tokenizer(folder, trained.tokenizer, max_seq_len, chat=trained.chats)
+            write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=trained.chats)
     what = "model and tokenizer" if args.tokenizer else "model without tokenizer"
     print(f"{args.out}: {what} of {trained.folder} in {args.dtype}")
 

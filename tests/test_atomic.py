@@ -89,19 +89,6 @@ def test_what_does_not_get_whole_leaves_nothing_and_the_old_one(tmp_path, write,
     assert text_of(tmp_path / "new") == "old"
 
 
-@pytest.mark.parametrize("write", [write_file, write_folder])
-def test_a_disk_that_refuses_leaves_the_old_one(tmp_path, monkeypatch, write):
-    def refuse(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    write(tmp_path / "new", "old")
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "new", "whole")
-    assert names(tmp_path) == ["new"]
-    assert text_of(tmp_path / "new") == "old"
-
-
 def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_path, monkeypatch):
     synced = []
 

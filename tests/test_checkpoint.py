@@ -104,17 +104,6 @@ def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
     assert steps_of(run) == kept
 
 
-def test_a_kill_while_old_checkpoints_go_leaves_none_by_halves(run, monkeypatch):
-    save(run, 1, 2, 3)
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
-    save(run, 4, keep_last=2)
-    assert steps_of(run) == [3, 4]
-    monkeypatch.undo()
-    (run.checkpoint(3) / STATE).unlink()  # harms no later save
-    save(run, 5, 6, keep_last=2)
-    assert steps_of(run) == [5, 6]
-
-
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
@@ -251,13 +240,3 @@ def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, tuned, harm, m
     assert message in problem
     with pytest.raises(UsageError, match=r"every checkpoint .* is damaged"):
         WeightsFolder.find(str(run.path))
-
-
-def test_a_disk_that_refuses_a_base_is_one_line(run, tuned, monkeypatch, tmp_path):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("runs.checkpoint.save_portable", full)
-    with pytest.raises(UsageError, match="base cannot be written: No space left on device"):
-        write_base(run, tuned.model.config, tuned.base, tmp_path / "tokenizer.model")
-    assert damage(run.checkpoint(3)) is None  # what was there still is

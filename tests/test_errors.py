@@ -28,7 +28,6 @@ def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
     [
         (UsageError("--dim is 7"), "--dim is 7\n"),
         (UsageError("Traceback ...\n  File x\n\nthe reason\n"), "the reason\n"),
-        (UsageError("two\n lines"), "two lines\n"),
         (UsageError(), "UsageError\n"),
         (OSError(errno.ENOSPC, "full", "out/x"), "no space left on the disk: [Errno 28] full: 'o"),
         (OSError(errno.EDQUOT, "full", "out/x"), "no space left on the disk: [Errno 122] full: '"),

@@ -159,7 +159,6 @@ def test_weights_may_lie_in_shards_and_in_either_format(llama, tmp_path, name, s
         ({"model_type": "mistral"}, "model_type is 'mistral': only 'llama'"),
         ({"model_type": None}, "no model_type in config.json"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
             "rope_scaling: factor is missing",
@@ -171,7 +170,6 @@ def test_weights_may_lie_in_shards_and_in_either_format(llama, tmp_path, name, s
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "48"}, "dim must be a positive whole number, not '48'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
-        ({"num_hidden_layers": 1}, "is not in this model"),
         ({"tie_word_embeddings": True}, "says that the embeddings are tied, but they differ"),
     ],
 )
@@ -328,7 +326,6 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, ca
         (lambda s: {"model": s, "args": {"n_heads": 6}}, "--n_heads 3", "--n_heads 3, but"),
         (lambda s: {"model": s, "args": {"n_heads": "six"}}, "", "must be a number, not 'six'"),
         (lambda s: [1, 2], "--n_heads 6", "no state dict"),
-        (lambda s: {"x": 3}, "--n_heads 6", "x is no tensor of floating point numbers"),
         (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "norm.weight is no"),
         (lambda s: s | {"norm.weight": torch.ones(48) / 0}, "--n_heads 6", "holds NaN, infinity"),
         (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
@@ -348,13 +345,3 @@ def test_files_that_hold_no_llama_are_refused(state, tmp_path, capsys, change, f
     torch.save(change(state), tmp_path / "m.pth")
     assert says in error_line(capsys, tmp_path / "m.pth", tmp_path / "out", *flags.split())
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("m.onnx", "neither .safetensors nor"), ("empty", "has neither config"), ("no", "no such")],
-)
-def test_sources_of_another_kind_are_refused(tmp_path, capsys, name, says):
-    (tmp_path / "m.onnx").touch()
-    (tmp_path / "empty").mkdir()
-    assert says in error_line(capsys, tmp_path / name, tmp_path / "out")

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 
 from runs.checkpoint import read_state
-from runs.weights import load_trained
 from train_pretrain_accelerate import main
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -58,19 +57,3 @@ def test_a_run_goes_on_from_it_as_the_version_that_wrote_it_did(run_of, name):
     state = read_state(run / "checkpoints" / "step-00000004")
     assert state["model"]["n_layers"] == 1
     assert "dim" not in state["identity"]
-
-
-def test_another_shape_is_refused_with_both(run_of, capfd):
-    run = run_of("first_format")
-    with pytest.raises(SystemExit) as end:
-        main([*FLAGS.split(), "--dim", "32", "--data", DATA, "--resume", str(run)])
-    assert end.value.code == 2
-    assert "dim: 16 in the checkpoint, 32 now" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "dim"), [("first_format", 16), ("second_format", 8)])
-def test_its_weights_can_be_opened(run_of, name, dim):
-    run = run_of(name)
-    shutil.copy(Path(DATA) / "tokenizer.model", run)
-    model = load_trained(str(run)).model
-    assert (model.config.dim, model.config.n_layers, model.config.vocab_size) == (dim, 1, 300)

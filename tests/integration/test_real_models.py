@@ -3,7 +3,6 @@ weights and a tokenizer.json."""
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from data.chat_template import encode_chat_prompt
 from data.conversations import ROLES, Turn
-from data.dataset import PackedDataset
 from data.tokenizer import open_tokenizer
 from runs.weights import load_trained
-from scripts import evaluate, export_gguf, export_hf, generate, import_weights, prepare_data
+from scripts import export_gguf, export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
 
@@ -92,18 +90,6 @@ def test_the_imported_model_computes_what_transformers_does(somebodys, imported)
     torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=0)
 
 
-def test_a_marker_that_begins_and_ends_stands_once_between_documents(data):
-    train_set = PackedDataset(data, "train", 16)
-    tokenizer = open_tokenizer(data)
-    ids = [id for i in range(len(train_set)) for id in train_set[i][0].tolist()]
-    begins = [i for i, id in enumerate(ids) if id == tokenizer.bos_id]
-    assert begins[0] == 0
-    assert all(later > earlier + 9 for earlier, later in pairwise(begins))
-    first = tokenizer.decode(ids[: begins[1]])
-    assert first.startswith("sum ")
-    assert first.endswith("句\n")
-
-
 def test_it_trains_on(trained, imported, data):
     losses = trained.column("loss")
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
@@ -156,19 +142,6 @@ def test_it_is_fine_tuned_and_goes_back_with_a_template(imported, somebodys, tmp
         messages = [turn._asdict() for turn in turns]
         how = {"return_dict": False, "add_generation_prompt": True}
         assert theirs.apply_chat_template(messages, **how) == encode_chat_prompt(ours, turns)
-
-
-def test_it_is_scored_as_in_training_and_by_the_bytes_of_the_text(trained, data, corpus, tmp_path):
-    results = {}
-    for name, source in (("packed", data), ("text", corpus)):
-        flags = ["--data", str(source), "--limit", "20", "--json", str(tmp_path / name)]
-        evaluate.main([str(trained.path), *flags, "--dtype", "float32"])
-        results[name] = json.loads((tmp_path / name).read_text(encoding="utf-8"))
-    loss, last = results["packed"]["metrics"]["loss"], trained.rows("val_loss")[-1]
-    assert loss["value"] == pytest.approx(last["val_loss"], abs=0.1)
-    documents = corpus.read_text(encoding="utf-8").splitlines()[:20]
-    n_bytes = sum(len(json.loads(line)["text"].encode()) for line in documents)
-    assert results["text"]["bytes"] == n_bytes
 
 
 def test_gguf_is_refused_in_one_line(trained, tmp_path, capsys):
