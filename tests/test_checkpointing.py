@@ -273,7 +273,7 @@ def test_a_save_waits_for_the_one_before_it(run, slow_disk):
 
 
 def test_any_failure_of_the_writing_thread_is_reported(run, monkeypatch):
-    monkeypatch.setattr("runs.manifest.sha256_of", lambda path: 1 / 0)
+    monkeypatch.setattr("runs.checkpoint.sha256_of", lambda path: 1 / 0)
     log = save(run, 1)
     assert log.lines[0].startswith("CHECKPOINT NOT SAVED: division by zero")
 
@@ -299,7 +299,7 @@ def test_whether_the_last_save_failed_is_known_until_one_succeeds(run, monkeypat
     checkpointer = checkpointer_of(run)
     assert checkpointer.wait()  # there was none
     with monkeypatch.context() as patch:
-        patch.setattr("runs.manifest.sha256_of", lambda path: 1 / 0)
+        patch.setattr("runs.checkpoint.sha256_of", lambda path: 1 / 0)
         checkpointer.save(1, None)
         assert not checkpointer.wait()
     assert not checkpointer.wait()
