@@ -18,9 +18,8 @@ from test_dataset import (
 )
 
 from data.conversation_set import ConversationSet, padded
-from data.dataset import PackedDataset
+from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError
-from data.loader import micro_batches
 from data.order import LengthSampler, MicroBatchSampler
 from data.shards import ShardWriter, token_dtype
 from model import IGNORE_INDEX
