@@ -55,13 +55,9 @@ class PackingOptions:
         """Return in how many ways each training document is cut into pieces."""
         return self.segmentations or suited(files).segmentations
 
-    def reading(self, files: list[str]) -> Reading:
-        """Return how these files become documents."""
-        return Reading(self.text_column, suited(files).section_bytes)
-
     def records(self, files: list[str]) -> Iterator[Record]:
         """Yield everything there is to encode."""
-        return read_records(files, self.reading(files))
+        return read_records(files, Reading(self.text_column, suited(files).section_bytes))
 
     def encoder(self, files: list[str], tokenizer: str) -> Encode:
         """Return the function that encodes a batch of these records, in any process."""

@@ -247,6 +247,6 @@ def tokenizer_hash(path: str | Path) -> str:
 
 
 def copy_tokenizer(path: str | Path, folder: Path) -> None:
-    """Write `tokenizer_files` into a folder. Raises DataError, OSError: see there, or a full disk."""
+    """Write `tokenizer_files` into a folder. Raises DataError, OSError: see there, or disk full."""
     for name, content in tokenizer_files(path).items():
         (folder / name).write_bytes(content)
