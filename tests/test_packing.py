@@ -73,11 +73,20 @@ def packed(tmp_path_factory) -> Path:
 
 
 def test_every_document_stands_in_one_split_in_the_order_of_the_corpus(packed):
-    train, val = documents(packed, "train"), documents(packed, "val")
-    assert Counter(train + val) == Counter(DOCUMENTS)
-    for split in (train, val):
-        assert split == sorted(split, key=DOCUMENTS.index)
-    assert len(val) / len(DOCUMENTS) == pytest.approx(0.1, abs=0.05)
+    about = description(packed)
+    held = {split: documents(packed, split) for split in ("train", "val")}
+    assert Counter(held["train"] + held["val"]) == Counter(DOCUMENTS)
+    assert len(held["val"]) / len(DOCUMENTS) == pytest.approx(0.1, abs=0.05)
+    for split, texts in held.items():
+        assert texts == sorted(texts, key=DOCUMENTS.index)
+        part = about["splits"][split]
+        assert part["documents"] == len(texts)
+        assert part["bytes"] == sum(len(text.encode()) for text in texts)
+        assert part["tokens"] == len(stream(packed, split))
+        data = (packed / part["shards"][0]["file"]).read_bytes()
+        assert part["shards"][0]["sha256"] == hashlib.sha256(data).hexdigest()
+    tokenizer = (packed / "tokenizer.model").read_bytes()
+    assert about["tokenizer_sha256"] == hashlib.sha256(tokenizer).hexdigest()
     names = {path.name for path in packed.iterdir()}
     assert names == {"dataset.json", "tokenizer.model", "train-00000.bin", "val-00000.bin"}
 
@@ -86,32 +95,6 @@ def test_hashes_never_change():
     """Another hash would move documents between the splits of data that is prepared again."""
     assert hashes("句".encode(), 1) == [1228714624519560309]
     assert hashes("句".encode(), 2) == [12239898487114312437, 2736526457129842212]
-
-
-def test_the_description_counts_what_the_shards_hold(packed):
-    for split in ("train", "val"):
-        part = description(packed)["splits"][split]
-        held = documents(packed, split)
-        assert part["documents"] == len(held)
-        assert part["bytes"] == sum(len(text.encode()) for text in held)
-        assert part["tokens"] == len(stream(packed, split))
-        for shard in part["shards"]:
-            data = (packed / shard["file"]).read_bytes()
-            assert shard["sha256"] == hashlib.sha256(data).hexdigest()
-            assert len(data) == 2 * shard["tokens"]
-    tokenizer = (packed / "tokenizer.model").read_bytes()
-    assert description(packed)["tokenizer_sha256"] == hashlib.sha256(tokenizer).hexdigest()
-    assert description(packed)["vocab_size"] == 300
-
-
-def test_a_long_text_file_is_packed_whole_in_sections(tmp_path):
-    text = "".join(f"{i} lines of text\n" for i in range(20_000))
-    (tmp_path / "a.txt").write_text(text)
-    out = pack(tmp_path / "a.txt", tmp_path / "out", val_fraction=0.3)
-    sections = documents(out, "train") + documents(out, "val")
-    assert len(sections) > 4
-    assert documents(out, "val")
-    assert "".join(sorted(sections, key=text.index)) == text
 
 
 def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_one(tmp_path):
@@ -133,6 +116,17 @@ def files_of(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+def test_without_a_share_or_a_second_text_all_is_for_training(tmp_path, packed):
+    tokenizer = str(packed / "tokenizer.model")
+    for n, val_fraction in ((1, 0.1), (50, 0.0)):
+        settings = {"val_fraction": val_fraction, "tokenizer": tokenizer}
+        out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)
+        assert documents(out, "train") == DOCUMENTS[:n]
+    for other in (None, tokenizer):
+        with pytest.raises(DataError, match="text"):
+            pack_documents(["", ""], tmp_path, tokenizer=other)
+
+
 def test_adding_or_reordering_documents_moves_none_to_the_other_side(tmp_path):
     some = DOCUMENTS[:200]
     more = ["", *random.Random(0).sample(DOCUMENTS, len(DOCUMENTS)), *DOCUMENTS[::-1]]
@@ -149,21 +143,6 @@ def test_a_small_corpus_has_one_validation_document_at_least(tmp_path, packed, n
     assert len(set(documents(out, "val"))) == 1
     assert len(documents(out, "val")) == 2  # it repeats, on one side
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(DOCUMENTS[:n] * 2)
-
-
-@pytest.mark.parametrize(("n", "val_fraction"), [(1, 0.1), (50, 0.0)])
-def test_all_may_be_for_training(tmp_path, packed, n, val_fraction):
-    settings = {"val_fraction": val_fraction, "tokenizer": str(packed / "tokenizer.model")}
-    out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)
-    assert documents(out, "train") == DOCUMENTS[:n]
-
-
-@pytest.mark.parametrize("texts", [[], ["", "", ""]])
-def test_a_corpus_without_text_is_refused(tmp_path, packed, texts):
-    for tokenizer in (None, str(packed / "tokenizer.model")):
-        with pytest.raises(DataError, match="text"):
-            pack_documents(texts, tmp_path, tokenizer=tokenizer)
-    assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
 def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
@@ -272,8 +251,11 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENIZER_SAMPLE_BYTES", 1000)
     books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
+    monkeypatch.setattr(packing, "token_dtype", lambda vocab_size: np.dtype("<u4"))
     out = pack_documents(books, tmp_path)
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)
+    tokens = description(out)["splits"]["train"]["tokens"]  # of four bytes, as for large ones
+    assert (out / "train-00000.bin").stat().st_size == 4 * tokens
 
 
 def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
@@ -294,12 +276,3 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
     counts = Counter(text[0] for text in taken)
     assert set(counts) == set("abc")
     assert min(counts.values()) > max(counts.values()) / 2
-
-
-def test_large_vocabularies_take_four_bytes_per_token(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "token_dtype", lambda vocab_size: np.dtype("<u4"))
-    out = pack(packed.parent / "out.jsonl", tmp_path / "out")
-    for split in ("train", "val"):
-        assert documents(out, split) == documents(packed, split)
-        tokens = description(out)["splits"][split]["tokens"]
-        assert (out / f"{split}-00000.bin").stat().st_size == 4 * tokens

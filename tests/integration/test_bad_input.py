@@ -50,12 +50,9 @@ DS = {"ACCELERATE_USE_DEEPSPEED": "true"}
 @pytest.mark.parametrize(
     ("flags", "says", "environ"),
     [
-        ("--dtype int8", "--dtype .*int8.*bfloat16", {}),
+        ("--dtype int8", "--dtype .*int8", {}),
         ("--dtype float16", "--dtype float16 .*GPU", {}),
         ("--dim 100 --n_heads 8", "dim 100 .*n_heads 8", {}),
-        ("--dim 36 --n_heads 4", "9", {}),
-        ("--batch_size -1", "--batch_size .*-1", {}),
-        ("--seed 99999999999999999999999", "--seed", {}),
         ("--max_seq_len 100000", "100001.*--max_seq_len", {}),
         ("--run_name mine", "--resume auto", {}),
         ("--out_dir FOLDER/file/runs", "FOLDER/file", {}),
