@@ -22,8 +22,7 @@ from torch import Tensor
 
 from benchmarks.ours import compute_gradient
 from common.errors import stop_in_order
-from data.dataset import PackedDataset
-from data.loader import micro_batches
+from data.dataset import PackedDataset, micro_batches
 from data.order import MicroBatchSampler
 from training.arguments import parse_arguments
 from training.run import Run

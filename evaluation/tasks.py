@@ -29,7 +29,7 @@ from data.corpus import (
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.readers import parquet_objects
-from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, kind_of, read_description
+from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.conversations import CutCounts, conversation_rows, prepared_rows
 from evaluation.language_modelling import document_rows, packed_sums, summary, text_sums
@@ -118,7 +118,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     """What the path is, by its files and the first line or row of the first. Raises DataError:
     nothing there that could be scored."""
     if (Path(data) / DESCRIPTION_FILE).exists():
-        return PREPARED[kind_of(read_description(data))]
+        return PREPARED[read_description(data)["kind"]]
     files, text = find_files(data), text_column or TEXT_COLUMN
     by_columns = files[0].endswith(".parquet") and text_column is None
     if by_columns:
