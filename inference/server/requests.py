@@ -1,7 +1,7 @@
-"""What may be asked for: the bodies of requests, in OpenAI's form.
+"""Bodies of requests, in OpenAI's form: https://platform.openai.com/docs/api-reference.
 
-https://platform.openai.com/docs/api-reference; top_k, min_p and repetition_penalty as vLLM adds
-them. A name that is not known and a value that would be passed over are errors.
+top_k, min_p and repetition_penalty are as in vLLM. A field that is not known is refused, and so is
+a value that this server could only ignore. The limits of sampling are in inference/sampling.py.
 """
 
 import random
@@ -15,7 +15,7 @@ from inference.sampling import Sampling
 
 
 def text_of_parts(content: Any) -> Any:
-    """The text of [{"type": "text", "text": "…"}, …]; what is no list as it is."""
+    """Return the text of [{"type": "text", "text": "…"}, …], or what is no list as it is."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
@@ -25,7 +25,7 @@ def text_of_parts(content: Any) -> Any:
 
 
 def only_one(prompt: Any) -> Any:
-    """The prompt of a list with one."""
+    """Return the prompt of a list with one."""
     return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
@@ -59,7 +59,7 @@ class Message(Form):
 
 
 class Asked(Form):
-    """What both kinds of request have in common; None is what the server does anyway."""
+    """The fields of both kinds of request. None is what the server does anyway."""
 
     model: str | None = None
     stream: bool | None = None
@@ -85,8 +85,13 @@ class Asked(Form):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
     def sampling(self, default: Sampling) -> Sampling:
-        """With a random seed unless one is given. Raises ValueError: see `Sampling`."""
+        """Return the settings, with a random seed unless one is given. Raises ValueError: see
+        `Sampling`."""
         names = [field.name for field in fields(Sampling)]
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return replace(default, **{"seed": random.getrandbits(62)} | given)
@@ -101,6 +106,10 @@ class ChatAsked(Asked):
     response_format: TextOnly | None = None
     tool_choice: Any = None  # of no tools
     parallel_tool_calls: Any = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def turns(self) -> list[Turn]:
