@@ -51,7 +51,7 @@ def choose_device(name: str | None):
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        if torch.device(name).type not in ("cpu", "cuda"):
+        if name.partition(":")[0] not in ("cpu", "cuda"):
             raise RuntimeError("cpu, cuda or cuda:N can")
         return torch.zeros(0, device=name).device
     except (RuntimeError, AssertionError) as error:

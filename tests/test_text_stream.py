@@ -1,15 +1,17 @@
+"""Ids become whole characters, up to a stop string."""
+
 import random
 
 import pytest
 import sentencepiece
 
 from data.tokenizer import Tokenizer
-from inference.text_stream import TextStream
+from inference.sampling import Sampling
+from inference.text_stream import StreamedText, TextStream
 from tests.conftest import write_corpus
 
 TEXTS = [
     "sum 3: 1 + 2 = 3;\n",
-    "床前明月光，疑是地上霜。\n",
     "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces ",
     "\u2581 literal, \x00 control, \r\n",
     " leading",
@@ -48,31 +50,18 @@ def streamed(tokenizer: Tokenizer, ids: list[int], stop=()) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_together_are_the_text(tokenizer, text):
-    parts = streamed(tokenizer, tokenizer.encode(text))
-    assert "".join(parts) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_an_id_that_only_the_model_has_room_for_is_nothing(tokenizer, text):
-    """As where a vocabulary was rounded up."""
+def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
     first, *ids = tokenizer.encode(text)
-    beyond = [first, tokenizer.vocab_size, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]
-    assert tokenizer.decode(beyond) == text
-    assert "".join(streamed(tokenizer, beyond)) == text
+    beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # a rounded vocabulary
+    for parts in (streamed(tokenizer, [first, *ids]), streamed(tokenizer, beyond)):
+        assert "".join(parts) == text
+        assert not any("\ufffd" in part for part in parts)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_no_part_holds_a_broken_character(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert len(ids) > len(text) or text.isascii()  # characters are split into bytes
-    assert not any("\ufffd" in part for part in streamed(tokenizer, ids))
-
-
-def test_a_character_comes_with_its_last_byte(tokenizer):
+def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokenizer):
     ids = tokenizer.encode("🤗!")
-    assert len(ids) == 5
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!", ""]
+    assert streamed(tokenizer, ids[:2]) == ["", "", tokenizer.decode(ids[:2])]
 
 
 @pytest.mark.parametrize("which", ["tokenizer", "foreign"])
@@ -88,38 +77,59 @@ def test_random_ids_give_what_decoding_all_of_them_gives(which, request):
         assert "".join(streamed(tokenizer, ids)) == whole
 
 
-def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer):
-    ids = tokenizer.encode("🤗")[:2]
-    assert streamed(tokenizer, ids) == ["", "", tokenizer.decode(ids)]
-
-
 @pytest.mark.parametrize(
     ("stop", "expected"),
     [
         ((";",), "sum 3: 1 + 2 = 3"),
-        (("= 3;",), "sum 3: 1 + 2 "),
         (("2 = 4", "3;"), "sum 3: 1 + 2 = "),
-        (("nothing of it",), "sum 3: 1 + 2 = 3;\n"),
+        (("nothing of it", ""), "sum 3: 1 + 2 = 3;\n"),
         (("sum",), ""),
-        (("",), "sum 3: 1 + 2 = 3;\n"),
         ((" = 3", " + "), "sum 3: 1"),
     ],
 )
 def test_a_stop_string_ends_the_text_and_is_not_given(tokenizer, stop, expected):
-    ids = tokenizer.encode(TEXTS[0])
-    parts = streamed(tokenizer, ids, stop)
-    assert "".join(parts) == expected
+    assert "".join(streamed(tokenizer, tokenizer.encode(TEXTS[0]), stop)) == expected
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(tokenizer):
+def test_the_beginning_of_a_stop_string_is_held_back_and_given_when_the_rest_does_not_come(
+    tokenizer,
+):
     stream = TextStream(tokenizer, ("ab!",))
     parts = [stream.add(id) for text in ("a", "b", "c") for id in tokenizer.encode(text)]
-    assert parts == ["", "", "abc"]
-    assert stream.end() == ""
+    assert [*parts, stream.end()] == ["", "", "abc", ""]
 
 
-def test_what_the_prompt_has_shown_already_is_not_given_again_and_is_no_stop_string(tokenizer):
-    stream = TextStream(tokenizer, (" 3",), shown=" ")
-    parts = [stream.add(id) for text in (" 3", ": 1", " 3") for id in tokenizer.encode(text)]
-    assert "".join(parts) == "3: 1"
-    assert stream.stopped
+def test_a_text_ends_with_its_length_the_end_piece_or_a_stop_string(tokenizer):
+    ids = tokenizer.encode("1 + 2 = 3; 2 + 2 = 4;")
+
+    def written(tokens: list[int], most: int, **options) -> tuple[str, str | None, int]:
+        delivered = []
+        text = StreamedText(
+            prompt=[5],
+            max_new_tokens=most,
+            sampling=Sampling(),
+            tokenizer=tokenizer,
+            deliver=lambda *piece: delivered.append(piece),
+            **options,
+        )
+        for token in tokens:
+            text.take(token)
+        text.cancel()
+        reasons = [reason for _, reason in delivered]
+        assert "".join(piece for piece, _ in delivered) == text.text
+        assert reasons.count(None) == len(reasons) - (text.finish_reason != "cancelled")
+        return text.text, text.finish_reason, text.n_tokens
+
+    eos, whole = tokenizer.eos_id, tokenizer.decode(ids)
+    assert written(ids, len(ids)) == (whole, "length", len(ids))
+    assert written(ids, len(ids) + 1) == (whole, "cancelled", len(ids))
+    assert written(ids, 4) == (tokenizer.decode(ids[:4]), "length", 4)
+    assert written([*ids[:3], eos, *ids], 4) == (tokenizer.decode(ids[:3]), "stop", 4)
+    assert written(ids, 99, stop=("= 3;",))[:2] == ("1 + 2 ", "stop")
+    held = tokenizer.encode("2 = 3; ")
+    assert written(held, 99, stop=("3; x",))[0] == "2 = "
+    assert written([*held, eos], 99, stop=("3; x",))[0] == "2 = 3; "
+    # The first token begins with the space that ends the prompt.
+    spaced = tokenizer.encode(" 3: 1 3")
+    given = written(spaced, 99, stop=(" 3",), next_ids=tokenizer.ids_with_space)
+    assert given[:2] == ("3: 1", "stop")
