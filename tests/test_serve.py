@@ -1,80 +1,254 @@
-"""What is said before a model is asked; test_serve_launch.py has the rest."""
+"""A server, asked as people do: by the openai package, by hand, and wrongly."""
 
-import asyncio
+import http.client
 import importlib.util
-from types import SimpleNamespace
+import itertools
+import json
+import socket
 
+import openai
 import pytest
+from live_server import LiveServer, wait_until
 from starlette.testclient import TestClient
 
-from data.tokenizer import Tokenizer
-from inference.continuation import Continuation
 from inference.sampling import Sampling
-from inference.server.app import Served, make_app, whole
-from inference.server.replies import Reply
+from inference.server.app import Served, make_app
 from scripts.serve import LOCAL, main
 
-
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["nowhere"], "nowhere: no such folder"),
-        (["auto", "--port", "70000"], "--host 127.0.0.1 --port 70000: "),
-        (["auto", "--host", "not.an.address.invalid"], "--host not.an.address.invalid --port 8000"),
-        (["auto", "--top_p", "0"], "--top_p must be above 0 and at most 1, not 0.0"),
-        (["auto", "--batch_size", "0"], "--batch_size must be at least 1, not 0"),
-    ],
-)
-def test_a_mistake_is_one_line(capsys, flags, error):
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"serve: error: {error}")
-    assert said.count("\n") == 1
+LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, a question fills the second
+HELLO = [{"role": "user", "content": "1 + 1"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def test_packages_that_are_missing_are_named(capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        main(["auto"])
-    assert ended.value.code == 2
-    told = "serve: error: serving takes fastapi uvicorn: python -m pip install fastapi uvicorn\n"
-    assert capsys.readouterr().err == told
+@pytest.fixture(scope="module")
+def servers(packed):
+    contexts = {"long": LONG, "short": SHORT}
+    started = {
+        name: LiveServer(name, packed / "tokenizer.model", context)
+        for name, context in contexts.items()
+    }
+    yield started
+    for server in started.values():
+        server.close()
 
 
-def app(name: str, hosts: tuple[str, ...] = ()):
-    settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
-    return make_app(Served(**settings, name=name, max_bytes=9, hosts=hosts))
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers["long"]
 
 
-def test_a_model_may_be_called_as_on_the_hub():
-    answer = TestClient(app("HuggingFaceTB/SmolLM2")).get("/v1/models/HuggingFaceTB/SmolLM2")
-    assert (answer.status_code, answer.json()["id"]) == (200, "HuggingFaceTB/SmolLM2")
+def client_of(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return client_of(server)
+
+
+@pytest.fixture(scope="module")
+def hello(server):
+    ids = server.asked("1 + 1")
+    return ids, server.continues(ids, 20)
+
+
+def test_a_chat_answer_is_what_the_model_says_after_the_template(client, hello):
+    ids, expected = hello
+    asked = {"model": "long", "messages": HELLO, "temperature": 0}
+    answer = client.chat.completions.create(**asked, max_tokens=20)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected)
+    assert choice.finish_reason == "length"
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), 20)
+    assert usage.total_tokens == len(ids) + 20
+    assert answer.model == "long"
+
+
+def test_it_streams_the_same_in_pieces(client, hello):
+    asked = {"model": "long", "messages": HELLO, "temperature": 0, "stream": True}
+    usage = {"include_usage": True}
+    *texts, last = client.chat.completions.create(
+        **asked, max_completion_tokens=20, stream_options=usage
+    )
+    pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
+    assert "".join(pieces) == hello[1]
+    assert sum(map(bool, pieces)) > 5
+    assert texts[0].choices[0].delta.role == "assistant"
+    reasons = [chunk.choices[0].finish_reason for chunk in texts]
+    assert reasons == [None] * (len(texts) - 1) + ["length"]
+    assert last.choices == []
+    assert last.usage.completion_tokens == 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
+    ids = [server.tokenizer.bos_id, *server.tokenizer.encode("sum 1:")]
+    whole = server.continues(ids, 20)
+    stop = whole[6:9]
+    answer = client.completions.create(
+        model="long", prompt="sum 1:", temperature=0, stop=[stop, "not there"], stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_sampling_is_what_was_asked_for(client, server, hello):
+    ids, greedy = hello
+    settings = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
+    more = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
+    asked = {"model": "long", "messages": HELLO, "max_tokens": 20} | settings
+    answer = client.chat.completions.create(**asked, extra_body=more)
+    text = answer.choices[0].message.content
+    assert text == server.continues(ids, 20, **settings, **more) != greedy
+    free = {**asked, "seed": None}
+    drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
+    assert len(drawn) > 1  # a seed of its own each time
+
+
+def test_models_are_listed_under_their_name(client):
+    assert [model.id for model in client.models.list()] == ["long"]
+    assert client.models.retrieve("long").id == "long"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_several_are_answered_while_a_long_answer_goes_on(client, server, hello):
+    asked = {"model": "long", "messages": HELLO, "temperature": 0}
+    endless = client.chat.completions.create(**asked, stream=True)
+    assert len(list(itertools.islice(endless, 5))) == 5
+    for _ in range(2):
+        answer = client.chat.completions.create(**asked, max_tokens=20)
+        assert answer.choices[0].message.content == hello[1]
+    assert next(endless).choices[0].finish_reason is None
+    endless.close()
+    wait_until(lambda: server.worker.load["running"] == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_work(client, server, stream):
+    body = json.dumps({"messages": HELLO, "stream": stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(server.address) as leaving:
+        leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        wait_until(lambda: server.worker.load["running"] == 1)
+    # The clock is another answer, of half as many tokens: the one that was left would outlast it.
+    clock = client.completions.create(
+        model="long", prompt="1", max_tokens=LONG // 2, temperature=0, stream=True
+    )
+    assert any(server.worker.load["running"] == 1 for _ in clock)
+    clock.close()
+    wait_until(lambda: server.worker.load == {"running": 0, "waiting": 0})
+
+
+def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict]:
+    """A request made by hand: status and JSON of the answer."""
+    connection = http.client.HTTPConnection(*server.address)
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    connection.request("POST", path, body, {"Content-Type": "application/json"} | headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+LONG_TEXT = "1 + 1 = 2; " * 60
+TURN = {"role": "user", "content": "1"}
+MESSAGE = b'{"messages": [{"role": "user", "content": "%b"}]}'
+MESSAGES_REFUSED = {  # what is wrong with the messages: messages, a word of the answer
+    "none": ([], "at least 1"),
+    "text": ("hello", "list"),
+    "an unknown role": ([TURN | {"role": "robot"}], "robot"),
+    "two questions": ([TURN, TURN], "assistant"),
+    "an answer last": ([TURN, {"role": "assistant", "content": "2"}], "the last has to be"),
+    "a picture": ([TURN | {"content": [{"type": "image_url"}]}], "text alone"),
+    "a long question": ([TURN | {"content": LONG_TEXT}], "no room for an answer"),
+}
+FIELDS_REFUSED = {  # what is wrong with a chat: the field, its value, a word of the answer
+    "a cold temperature": ("temperature", -1, "at least 0 and finite, not -1"),
+    "a word as a number": ("top_p", "0.5", "number"),
+    "no tokens": ("max_tokens", 0, "1"),
+    "two answers": ("n", 2, "1"),
+    "a tool": ("tools", [{}], "0"),
+    "a slip": ("temprature", 1, "not know it"),
+    "five stops": ("stop", list("abcde"), "4"),
+}
+REFUSED = {  # what is wrong: path, body, status, the parameter to blame, a word of the answer
+    **{
+        f"messages: {what}": (CHAT, {"messages": messages}, 400, "messages", word)
+        for what, (messages, word) in MESSAGES_REFUSED.items()
+    },
+    **{
+        what: (CHAT, {"messages": [TURN], field: value}, 400, field, word)
+        for what, (field, value, word) in FIELDS_REFUSED.items()
+    },
+    "an unknown model": (CHAT, {"messages": [TURN], "model": "gpt-5"}, 404, "model", "gpt"),
+    "no JSON": (CHAT, b"{messages:", 400, None, "no JSON"),
+    "a list": (CHAT, [], 400, None, "JSON object"),
+    "brackets without end": (CHAT, b"[" * 60_000, 400, None, ""),
+    "a huge number": (CHAT, b'{"seed": ' + b"9" * 9999 + b"}", 400, None, ""),
+    "half a character": (CHAT, MESSAGE % b"\\ud800", 400, "messages", ""),
+    "no number": (CHAT, MESSAGE % b'1"}], "top_p": NaN, "a": [{"b": "', 400, "top_p", "finite"),
+    "a long prompt": (COMPLETIONS, {"prompt": LONG_TEXT}, 400, "prompt", "no room"),
+    "no prompt": (COMPLETIONS, {"prompt": ""}, 400, "prompt", "empty"),
+    "two prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt", "string"),
+    "too much": (COMPLETIONS, {"prompt": "a" * (1 << 16)}, 413, None, "65,536 bytes"),
+    "another path": ("/v1/embeddings", {}, 404, None, "Not Found"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_answered_is_refused_in_openais_form(servers, what):
+    path, body, status, param, word = REFUSED[what]
+    code, answer = post(servers["short"], path, body)
+    error = answer["error"]
+    assert (code, error["param"]) == (status, param)
+    assert word in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_form_on_a_strangers_page_cannot_ask(servers):
+    """It can send any body from a browser, but not with this Content-Type."""
+    body = {"messages": [TURN], "max_tokens": 2}
+    assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
+    assert post(servers["short"], CHAT, body)[0] == 200
+
+
+def test_the_openai_package_understands_the_errors(servers, monkeypatch):
+    client = client_of(servers["short"])
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="short", prompt=LONG_TEXT)
+    assert refused.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="gpt-4", prompt="1")
+    assert refused.value.code == "model_not_found"
+    monkeypatch.setattr(servers["short"].worker, "_together", -64)
+    with pytest.raises(openai.RateLimitError, match="too many requests"):
+        client.completions.create(model="short", prompt="1")
 
 
 @pytest.mark.parametrize(
     ("asked", "status"),
     [
-        *(("127.0.0.1:8000", 200), ("localhost", 200), ("LocalHost:1", 200), ("[::1]:80", 200)),
+        *(("127.0.0.1:8000", 200), ("LocalHost:1", 200), ("[::1]:80", 200)),
         *(("evil.example:8000", 403), ("localhost.evil.example", 403), ("", 403), ("[::1", 403)),
     ],
 )
 def test_who_listens_on_this_machine_alone_has_no_other_name(asked, status):
-    for path in ("/", "/v1/models"):
-        answer = TestClient(app("mine", LOCAL)).get(path, headers={"Host": asked})
-        assert answer.status_code == status
-    if status == 403:
-        assert answer.json()["error"]["message"].startswith("this server is not called '")
-    assert TestClient(app("mine")).get("/", headers={"Host": asked}).status_code == 200
+    """A model may be called as on the Hub."""
+    settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
+    for hosts, code in ((LOCAL, status), ((), 200)):
+        served = Served(**settings, name="Hugging/Face", max_bytes=9, hosts=hosts)
+        client = TestClient(make_app(served))
+        assert client.get("/", headers={"Host": asked}).status_code == code
+        answer = client.get("/v1/models/Hugging/Face", headers={"Host": asked})
+        assert answer.status_code == code
+    assert answer.json()["id"] == "Hugging/Face"
 
 
-def test_a_client_that_leaves_before_its_turn_gives_its_text_up(packed):
-    async def receive() -> dict:
-        return {"type": "http.disconnect"}
-
-    tokenizer = Tokenizer(packed / "tokenizer.model")
-    text = Continuation(tokenizer, [5], Sampling(), 8, deliver=lambda *_: None)
-    request = SimpleNamespace(receive=receive)
-    answer = asyncio.run(whole(asyncio.Queue(), text, Reply(True, "mine"), request))
-    assert (answer.status_code, text.finish_reason) == (499, "cancelled")
+def test_packages_that_are_missing_are_named(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="2"):
+        main(["auto"])
+    told = "serve: error: serving takes fastapi uvicorn: python -m pip install fastapi uvicorn\n"
+    assert capsys.readouterr().err == told
