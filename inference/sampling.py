@@ -4,64 +4,50 @@ Flags and requests get defaults, meanings and limits from here. The file does no
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-def _setting(default: float, help: str, holds: Callable[[float], bool], limits: str):
-    return field(default=default, metadata={"help": help, "holds": holds, "limits": limits})
+LIMITS = {  # setting: what has to be true of it, and in words
+    "repetition_penalty": (lambda penalty: 0 < penalty < math.inf, "positive and finite"),
+    "temperature": (lambda temperature: 0 <= temperature < math.inf, "at least 0 and finite"),
+    "top_k": (lambda k: k >= 0, "at least 0"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "min_p": (lambda p: 0 <= p <= 1, "between 0 and 1"),
+    "seed": (lambda seed: 0 <= seed < 2**63, "at least 0 and below 2**63"),
+}
+MEANINGS = {
+    # Source: Keskar et al., https://arxiv.org/abs/1909.05858
+    "repetition_penalty": "divides logits of tokens in the text, or multiplies them below 0",
+    "temperature": "divides the logits; 0 always takes the likeliest token",
+    "top_k": "keep the k likeliest tokens; 0 keeps all",
+    # Source: Holtzman et al., https://arxiv.org/abs/1904.09751
+    "top_p": "keep the likeliest tokens that together have this probability",
+    # Source: Nguyen et al., https://arxiv.org/abs/2407.01082
+    "min_p": "keep tokens with at least this share of the likeliest one's probability",
+}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Each field acts on what the fields before it have left.
+    """How tokens are drawn. Each setting acts on what the ones before it have left.
 
-    Raises ValueError: a value outside its limits; the message begins with the field's name.
+    Raises ValueError: a value outside its limits; the message begins with the setting's name.
     """
 
-    # Source: Keskar et al., https://arxiv.org/abs/1909.05858
-    repetition_penalty: float = _setting(
-        1.0,
-        "divides positive and multiplies negative logits of tokens that the text has already",
-        lambda penalty: 0 < penalty < math.inf,
-        "positive and finite",
-    )
-    temperature: float = _setting(
-        0.8,
-        "divides the logits; 0 always takes the likeliest token",
-        lambda temperature: 0 <= temperature < math.inf,
-        "at least 0 and finite",
-    )
-    top_k: int = _setting(
-        50, "keep the k likeliest tokens; 0 keeps all", lambda k: k >= 0, "at least 0"
-    )
-    # Source: Holtzman et al., https://arxiv.org/abs/1904.09751
-    top_p: float = _setting(
-        1.0,
-        "keep the likeliest tokens that together have this probability",
-        lambda p: 0 < p <= 1,
-        "above 0 and at most 1",
-    )
-    # Source: Nguyen et al., https://arxiv.org/abs/2407.01082
-    min_p: float = _setting(
-        0.0,
-        "keep tokens with at least this share of the likeliest one's probability",
-        lambda p: 0 <= p <= 1,
-        "between 0 and 1",
-    )
-    seed: int = _setting(
-        0, "of the random numbers", lambda seed: 0 <= seed < 2**63, "at least 0 and below 2**63"
-    )
+    repetition_penalty: float = 1.0
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
 
     def __post_init__(self):
         for setting in fields(self):
-            value = getattr(self, setting.name)
-            if not setting.metadata["holds"](value):
-                limits = setting.metadata["limits"]
+            value, (holds, limits) = getattr(self, setting.name), LIMITS[setting.name]
+            if not holds(value):
                 raise ValueError(f"{setting.name} must be {limits}, not {value!r}")
 
     def numbered(self, i: int) -> "Sampling":

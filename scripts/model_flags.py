@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from common.errors import UsageError
-from inference.sampling import Sampling
+from inference.sampling import MEANINGS, Sampling
 
 
 def add_model_flags(add: Callable) -> None:
@@ -21,9 +21,9 @@ def add_model_flags(add: Callable) -> None:
     dtypes = "of the weights (default: float32 on a CPU, bfloat16 on a GPU)"
     add("--dtype", choices=("float32", "bfloat16"), help=dtypes)
     for field in fields(Sampling):
-        if field.name != "seed":
-            settings = {"type": field.type, "default": field.default}
-            add(f"--{field.name}", help=field.metadata["help"], **settings)
+        if field.name in MEANINGS:
+            help = MEANINGS[field.name]
+            add(f"--{field.name}", type=field.type, default=field.default, help=help)
 
 
 def at_least_1(typed: str) -> int:

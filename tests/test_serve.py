@@ -55,7 +55,8 @@ def hello(server):
 def test_a_chat_answer_is_what_the_model_says_after_the_template(client, hello):
     ids, expected = hello
     asked = {"model": "long", "messages": HELLO, "temperature": 0}
-    answer = client.chat.completions.create(**asked, max_tokens=20)
+    idle = {"n": 1, "logprobs": False, "stop": None, "user": "me", "tools": []}
+    answer = client.chat.completions.create(**asked, max_tokens=20, **idle)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
     assert choice.finish_reason == "length"
@@ -168,8 +169,8 @@ FIELDS_REFUSED = {  # what is wrong with a chat: the field, its value, a word of
     "a cold temperature": ("temperature", -1, "at least 0 and finite, not -1"),
     "a word as a number": ("top_p", "0.5", "number"),
     "no tokens": ("max_tokens", 0, "1"),
-    "two answers": ("n", 2, "1"),
-    "a tool": ("tools", [{}], "0"),
+    "two answers": ("n", 2, "has only 1"),
+    "a tool": ("tools", [{}], "has only []"),
     "a slip": ("temprature", 1, "not know it"),
     "five stops": ("stop", list("abcde"), "4"),
 }

@@ -2,7 +2,7 @@
 
 import asyncio
 import html
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 
-from common.errors import UsageError
-from data.chat_template import encode_chat_prompt
-from data.conversations import check_turns
-from data.errors import DataError
 from data.tokenizer import Tokenizer
-from inference.prompts import require_text
 from inference.sampling import Sampling
 from inference.server.listen import Gate
 from inference.server.replies import FAILED, ApiError, Reply, as_json, in_openai_form, json_response
@@ -74,15 +69,11 @@ def make_app(served: Served) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatAsked, request: Request) -> Response:
-        require_model(served, asked.model)
-        ids = await run_in_threadpool(chat_prompt, served, asked)
-        return await answer(served, asked, request, ids)
+        return await answer(served, asked, request)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionAsked, request: Request) -> Response:
-        require_model(served, asked.model)
-        ids, next_ids = await run_in_threadpool(completion_prompt, served, asked)
-        return await answer(served, asked, request, ids, next_ids)
+        return await answer(served, asked, request)
 
     return app
 
@@ -94,66 +85,48 @@ def require_model(served: Served, name: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def chat_prompt(served: Served, asked: ChatAsked) -> list[int]:
-    """Return token ids. Raises ApiError: no conversation with a question at its end."""
-    turns = asked.turns
-    try:
-        check_turns(turns, "messages")
-    except DataError as error:
-        raise ApiError(400, str(error), param="messages") from error
-    if turns[-1].role != "user":
-        raise ApiError(400, "messages: the last has to be the user's", param="messages")
-    return encode_chat_prompt(served.tokenizer, turns)
-
-
-def completion_prompt(served: Served, asked: CompletionAsked) -> tuple[list[int], list[int]]:
-    """As `Tokenizer.encode_prompt`. Raises ApiError: an empty prompt, or one that is no text."""
-    try:
-        return served.tokenizer.encode_prompt(require_text(asked.prompt))
-    except UsageError as error:
-        raise ApiError(400, str(error), param="prompt") from error
-
-
-async def answer(
-    served: Served, asked: Asked, request: Request, prompt: list[int], next_ids: Sequence[int] = ()
-) -> Response:
-    """Have the prompt continued, and send what comes. Raises ApiError: it cannot be."""
+async def answer(served: Served, asked: Asked, request: Request) -> Response:
+    """Have a prompt continued, and send what comes. Raises ApiError: it cannot be."""
+    require_model(served, asked.model)
     loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
-    chat, room = isinstance(asked, ChatAsked), served.context - len(prompt)
 
     def deliver(*piece: str | None) -> None:
         with suppress(RuntimeError):  # the loop has ended, and with it the program
             loop.call_soon_threadsafe(inbox.put_nowait, piece)
 
+    try:
+        prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
+    except ValueError as error:
+        raise ApiError(400, str(error), param=asked.prompt_field) from error
+    room = served.context - len(prompt)
     if room < 1:
         raise ApiError(
             400,
             f"{len(prompt)} tokens leave no room for an answer: the context of this model has "
             f"{served.context}",
-            param="messages" if chat else "prompt",
+            param=asked.prompt_field,
             code="context_length_exceeded",
         )
     try:
         text = StreamedText(
             prompt=prompt,
-            max_new_tokens=min(asked.max_new_tokens or room, room),
+            max_new_tokens=min(asked.max_completion_tokens or asked.max_tokens or room, room),
             sampling=asked.sampling(served.sampling),
             next_ids=next_ids,
             tokenizer=served.tokenizer,
             deliver=deliver,
-            stop=tuple(asked.stop or ()),
+            stop=tuple(asked.stop),
         )
         served.worker.submit(text)
-    except ValueError as error:
+    except ValueError as error:  # a setting outside its limits, which the message begins with
         raise ApiError(400, str(error), param=str(error).split()[0]) from error
     except BusyError as error:
         raise ApiError(429, str(error)) from error
-    reply = Reply(chat, served.name)
+    reply = Reply(isinstance(asked, ChatAsked), served.name)
     if not asked.stream:
         return await whole(inbox, text, reply, request)
-    with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
     return StreamingResponse(
-        events(inbox, text, reply, with_usage),
+        events(inbox, text, reply, asked.stream_options.include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
         background=BackgroundTask(text.cancel),  # the client may have left

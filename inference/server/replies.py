@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inference.server.requests import ONLY
 from inference.text_stream import StreamedText
 
 
@@ -111,5 +112,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, "the body has to be a JSON object, its Content-Type application/json")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = "this server does not know it"
+        name = place[-1]
+        only = f"this server has only {ONLY[name]!r}" if name in ONLY else None
+        message = only or "this server does not know it"
     return ApiError(400, f"{'.'.join(place)}: {message}", param=place[0])
