@@ -22,13 +22,20 @@ class Worker:
     """
 
     def __init__(self, decoder: Decoder, *, together: int, waiting: int):
-        self._batch, self._together, self._most_waiting = Batch(decoder), together, waiting
-        self._joining: list[StreamedText] = []  # their prompts are being read
+        self._decoder, self._together, self._most_waiting = decoder, together, waiting
+        self._running: list[StreamedText] = []
         self._waiting: list[StreamedText] = []
         self._closing = False
         self._changed = threading.Condition()  # guards the three above
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
+
+    @property
+    def load(self) -> dict[str, int]:
+        """How many texts are being written, and how many wait."""
+        with self._changed:
+            running, waiting = _unfinished(self._running), _unfinished(self._waiting)
+        return {"running": len(running), "waiting": len(waiting)}
 
     def submit(self, text: StreamedText) -> None:
         """Have a text written; its `deliver` is called in the worker's thread.
@@ -38,7 +45,7 @@ class Worker:
         with self._changed:
             if self._closing:
                 raise BusyError("the server is being stopped")
-            if sum(self._load().values()) >= self._together + self._most_waiting:
+            if sum(self.load.values()) >= self._together + self._most_waiting:
                 raise BusyError("too many requests are waiting already: try again later")
             self._waiting.append(text)
             self._changed.notify()
@@ -50,41 +57,31 @@ class Worker:
             self._changed.notify()
         self._thread.join()
 
-    @property
-    def load(self) -> dict[str, int]:
-        """How many texts are being written, and how many wait."""
-        with self._changed:
-            return self._load()
-
-    def _load(self) -> dict[str, int]:
-        self._waiting = [text for text in self._waiting if not text.finish_reason]
-        return {"running": len(self._running()), "waiting": len(self._waiting)}
-
-    def _running(self) -> set[StreamedText]:
-        return {*self._batch.texts, *self._joining}
-
     def _work(self) -> None:
+        batch = Batch(self._decoder)
         while not self._closing:
-            new = self._next()
             try:
-                if new:
-                    self._batch.add(new)
-                if self._batch.texts:
-                    self._batch.step()
+                if new := self._next(batch.texts):
+                    batch.add(new)
+                if batch.texts:
+                    batch.step()
             except Exception:  # such as too little memory; the next requests may be smaller
                 traceback.print_exc(file=sys.stderr)
-                for text in self._running():
+                for text in self._running:
                     text.fail()
-                self._batch = Batch(self._batch.decoder)
-        for text in [*self._batch.texts, *self._waiting]:
+                batch = Batch(self._decoder)
+        for text in self._running + self._waiting:
             text.fail()
 
-    def _next(self) -> list[StreamedText]:
+    def _next(self, running: list[StreamedText]) -> list[StreamedText]:
         """Return the texts whose turn has come. With nothing to write, wait for one."""
         with self._changed:
-            self._joining = []  # they are in the batch now, or have failed
-            while not (self._load()["waiting"] or self._batch.texts or self._closing):
+            while not (running or _unfinished(self._waiting) or self._closing):
                 self._changed.wait()
-            room = self._together - len(self._batch.texts)
-            self._joining, self._waiting = self._waiting[:room], self._waiting[room:]
-            return self._joining
+            room, waiting = self._together - len(running), _unfinished(self._waiting)
+            self._running, self._waiting = running + waiting[:room], waiting[room:]
+            return waiting[:room]
+
+
+def _unfinished(texts: list[StreamedText]) -> list[StreamedText]:
+    return [text for text in texts if not text.finish_reason]
