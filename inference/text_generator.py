@@ -34,18 +34,25 @@ class TextGenerator:
         Raises UsageError: a prompt that does not fit into the context.
         """
         asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
-        encoded = [self._encode(prompt) for prompt in asked]
+        printer = Printer(asked, self.jsonl)
+        texts = [self._text(i, prompt, printer) for i, prompt in enumerate(asked)]
         if strange := [prompt for prompt in prompts if self._is_strange(prompt)]:
             say(
                 f"{len(strange)} of {len(prompts)} prompts: most characters of {strange[0][:20]!r} "
                 "were rare or missing in the text that the tokenizer was made from; the model "
                 "hardly knows them"
             )
-        n_tokens, started = 0, time.perf_counter()
-        for first in range(0, len(asked), self.batch_size):
-            batch = slice(first, first + self.batch_size)
-            n_tokens += self._write_batch(asked[batch], encoded[batch], first, len(asked))
-        seconds = time.perf_counter() - started
+        started = time.perf_counter()
+        printer.print()
+        for first in range(0, len(texts), self.batch_size):
+            write(self.decoder, texts[first : first + self.batch_size])
+        seconds, n_tokens = time.perf_counter() - started, sum(len(text.ids) for text in texts)
+        limits = [text.max_new_tokens for text in texts if text.finish_reason == "length"]
+        if cut := sum(limit < self.max_new_tokens for limit in limits):
+            say(
+                f"{cut} of {len(texts)} ended with the context of "
+                f"{self.decoder.config.max_seq_len} tokens; --beyond_context slide goes on"
+            )
         where = f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}"
         say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s, {where}")
 
@@ -63,16 +70,26 @@ class TextGenerator:
             except KeyboardInterrupt:
                 say("")
 
-    def _encode(self, prompt: str) -> tuple[list[int], list[int]]:
-        """As `Tokenizer.encode_prompt`. Raises UsageError: too long where nothing slides."""
+    def _text(self, i: int, prompt: str, printer: "Printer") -> StreamedText:
+        """Return continuation i. Raises UsageError: the prompt is too long, and nothing slides."""
         ids, next_ids = self.tokenizer.encode_prompt(prompt)
-        context = self.decoder.config.max_seq_len
-        if len(ids) > context and not self.slide:
+        room, context = self.max_new_tokens, self.decoder.config.max_seq_len
+        if not self.slide:
+            room = min(room, context + 1 - len(ids))  # a full context predicts one more token
+        if room < 1:
             raise UsageError(
                 f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
                 "it, or pass --beyond_context slide to go on from its end"
             )
-        return ids, next_ids
+        return StreamedText(
+            prompt=ids,
+            max_new_tokens=room,
+            sampling=self.sampling.numbered(i),
+            next_ids=next_ids,
+            tokenizer=self.tokenizer,
+            deliver=partial(printer.add, i),
+            stop=self.stop,
+        )
 
     def _is_strange(self, prompt: str) -> bool:
         """Whether the tokenizer spells most of the characters in bytes."""
@@ -81,52 +98,23 @@ class TextGenerator:
         begun = sum(bool(part) and part[0] >> 6 != 0b10 for part in spelled)
         return 2 * begun > len(prompt)
 
-    def _write_batch(
-        self, prompts: list[str], encoded: list[tuple[list[int], list[int]]], first: int, total: int
-    ) -> int:
-        """Write these continuations together; `first` is the number of the first, of `total`.
-        Return how many tokens came."""
-        context, most, texts = self.decoder.config.max_seq_len, self.max_new_tokens, []
-        printer = Printer(prompts, first, total, self.jsonl)
-        for i, (ids, next_ids) in enumerate(encoded):
-            text = StreamedText(
-                prompt=ids,
-                # From a full context the model still predicts one token.
-                max_new_tokens=most if self.slide else min(most, context + 1 - len(ids)),
-                sampling=self.sampling.numbered(first + i),
-                next_ids=next_ids,
-                tokenizer=self.tokenizer,
-                deliver=partial(printer.add, i),
-                stop=self.stop,
-            )
-            texts.append(text)
-        write(self.decoder, texts)
-        if cut := sum(t.finish_reason == "length" and t.max_new_tokens < most for t in texts):
-            say(
-                f"{cut} of {len(texts)} ended with the context of {context} tokens; "
-                "--beyond_context slide goes on"
-            )
-        return sum(len(text.ids) for text in texts)
-
 
 class Printer:
     """Prints continuations that grow together: the first as it comes, the others after it.
 
     Args:
         prompts: of the continuations.
-        first: number of the first continuation, of `total` in all.
         jsonl: print each continuation when it has ended, as a JSON object in a line.
     """
 
-    def __init__(self, prompts: list[str], first: int, total: int, jsonl: bool):
+    def __init__(self, prompts: list[str], jsonl: bool):
         self.prompts, self.jsonl = prompts, jsonl
         self.texts = [""] * len(prompts)  # what is not printed yet
         self.ended = [False] * len(prompts)
         self.current = 0  # all before this one are printed
         for i, prompt in enumerate(prompts if not jsonl else ()):
-            heading = f"--- {first + i + 1} of {total} ---\n" if total > 1 else ""
+            heading = f"--- {i + 1} of {len(prompts)} ---\n" if len(prompts) > 1 else ""
             self.texts[i] = heading + prompt
-        self._print()
 
     def add(self, i: int, text: str, finish_reason: str | None) -> None:
         """Take more text of continuation i, which has ended if there is a reason."""
@@ -137,9 +125,10 @@ class Printer:
                 row = {"prompt": self.prompts[i], "text": self.texts[i]}
                 self.texts[i] = json.dumps(row, ensure_ascii=False)
             self.texts[i] += "\n"
-        self._print()
+        self.print()
 
-    def _print(self) -> None:
+    def print(self) -> None:
+        """Print what can be printed in order."""
         while self.current < len(self.texts):
             ended = self.ended[self.current]
             if ended or not self.jsonl:
