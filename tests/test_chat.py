@@ -18,8 +18,10 @@ from inference.sampling import Sampling
 from scripts.chat import main
 from tests.conftest import VOCAB_SIZE
 
-CONTEXT = 96
+CONTEXT = 192
 GREEDY = Sampling(temperature=0)
+WILD = Sampling(temperature=2.0, top_k=0, seed=7)
+BRIEF = Turn("system", "Be brief.")
 
 
 @pytest.fixture(scope="module")
@@ -39,37 +41,30 @@ def turns(*contents: str) -> list[Turn]:
 
 @pytest.fixture
 def chat(model, tokenizer):
-    def make(**settings) -> Chat:
-        defaults = {"sampling": GREEDY, "max_new_tokens": 12, "system": ""}
-        return Chat(decoder=Decoder(model), tokenizer=tokenizer, **defaults | settings)
-
-    return make
+    settings = {"sampling": GREEDY, "max_new_tokens": 12, "system": BRIEF.content}
+    return Chat(decoder=Decoder(model), tokenizer=tokenizer, **settings)
 
 
-@pytest.mark.parametrize("system", ["", "Be brief."])
-def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer, system, capsys):
-    talk, before = chat(system=system), [Turn("system", system)] if system else []
+def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer, capsys):
     said = turns("sum 1", "1", "sum 2", "2", "sum 3", "3")
-    kept = encode_chat_prompt(tokenizer, [*before, *said[4:], Turn("user", "sum 4")])
-    talk.context = len(kept) + 12
-    talk.turns = said
-    assert talk.ask("sum 4") == kept
-    assert talk.turns == turns("sum 3", "3", "sum 4")
-    assert f"context of {talk.context} tokens is full" in capsys.readouterr().err
-    talk.turns = turns("sum 3", "3")
-    long = "1 + 1 = 2; " * 9
-    n = len(encode_chat_prompt(tokenizer, [*before, Turn("user", long)]))
+    kept = encode_chat_prompt(tokenizer, [BRIEF, *said[4:], Turn("user", "sum 4")])
+    chat.context, chat.turns = len(kept) + 12, said
+    assert chat.ask("sum 4") == kept
+    assert chat.turns == turns("sum 3", "3", "sum 4")
+    assert "does not see the oldest 4 messages" in capsys.readouterr().err
+    chat.turns, long = said, "1 + 1 = 2; " * 9
+    n = len(encode_chat_prompt(tokenizer, [BRIEF, Turn("user", long)]))
     with pytest.raises(UsageError, match=f"{n} tokens .*context of this model has .*, of which 12"):
-        talk.ask(long)
-    assert talk.turns == turns("sum 3", "3")
+        chat.ask(long)
+    assert chat.turns == said
 
 
 @pytest.fixture
 def converse(chat, monkeypatch, capsys):
-    """Types these lines, an exception in the place of one is raised there; returns the chat, its
-    stdout and its stderr."""
+    """Types these lines, an exception in the place of one is raised there; returns the answers and
+    what stderr says."""
 
-    def typed(*lines, **settings):
+    def typed(*lines) -> tuple[list[str], str]:
         coming = iter([*lines, EOFError])
 
         def ask(prompt):
@@ -80,9 +75,9 @@ def converse(chat, monkeypatch, capsys):
             raise line
 
         monkeypatch.setattr("builtins.input", ask)
-        talk = chat(**settings)
-        talk.converse()
-        return talk, *capsys.readouterr()
+        chat.converse()
+        out, err = capsys.readouterr()
+        return answers(out), err
 
     return typed
 
@@ -92,30 +87,21 @@ def answers(out: str) -> list[str]:
 
 
 def expected(model, tokenizer, said: list[Turn], sampling=GREEDY) -> str:
-    prompt = encode_chat_prompt(tokenizer, said)
+    prompt = encode_chat_prompt(tokenizer, [BRIEF, *said])
     (ids,) = generate(model, [prompt], 12, sampling, stop_ids=(tokenizer.eos_id,))
     return tokenizer.decode([*tokenizer.encode("x"), *ids])[1:]
 
 
-def test_answers_follow_from_what_was_said_until_it_is_reset(converse, model, tokenizer):
-    talk, out, err = converse("1 + 1", "", "2 + 2", "/reset", KeyboardInterrupt, "2 + 2")
-    first = expected(model, tokenizer, turns("1 + 1"))
-    second = expected(model, tokenizer, turns("1 + 1", first, "2 + 2"))
-    third = expected(model, tokenizer, turns("2 + 2"))
-    assert second != third
-    assert answers(out) == [first, "", second, "", "", third]
+def test_answers_follow_from_what_was_said_until_it_is_reset(chat, converse, model, tokenizer):
+    chat.sampling = WILD
+    found, err = converse("1 + 1", "", "2 + 2", "/reset", KeyboardInterrupt, "2 + 2")
+    first = expected(model, tokenizer, turns("1 + 1"), WILD)
+    second = expected(model, tokenizer, turns("1 + 1", first, "2 + 2"), WILD.numbered(1))
+    third = expected(model, tokenizer, turns("2 + 2"), WILD.numbered(2))
+    assert found == [first, "", second, "", "", third]
     assert "Forgotten." in err
     assert "Ctrl-D ends the program" in err
-    assert talk.turns == turns("2 + 2", third)
-
-
-def test_every_answer_draws_anew(converse, model, tokenizer):
-    wild = {"temperature": 2.0, "top_k": 0}
-    _, out, _ = converse("1", "/reset", "1", sampling=Sampling(**wild, seed=7))
-    first, _, second = answers(out)
-    assert first == expected(model, tokenizer, turns("1"), Sampling(**wild, seed=7))
-    assert second == expected(model, tokenizer, turns("1"), Sampling(**wild, seed=8))
-    assert first != second
+    assert chat.turns == turns("2 + 2", third)
 
 
 def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
@@ -130,9 +116,8 @@ def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
         step(batch)
 
     monkeypatch.setattr(Batch, "step", interrupted)
-    _, out, err = converse("1 + 1", "2 + 2")
+    (begun, second), err = converse("1 + 1", "2 + 2")
     whole = expected(model, tokenizer, turns("1 + 1"))
-    begun, second = answers(out)
     assert begun
     assert whole.startswith(begun)
     assert len(begun) < len(whole)
@@ -140,16 +125,17 @@ def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
     assert second == expected(model, tokenizer, turns("1 + 1", begun, "2 + 2"))
 
 
-def test_an_answer_that_fills_the_context_or_is_empty_is_said(converse, tokenizer, monkeypatch):
-    _, out, err = converse("1", max_new_tokens=None)
+def test_an_answer_that_fills_the_context_or_is_empty_is_said(
+    chat, converse, tokenizer, monkeypatch
+):
+    assert "is full" not in converse("1")[1]
+    chat.max_new_tokens = None
+    (_, answer), err = converse("/reset", "1")
     assert f"(The context of {CONTEXT} tokens is full: the answer ends here.)" in err
-    assert len(tokenizer.encode(answers(out)[0])) > CONTEXT // 2
-    _, _, err = converse("1")
-    assert "is full" not in err
+    assert len(tokenizer.encode(answer)) > CONTEXT // 2
     monkeypatch.setattr(Batch, "step", lambda batch: batch.texts.pop().take(tokenizer.eos_id))
-    talk, _, err = converse("1 + 1")
-    assert "says nothing" in err
-    assert talk.turns == []
+    assert "says nothing" in converse("/reset", "1 + 1")[1]
+    assert chat.turns == []
 
 
 def test_what_is_no_utf_8_is_one_clear_error(converse):
@@ -167,9 +153,8 @@ def test_the_program_answers_what_comes_by_a_pipe(
     if fine_tuned:
         (tmp_path / TEMPLATE_FILE).touch()
     monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
-    flags = ("--temperature", "0", "--max_new_tokens", "12", "--system", "sum", "--device", "cpu")
-    main([str(tmp_path), *flags])
-    said = [Turn("system", "sum"), *turns("1 + 1")]
+    flags = ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu", "--system"]
+    main([str(tmp_path), *flags, BRIEF.content])
     out, err = capsys.readouterr()
-    assert answers(out) == [expected(model, tokenizer, said)]
+    assert answers(out) == [expected(model, tokenizer, turns("1 + 1"))]
     assert ("have learned from no conversations" in err) == (not fine_tuned)
