@@ -10,12 +10,9 @@ from inference.sampling import Sampling
 from inference.text_stream import StreamedText, TextStream
 from tests.conftest import write_corpus
 
-TEXTS = [
-    "sum 3: 1 + 2 = 3;\n",
-    "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces ",
-    "\u2581 literal, \x00 control, \r\n",
-    " leading",
-]
+SUM = "sum 3: 1 + 2 = 3;\n"
+SPACES = "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces "
+TEXTS = [SUM, SPACES, "\u2581 literal, \x00 control, \r\n", " leading"]
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +24,16 @@ def tokenizer(packed) -> Tokenizer:
 def foreign(tmp_path_factory) -> Tokenizer:
     """One that writes a space before every text and drops it when decoding, as Llama's does."""
     folder = tmp_path_factory.mktemp("foreign")
-    corpus = write_corpus(folder / "sums.jsonl")
+    settings = {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus),
-        model_prefix=str(folder / "t"),
-        model_type="bpe",
-        vocab_size=400,
-        byte_fallback=True,
-        minloglevel=2,
+        input=str(write_corpus(folder / "sums.jsonl")), model_prefix=str(folder / "t"), **settings
     )
     return Tokenizer(folder / "t.model")
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], stop=()) -> list[str]:
-    stream = TextStream(tokenizer, stop)
-    parts = []
-    for id in ids:
-        parts.append(stream.add(id))
-        if stream.stopped:
-            break
-    return [*parts, stream.end()]
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*map(stream.add, ids), stream.end()]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -66,43 +53,20 @@ def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokeni
 
 @pytest.mark.parametrize("which", ["tokenizer", "foreign"])
 def test_random_ids_give_what_decoding_all_of_them_gives(which, request):
-    tokenizer = request.getfixturevalue(which)
-    draw = random.Random(0)
+    tokenizer, draw = request.getfixturevalue(which), random.Random(0)
+    prompt = [1, *tokenizer.encode("sum x")]
     for _ in range(300):
-        prompt = [1, *(draw.randrange(tokenizer.vocab_size) for _ in range(draw.randrange(4)))]
-        prompt += tokenizer.encode("x")  # whole characters, as in a text that was encoded
         ids = [draw.randrange(3, tokenizer.vocab_size) for _ in range(30)]
         ids += [draw.randrange(3, 259) for _ in range(20)]  # bytes, mostly no valid characters
         whole = tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
         assert "".join(streamed(tokenizer, ids)) == whole
 
 
-@pytest.mark.parametrize(
-    ("stop", "expected"),
-    [
-        ((";",), "sum 3: 1 + 2 = 3"),
-        (("2 = 4", "3;"), "sum 3: 1 + 2 = "),
-        (("nothing of it", ""), "sum 3: 1 + 2 = 3;\n"),
-        (("sum",), ""),
-        ((" = 3", " + "), "sum 3: 1"),
-    ],
-)
-def test_a_stop_string_ends_the_text_and_is_not_given(tokenizer, stop, expected):
-    assert "".join(streamed(tokenizer, tokenizer.encode(TEXTS[0]), stop)) == expected
+@pytest.fixture
+def written(tokenizer):
+    """Gives these tokens to a text; returns the text and why it ended."""
 
-
-def test_the_beginning_of_a_stop_string_is_held_back_and_given_when_the_rest_does_not_come(
-    tokenizer,
-):
-    stream = TextStream(tokenizer, ("ab!",))
-    parts = [stream.add(id) for text in ("a", "b", "c") for id in tokenizer.encode(text)]
-    assert [*parts, stream.end()] == ["", "", "abc", ""]
-
-
-def test_a_text_ends_with_its_length_the_end_piece_or_a_stop_string(tokenizer):
-    ids = tokenizer.encode("1 + 2 = 3; 2 + 2 = 4;")
-
-    def written(tokens: list[int], most: int, **options) -> tuple[str, str | None, int]:
+    def write(tokens: list[int], most: int = 99, **options) -> tuple[str, str | None]:
         delivered = []
         text = StreamedText(
             prompt=[5],
@@ -114,22 +78,44 @@ def test_a_text_ends_with_its_length_the_end_piece_or_a_stop_string(tokenizer):
         )
         for token in tokens:
             text.take(token)
-        text.cancel()
-        reasons = [reason for _, reason in delivered]
-        assert "".join(piece for piece, _ in delivered) == text.text
-        assert reasons.count(None) == len(reasons) - (text.finish_reason != "cancelled")
-        return text.text, text.finish_reason, text.n_tokens
+        pieces, reasons = zip(*delivered, strict=True)
+        assert "".join(pieces) == text.text
+        assert reasons == (None,) * (len(reasons) - 1) + (text.finish_reason,)
+        return text.text, text.finish_reason
 
-    eos, whole = tokenizer.eos_id, tokenizer.decode(ids)
-    assert written(ids, len(ids)) == (whole, "length", len(ids))
-    assert written(ids, len(ids) + 1) == (whole, "cancelled", len(ids))
-    assert written(ids, 4) == (tokenizer.decode(ids[:4]), "length", 4)
-    assert written([*ids[:3], eos, *ids], 4) == (tokenizer.decode(ids[:3]), "stop", 4)
-    assert written(ids, 99, stop=("= 3;",))[:2] == ("1 + 2 ", "stop")
-    held = tokenizer.encode("2 = 3; ")
-    assert written(held, 99, stop=("3; x",))[0] == "2 = "
-    assert written([*held, eos], 99, stop=("3; x",))[0] == "2 = 3; "
-    # The first token begins with the space that ends the prompt.
-    spaced = tokenizer.encode(" 3: 1 3")
-    given = written(spaced, 99, stop=(" 3",), next_ids=tokenizer.ids_with_space)
-    assert given[:2] == ("3: 1", "stop")
+    return write
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ((";",), "sum 3: 1 + 2 = 3"),
+        (("2 = 4", "3;"), "sum 3: 1 + 2 = "),
+        (("sum",), ""),
+        ((" = 3", " + "), "sum 3: 1"),
+    ],
+)
+def test_a_stop_string_ends_the_text_and_is_not_given(written, tokenizer, stop, expected):
+    assert written(tokenizer.encode(SUM), stop=stop) == (expected, "stop")
+
+
+def test_a_text_ends_with_its_length_or_the_end_piece(written, tokenizer):
+    ids, eos = tokenizer.encode(SUM), tokenizer.eos_id
+    assert written(ids, stop=("nothing of it", "")) == (SUM, None)
+    assert written([*ids, 5, 5], len(ids)) == (SUM, "length")
+    assert written([*ids, eos, 5], len(ids) + 1) == (SUM, "stop")
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_until_the_rest_does_not_come(
+    written, tokenizer
+):
+    ids = tokenizer.encode("2 = 3; ")
+    assert written(ids, stop=("3; x",)) == ("2 = ", None)
+    assert written([*ids, tokenizer.eos_id], stop=("3; x",)) == ("2 = 3; ", "stop")
+    assert written(ids, len(ids), stop=("3; x",)) == ("2 = 3; ", "length")
+
+
+def test_the_space_at_a_prompts_end_is_not_given_again_and_is_in_no_stop_string(written, tokenizer):
+    ids = tokenizer.encode(" 3: 1 3")
+    given = written(ids, stop=(" 3",), next_ids=tokenizer.ids_with_space)
+    assert given == ("3: 1", "stop")
