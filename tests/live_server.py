@@ -1,4 +1,4 @@
-"""A server of a tiny model in a thread of the tests, and the same model as a folder."""
+"""A server of a tiny model in a thread of the tests."""
 
 import threading
 import time
@@ -8,37 +8,18 @@ from pathlib import Path
 from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
 from small_model import opinionated
 
-from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
+from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import EOS_ID
-from formats.portable import save_portable
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
 from inference.server.app import Served, make_app
 from inference.server.listen import Server, bind
 from inference.worker import Worker
-from model import Transformer
 
 MAX_BYTES = 1 << 16  # of a request
-
-
-def endless(context: int) -> Transformer:
-    """Random weights with a mind of their own, which never end a text by themselves."""
-    model = opinionated(VOCAB_SIZE, context)
-    model.output.weight.data[EOS_ID] = 0  # never the likeliest
-    return model
-
-
-def write_model(folder: Path, tokenizer: Path, context: int) -> Path:
-    """Save such a model as a run's weights."""
-    model = endless(context)
-    folder.mkdir(parents=True)
-    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
-    (folder / "tokenizer.model").write_bytes(tokenizer.read_bytes())
-    (folder / TEMPLATE_FILE).touch()
-    return folder
 
 
 def wait_until(condition: Callable):
@@ -59,7 +40,8 @@ class LiveServer:
     """
 
     def __init__(self, name: str, tokenizer: Path, context: int):
-        self.name, self.tokenizer, self.model = name, Tokenizer(tokenizer), endless(context)
+        self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
+        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest: no text ends by itself
         self.worker = Worker(Decoder(self.model), together=16, waiting=64)
         served = Served(
             worker=self.worker,
@@ -73,8 +55,7 @@ class LiveServer:
         self.address = bound.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self.server = Server(make_app(served), self.worker)
-        options = {"sockets": [bound]}
-        self.thread = threading.Thread(target=self.server.run, kwargs=options, daemon=True)
+        self.thread = threading.Thread(target=self.server.run, args=([bound],), daemon=True)
         self.thread.start()
 
     def close(self) -> None:

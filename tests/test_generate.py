@@ -217,3 +217,12 @@ def test_a_file_of_prompts_that_is_none_is_one_line(call, tmp_path, content, mes
     out, err, code = call("--prompts", str(tmp_path / "p.jsonl"))
     assert (out, code) == ("", 2)
     assert re.match(f"generate: error: .*{message}.*\n$", err)
+
+
+def test_damaged_weights_are_one_line(weights, tmp_path, capsys):
+    copy = shutil.copytree(weights, tmp_path / "copy")
+    config = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(config.replace('"n_heads": 4', '"n_heads": 5'))
+    with pytest.raises(SystemExit, match="2"):
+        main([str(copy), "--prompt", "x"])
+    assert re.match(r"generate: error: .*n_heads.*\n$", capsys.readouterr().err)

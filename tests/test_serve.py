@@ -22,11 +22,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 @pytest.fixture(scope="module")
 def servers(packed):
-    contexts = {"long": LONG, "short": SHORT}
-    started = {
-        name: LiveServer(name, packed / "tokenizer.model", context)
-        for name, context in contexts.items()
-    }
+    sizes = {"long": LONG, "short": SHORT}
+    started = {name: LiveServer(name, packed / "tokenizer.model", n) for name, n in sizes.items()}
     yield started
     for server in started.values():
         server.close()
@@ -67,19 +64,16 @@ def test_a_chat_answer_is_what_the_model_says_after_the_template(client, hello):
 
 
 def test_it_streams_the_same_in_pieces(client, hello):
-    asked = {"model": "long", "messages": HELLO, "temperature": 0, "stream": True}
+    asked = {"model": "long", "messages": HELLO, "temperature": 0, "max_completion_tokens": 20}
     usage = {"include_usage": True}
-    *texts, last = client.chat.completions.create(
-        **asked, max_completion_tokens=20, stream_options=usage
-    )
+    *texts, last = client.chat.completions.create(**asked, stream=True, stream_options=usage)
     pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
     assert "".join(pieces) == hello[1]
     assert sum(map(bool, pieces)) > 5
     assert texts[0].choices[0].delta.role == "assistant"
     reasons = [chunk.choices[0].finish_reason for chunk in texts]
     assert reasons == [None] * (len(texts) - 1) + ["length"]
-    assert last.choices == []
-    assert last.usage.completion_tokens == 20
+    assert (last.choices, last.usage.completion_tokens) == ([], 20)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -87,9 +81,8 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     ids = [server.tokenizer.bos_id, *server.tokenizer.encode("sum 1:")]
     whole = server.continues(ids, 20)
     stop = whole[6:9]
-    answer = client.completions.create(
-        model="long", prompt="sum 1:", temperature=0, stop=[stop, "not there"], stream=stream
-    )
+    asked = {"model": "long", "prompt": ["sum 1:"], "temperature": 0, "stop": [stop, "not there"]}
+    answer = client.completions.create(**asked, stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"
@@ -108,20 +101,12 @@ def test_sampling_is_what_was_asked_for(client, server, hello):
     assert len(drawn) > 1  # a seed of its own each time
 
 
-def test_models_are_listed_under_their_name(client):
-    assert [model.id for model in client.models.list()] == ["long"]
-    assert client.models.retrieve("long").id == "long"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-
-
 def test_several_are_answered_while_a_long_answer_goes_on(client, server, hello):
     asked = {"model": "long", "messages": HELLO, "temperature": 0}
     endless = client.chat.completions.create(**asked, stream=True)
     assert len(list(itertools.islice(endless, 5))) == 5
-    for _ in range(2):
-        answer = client.chat.completions.create(**asked, max_tokens=20)
-        assert answer.choices[0].message.content == hello[1]
+    answer = client.chat.completions.create(**asked, max_tokens=20)
+    assert answer.choices[0].message.content == hello[1]
     assert next(endless).choices[0].finish_reason is None
     endless.close()
     wait_until(lambda: server.worker.load["running"] == 0)
@@ -158,7 +143,6 @@ TURN = {"role": "user", "content": "1"}
 MESSAGE = b'{"messages": [{"role": "user", "content": "%b"}]}'
 MESSAGES_REFUSED = {  # what is wrong with the messages: messages, a word of the answer
     "none": ([], "at least 1"),
-    "text": ("hello", "list"),
     "an unknown role": ([TURN | {"role": "robot"}], "robot"),
     "two questions": ([TURN, TURN], "assistant"),
     "an answer last": ([TURN, {"role": "assistant", "content": "2"}], "the last has to be"),
@@ -167,12 +151,10 @@ MESSAGES_REFUSED = {  # what is wrong with the messages: messages, a word of the
 }
 FIELDS_REFUSED = {  # what is wrong with a chat: the field, its value, a word of the answer
     "a cold temperature": ("temperature", -1, "at least 0 and finite, not -1"),
-    "a word as a number": ("top_p", "0.5", "number"),
     "no tokens": ("max_tokens", 0, "1"),
     "two answers": ("n", 2, "has only 1"),
     "a tool": ("tools", [{}], "has only []"),
     "a slip": ("temprature", 1, "not know it"),
-    "five stops": ("stop", list("abcde"), "4"),
 }
 REFUSED = {  # what is wrong: path, body, status, the parameter to blame, a word of the answer
     **{
@@ -185,14 +167,12 @@ REFUSED = {  # what is wrong: path, body, status, the parameter to blame, a word
     },
     "an unknown model": (CHAT, {"messages": [TURN], "model": "gpt-5"}, 404, "model", "gpt"),
     "no JSON": (CHAT, b"{messages:", 400, None, "no JSON"),
-    "a list": (CHAT, [], 400, None, "JSON object"),
     "brackets without end": (CHAT, b"[" * 60_000, 400, None, ""),
     "a huge number": (CHAT, b'{"seed": ' + b"9" * 9999 + b"}", 400, None, ""),
     "half a character": (CHAT, MESSAGE % b"\\ud800", 400, "messages", ""),
     "no number": (CHAT, MESSAGE % b'1"}], "top_p": NaN, "a": [{"b": "', 400, "top_p", "finite"),
     "a long prompt": (COMPLETIONS, {"prompt": LONG_TEXT}, 400, "prompt", "no room"),
     "no prompt": (COMPLETIONS, {"prompt": ""}, 400, "prompt", "empty"),
-    "two prompts": (COMPLETIONS, {"prompt": ["a", "b"]}, 400, "prompt", "string"),
     "too much": (COMPLETIONS, {"prompt": "a" * (1 << 16)}, 413, None, "65,536 bytes"),
     "another path": ("/v1/embeddings", {}, 404, None, "Not Found"),
 }
@@ -220,8 +200,9 @@ def test_the_openai_package_understands_the_errors(servers, monkeypatch):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="short", prompt=LONG_TEXT)
     assert refused.value.code == "context_length_exceeded"
+    assert [model.id for model in client.models.list()] == ["short"]
     with pytest.raises(openai.NotFoundError) as refused:
-        client.completions.create(model="gpt-4", prompt="1")
+        client.models.retrieve("gpt-4")
     assert refused.value.code == "model_not_found"
     monkeypatch.setattr(servers["short"].worker, "_together", -64)
     with pytest.raises(openai.RateLimitError, match="too many requests"):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import sys
 from urllib.parse import urlsplit
@@ -9,8 +10,12 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 from browser import Browser
-from conftest import SAFETY_NET_SECONDS, run_warm, start_warm
-from live_server import LiveServer, wait_until, write_model
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE, run_warm, start_warm
+from live_server import LiveServer, wait_until
+from small_model import opinionated
+
+from data.tokenizer_training import EOS_ID
+from formats.portable import save_portable
 
 pytestmark = pytest.mark.slow
 
@@ -53,17 +58,14 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
     browser.open(server.url, width, dark)
     paper = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(paper.partition("(")[2].partition(",")[0]) < 128) == dark
-    assert browser.run("document.querySelector('h1').textContent") == "mine"
     set_temperature(browser, 0)
     ask(browser, "1 + 1")
-    (begun,) = wait_until(lambda: list(filter(None, texts(browser, "assistant"))))
-    wait_until(lambda: len(texts(browser, "assistant")[0]) > len(begun) + len(expected))
+    wait_until(lambda: len("".join(texts(browser, "assistant"))) > len(expected))
     assert is_busy(browser)
     assert browser.run("document.documentElement.scrollWidth") <= width
     browser.run("document.querySelector('#stop').click()")
     wait_until(lambda: not is_busy(browser))
     (answer,) = texts(browser, "assistant")
-    assert answer.startswith(begun)
     assert answer.startswith(expected)
     assert texts(browser, "user") == ["1 + 1"]
     assert texts(browser, "note") == ["Stopped."]
@@ -74,50 +76,49 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True)
 def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, server):
-    def says(question: str) -> str:
-        ids = server.asked(question)
-        return server.continues(ids, SHORT - len(ids))
-
+    ids = server.asked("1 + 1")
+    says = server.continues(ids, SHORT - len(ids))
     browser.open(server.url, 375)
     set_temperature(browser, 0)
     said = [*HELLO, {"role": "assistant", "content": LONG_TEXT}]
     browser.run(f"history.push(...{json.dumps(said)})")
-    for question in ("1 + 1", "2 + 2", LONG_TEXT):
+    for question in ("1 + 1", LONG_TEXT):
         ask(browser, question)
         wait_until(lambda: not is_busy(browser))
-    assert texts(browser, "assistant") == [says("1 + 1"), says("2 + 2")]
-    forgotten, first, second, refused = texts(browser, "note")
+    assert texts(browser, "assistant") == [says]
+    forgotten, full, refused = texts(browser, "note")
     assert "does not see the oldest 2 messages" in forgotten
-    assert first == second
-    assert first.startswith("The context is full: the answer ends here. From here on")
-    assert first.endswith("does not see the oldest 2 messages.")
+    assert full.startswith("The context is full: the answer ends here. From here on")
+    assert full.endswith("does not see the oldest 2 messages.")
     assert "no room for an answer" in refused
     browser.run("document.querySelector('#new').click()")
     assert texts(browser, "user") == []
-    ask(browser, "1 + 1")
-    wait_until(lambda: not is_busy(browser))
-    assert texts(browser, "assistant") == [says("1 + 1")]
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 
 def test_ctrl_c_ends_the_server_and_tells_whoever_waits(packed, tmp_path):
-    weights = write_model(tmp_path / "mine" / "weights", packed / "tokenizer.model", LONG)
+    model, weights = opinionated(VOCAB_SIZE, LONG), tmp_path / "mine" / "weights"
+    model.output.weight.data[EOS_ID] = 0  # never the likeliest: the answer does not end by itself
+    weights.mkdir(parents=True)
+    save_portable(weights, model.config, {name: p.data for name, p in model.named_parameters()})
+    shutil.copy(packed / "tokenizer.model", weights)
     serve = [sys.executable, "-m", "scripts.serve", str(weights), "--port"]
     log = tmp_path / "log"
     with log.open("w") as output:
         process = start_warm([*serve, "0"], output)
     try:
-        url = wait_until(lambda: re.search(r"^mine at (http://\S+) ", log.read_text()))[1]
+        url = wait_until(lambda: re.search(r"^mine at (http://\S+) ", log.read_text(), re.M))[1]
         taken = run_warm([*serve, str(urlsplit(url).port)])
         assert (taken.code, taken.out.count("\n")) == (2, 1)
         assert "Address already in use" in taken.out
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        answer = client.chat.completions.create(model="mine", messages=HELLO, stream=True)
+        asked = {"model": "mine", "prompt": "1", "temperature": 0}
+        answer = client.completions.create(**asked, stream=True)
         next(answer)
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="could not write this"):
             list(answer)
         assert process.wait(SAFETY_NET_SECONDS) == 130
-        assert log.read_text().splitlines()[1:] == ["serve: stopped"]
+        assert log.read_text().splitlines()[2:] == ["serve: stopped"]
     finally:
         process.abandon()
