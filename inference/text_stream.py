@@ -59,15 +59,10 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        n = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - n :]
-        return text[: len(text) - n]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a beginning of stop, but not all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+        begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        certain = len(text) - max(begun, default=0)
+        self._held = text[certain:]
+        return text[:certain]
 
 
 @dataclass(kw_only=True, eq=False)

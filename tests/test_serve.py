@@ -43,32 +43,36 @@ def client(server):
     return client_of(server)
 
 
+OPENAIS = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
+VLLMS = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
+ASKED = {"model": "long", "messages": HELLO, "extra_body": VLLMS, **OPENAIS}
+
+
 @pytest.fixture(scope="module")
-def hello(server):
-    ids = server.asked("1 + 1")
-    return ids, server.continues(ids, 20)
+def expected(server) -> str:
+    return server.continues(server.asked("1 + 1"), 20, **OPENAIS, **VLLMS)
 
 
-def test_a_chat_answer_is_what_the_model_says_after_the_template(client, hello):
-    ids, expected = hello
-    asked = {"model": "long", "messages": HELLO, "temperature": 0}
+def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server, expected):
     idle = {"n": 1, "logprobs": False, "stop": None, "user": "me", "tools": []}
-    answer = client.chat.completions.create(**asked, max_tokens=20, **idle)
+    answer = client.chat.completions.create(**ASKED, max_tokens=20, **idle)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
     assert choice.finish_reason == "length"
-    usage = answer.usage
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), 20)
-    assert usage.total_tokens == len(ids) + 20
+    usage, n = answer.usage, len(server.asked("1 + 1"))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n, 20, n + 20)
     assert answer.model == "long"
+    free = ASKED | {"seed": None, "max_tokens": 20}
+    drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
+    assert len(drawn) > 1  # a seed of its own each time
 
 
-def test_it_streams_the_same_in_pieces(client, hello):
-    asked = {"model": "long", "messages": HELLO, "temperature": 0, "max_completion_tokens": 20}
+def test_it_streams_the_same_in_pieces(client, expected):
+    streamed = {"max_completion_tokens": 20, "stream": True}
     usage = {"include_usage": True}
-    *texts, last = client.chat.completions.create(**asked, stream=True, stream_options=usage)
+    *texts, last = client.chat.completions.create(**ASKED, **streamed, stream_options=usage)
     pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
-    assert "".join(pieces) == hello[1]
+    assert "".join(pieces) == expected
     assert sum(map(bool, pieces)) > 5
     assert texts[0].choices[0].delta.role == "assistant"
     reasons = [chunk.choices[0].finish_reason for chunk in texts]
@@ -88,25 +92,12 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     assert choices[-1].finish_reason == "stop"
 
 
-def test_sampling_is_what_was_asked_for(client, server, hello):
-    ids, greedy = hello
-    settings = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
-    more = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
-    asked = {"model": "long", "messages": HELLO, "max_tokens": 20} | settings
-    answer = client.chat.completions.create(**asked, extra_body=more)
-    text = answer.choices[0].message.content
-    assert text == server.continues(ids, 20, **settings, **more) != greedy
-    free = {**asked, "seed": None}
-    drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
-    assert len(drawn) > 1  # a seed of its own each time
-
-
-def test_several_are_answered_while_a_long_answer_goes_on(client, server, hello):
-    asked = {"model": "long", "messages": HELLO, "temperature": 0}
-    endless = client.chat.completions.create(**asked, stream=True)
+def test_several_are_answered_while_a_long_answer_goes_on(client, server, expected):
+    greedy = {"model": "long", "messages": HELLO, "temperature": 0}
+    endless = client.chat.completions.create(**greedy, stream=True)
     assert len(list(itertools.islice(endless, 5))) == 5
-    answer = client.chat.completions.create(**asked, max_tokens=20)
-    assert answer.choices[0].message.content == hello[1]
+    answer = client.chat.completions.create(**ASKED, max_tokens=20)
+    assert answer.choices[0].message.content == expected
     assert next(endless).choices[0].finish_reason is None
     endless.close()
     wait_until(lambda: server.worker.load["running"] == 0)

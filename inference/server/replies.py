@@ -31,41 +31,33 @@ class Reply:
     """
 
     def __init__(self, chat: bool, model: str):
-        self.chat, self.model = chat, model
-        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.kind_of_chunk = "chat.completion.chunk" if chat else "text_completion"
+        self.chat = chat
+        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": number, "created": int(time.time()), "model": model}
 
     def whole(self, text: StreamedText) -> dict:
         message = {"role": "assistant", "content": text.text, "refusal": None}
         said = {"message": message} if self.chat else {"text": text.text}
-        kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, [_choice(said, text.finish_reason)]) | {"usage": _usage(text)}
+        return self._object("chat.completion", said, text.finish_reason) | _usage(text)
 
     def chunk(self, finish_reason: str | None = None, **delta: str) -> dict:
         """A piece of an answer: `content`, at the beginning the `role` as well."""
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return self._object(self.kind_of_chunk, [_choice(said, finish_reason)])
+        return self._object("chat.completion.chunk", said, finish_reason)
 
     def usage_chunk(self, text: StreamedText) -> dict:
-        return self._object(self.kind_of_chunk, []) | {"usage": _usage(text)}
+        return self.chunk() | {"choices": []} | _usage(text)
 
-    def _object(self, kind: str, choices: list[dict]) -> dict:
-        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-        return head | {"choices": choices}
-
-
-def _choice(said: dict, finish_reason: str | None) -> dict:
-    return said | {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+    def _object(self, kind: str, said: dict, finish_reason: str | None) -> dict:
+        choice = said | {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+        kind = kind if self.chat else "text_completion"
+        return self._head | {"object": kind, "choices": [choice]}
 
 
-def _usage(text: StreamedText) -> dict[str, int]:
+def _usage(text: StreamedText) -> dict:
     read, written = len(text.prompt), text.n_tokens
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-    }
+    counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    return {"usage": counts}
 
 
 class ApiError(HTTPException):
@@ -112,7 +104,7 @@ def _of_validation(error: RequestValidationError) -> ApiError:
         return ApiError(400, "the body has to be a JSON object, its Content-Type application/json")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        name = place[-1]
-        only = f"this server has only {ONLY[name]!r}" if name in ONLY else None
-        message = only or "this server does not know it"
+        message = "this server does not know it"
+        if place[-1] in ONLY:
+            message = f"this server has only {ONLY[place[-1]]!r}"
     return ApiError(400, f"{'.'.join(place)}: {message}", param=place[0])
