@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from common.errors import UsageError
+from inference.prompts import say
 from inference.sampling import MEANINGS, Sampling
+from runs.find import BEST
 
 
 def add_model_flags(add: Callable) -> None:
@@ -67,9 +69,7 @@ def load(args: argparse.Namespace):
     import torch
 
     from inference.decoder import Decoder
-    from inference.prompts import say
     from model.config import ConfigError
-    from runs.find import BEST
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
@@ -91,8 +91,6 @@ def load_to_talk(args: argparse.Namespace):
 
     Raises UsageError: as `load`, or a launcher has started several processes.
     """
-    from inference.prompts import say
-
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("one process talks: start it without a launcher, with python -m")
     decoder, trained = load(args)

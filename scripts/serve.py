@@ -13,6 +13,7 @@ import importlib.util
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
+from inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -35,7 +36,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def serve(args: argparse.Namespace) -> None:
     sampling = sampling_of(args)
-    from inference.prompts import say
     from inference.server.app import Served, make_app
     from inference.server.listen import Server, bind
     from inference.worker import Worker
