@@ -32,7 +32,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Each setting acts on what the ones before it have left.
+    """The settings of a draw. Each setting acts on what the ones before it have left.
 
     Raises ValueError: a value outside its limits; the message begins with the setting's name.
     """

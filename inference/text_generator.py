@@ -92,7 +92,7 @@ class TextGenerator:
         )
 
     def _is_strange(self, prompt: str) -> bool:
-        """Whether the tokenizer spells most of the characters in bytes."""
+        """Return whether the tokenizer spells most of the characters in bytes."""
         spelled = map(self.tokenizer.bytes_of, self.tokenizer.encode(prompt))
         # Bytes of 0b10...... go on with a character of UTF-8 that another has begun.
         begun = sum(bool(part) and part[0] >> 6 != 0b10 for part in spelled)

@@ -32,7 +32,7 @@ class Worker:
 
     @property
     def load(self) -> dict[str, int]:
-        """How many texts are being written, and how many wait."""
+        """Count the texts that are being written and those that wait."""
         with self._changed:
             running, waiting = _unfinished(self._running), _unfinished(self._waiting)
         return {"running": len(running), "waiting": len(waiting)}

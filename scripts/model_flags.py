@@ -87,7 +87,7 @@ def load(args: argparse.Namespace):
 
 
 def load_to_talk(args: argparse.Namespace):
-    """As `load`; say so where the model has not learned to answer.
+    """Load the same for a conversation; say so where the model has not learned to answer.
 
     Raises UsageError: as `load`, or a launcher has started several processes.
     """

@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 16  # of a request
 
 
 def wait_until(condition: Callable):
-    """What it gives, as soon as that is true."""
+    """Return what the condition gives as soon as that is true."""
     end = time.monotonic() + SAFETY_NET_SECONDS
     while not (value := condition()):
         assert time.monotonic() < end, "it does not happen"
@@ -63,7 +63,7 @@ class LiveServer:
         self.thread.join()
 
     def continues(self, ids: list[int], n: int, **sampling) -> str:
-        """What the model says after these ids, without a server; greedy unless told otherwise."""
+        """Return what the model says after these ids, without a server, greedily by default."""
         settings = Sampling(**{"temperature": 0} | sampling)
         (new,) = generate(self.model, [ids], n, settings)
         return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]

@@ -10,7 +10,7 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def frequencies(sampling: Sampling, draws: int = 20000) -> torch.Tensor:
-    """How often each token is drawn when the numbers are spread evenly."""
+    """Share of the draws that give each token when the numbers are spread evenly."""
     numbers = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
     tokens = choose(LOGITS.expand(draws, -1), sampling, numbers)
     return torch.bincount(tokens, minlength=6) / draws

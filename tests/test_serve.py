@@ -180,7 +180,7 @@ def test_what_cannot_be_answered_is_refused_in_openais_form(servers, what):
 
 
 def test_a_form_on_a_strangers_page_cannot_ask(servers):
-    """It can send any body from a browser, but not with this Content-Type."""
+    """A form can send any body from a browser, but not with this Content-Type."""
     body = {"messages": [TURN], "max_tokens": 2}
     assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
     assert post(servers["short"], CHAT, body)[0] == 200

@@ -1,4 +1,4 @@
-"""Where the server listens, to whom, and how it is stopped."""
+"""The server's address, its gate, and its end."""
 
 import re
 import socket

@@ -126,5 +126,5 @@ class CompletionAsked(Asked):
     prompt: Annotated[str, BeforeValidator(one_of_list)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """As above. Raises ValueError: an empty prompt, or one that is no text."""
+        """Return the same of a text. Raises ValueError: it is empty, or no text."""
         return tokenizer.encode_prompt(require_text(self.prompt))
