@@ -54,7 +54,14 @@ def expected(server) -> str:
 
 
 def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server, expected):
-    idle = {"n": 1, "logprobs": False, "stop": None, "user": "me", "tools": []}
+    idle = {
+        "n": 1,
+        "logprobs": False,
+        "presence_penalty": 0.0,
+        "stop": None,
+        "user": "me",
+        "tools": [],
+    }
     answer = client.chat.completions.create(**ASKED, max_tokens=20, **idle)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
@@ -153,6 +160,7 @@ REFUSED = [  # path, body, status, the parameter to blame, a word of the message
     (CHAT, MESSAGE % b"\\ud800", 400, "messages", ""),  # half a character
     (CHAT, MESSAGE % b'1"}], "top_p": NaN, "a": [{"b": "', 400, "top_p", "finite"),
     (COMPLETIONS, {"prompt": LONG_TEXT}, 400, "prompt", "no room"),
+    (COMPLETIONS, {"prompt": "1", "logprobs": 0}, 400, "logprobs", "has only False"),
     (COMPLETIONS, {"prompt": ""}, 400, "prompt", "empty"),
     (COMPLETIONS, {"prompt": "a" * (1 << 16)}, 413, None, "65,536 bytes"),
     ("/v1/embeddings", {}, 404, None, "Not Found"),

@@ -54,6 +54,13 @@ def as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
+def is_idle(name: str, value: Any) -> bool:
+    """Return whether a field asks for no more than what is done anyway."""
+    only = ONLY.get(name)
+    same = value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 is not False
+    return value is None or same or name in WITHOUT_EFFECT
+
+
 class Form(BaseModel):
     """A JSON object. Null says the same as a field that is left out."""
 
@@ -64,8 +71,7 @@ class Form(BaseModel):
     def without_idle_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        idle = {name for name, value in body.items() if value is None or value == ONLY.get(name)}
-        return {name: body[name] for name in body if name not in idle.union(WITHOUT_EFFECT)}
+        return {name: value for name, value in body.items() if not is_idle(name, value)}
 
 
 class StreamOptions(Form):
