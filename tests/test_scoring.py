@@ -41,13 +41,22 @@ def alone(model: Transformer, row: Row) -> Score:
     return Score(nll, hits, n, row.n_bytes)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4, 13])
-def test_rows_of_different_lengths_score_as_each_does_alone(scorer, n):
-    rows = random_rows(n)
-    scored = list(scorer.rows(rows))
-    assert [id(row) for row, _ in scored] == [id(row) for row in rows]
-    for row, score in scored:
+@pytest.mark.parametrize("n", [1, 13])
+def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, n):
+    """Blocks of 5 rows end inside a unit of 3."""
+    monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
+    rows, read = random_rows(n), []
+    units = scorer.units(read.append(row) or row for row in rows)
+    first = next(units)
+    assert len(read) == min(n, 5)
+    scored = [first, *units]
+    assert [(unit, len(scores)) for unit, scores in scored] == [
+        (unit, min(3, n - 3 * unit)) for unit in range(-(-n // 3))
+    ]
+    scores = [score for _, scores in scored for score in scores]
+    for row, score in zip(rows, scores, strict=True):
         assert score == pytest.approx(alone(scorer.model, row), rel=1e-5)
+    assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
 def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
@@ -59,8 +68,7 @@ def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
         return forward(*asked_for)
 
     monkeypatch.setattr(scorer.model, "forward", model)
-    for _ in scorer.rows(random_rows(5)):
-        assert torch.backends.cuda.cudnn_sdp_enabled()  # as whoever asked has it
+    list(scorer.rows(random_rows(5)))
     assert asked == [False, False]
 
 
@@ -71,37 +79,6 @@ def test_the_likeliest_next_tokens_are_all_hits(scorer):
     ((_, wrong),) = scorer.rows([Row(0, tokens, (targets + 1) % VOCAB_SIZE, 1)])
     assert (right.hits, right.n_tokens) == (SEQ_LEN, SEQ_LEN)
     assert (wrong.hits, wrong.n_tokens) == (0, SEQ_LEN)
-
-
-def test_rows_are_read_a_block_at_a_time_and_come_back_in_order(scorer, monkeypatch):
-    monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
-    whole, read = random_rows(12), []
-
-    def reader():
-        for row in whole:
-            read.append(row)
-            yield row
-
-    scored = scorer.rows(reader())
-    first, _ = next(scored)
-    assert first is whole[0]
-    assert len(read) == 5
-    assert [row.n_bytes for row, _ in scored] == [10 * i for i in range(1, 12)]
-
-
-def test_no_block_stays_in_memory_with_the_accelerator(scorer):
-    list(scorer.rows(random_rows(9)))
-    assert scorer.accelerator._dataloaders == []
-
-
-def test_units_are_whole_even_where_a_block_ends_inside_one(scorer, monkeypatch):
-    rows = random_rows(10)
-    expected = [alone(scorer.model, row).nll for row in rows]
-    monkeypatch.setattr(scoring, "BLOCK_ROWS", 4)
-    units = list(scorer.units(rows))
-    assert [(unit, len(scores)) for unit, scores in units] == [(0, 3), (1, 3), (2, 3), (3, 1)]
-    got = [score.nll for _, scores in units for score in scores]
-    assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_bfloat16_runs_under_autocast_and_is_close_but_not_equal(scorer):
