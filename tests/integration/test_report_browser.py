@@ -1,56 +1,33 @@
-"""report.html in a real browser: widths, switch, console."""
+"""report.html in a real browser: its width, the console and the switch between steps and tokens."""
 
 import json
-from pathlib import Path
 
 import pytest
-from browser import Browser
 
 from report.page import write_report
 
 pytestmark = pytest.mark.slow
 
 LONG_NAME = "a-name-without-spaces-" + "x" * 80
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory) -> Path:
-    """The report of two runs with long and foreign names."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name in (LONG_NAME, "唐詩"):
-        (folder / name).mkdir()
-        rows = [{"step": i, "tokens": 8 * i, "loss": 9 / i, "grad_norm": 0.5} for i in range(1, 99)]
-        (folder / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        sample = {"step": 1, "text": "</script><script>alert(1)</script>" + "長" * 200}
-        (folder / name / "samples.jsonl").write_text(json.dumps(sample) + "\n")
-        settings = {"command": ["train.py", LONG_NAME], "arguments": {"name": name}}
-        (folder / name / "settings.json").write_text(json.dumps(settings))
-    write_report([folder / LONG_NAME, folder / "唐詩"], folder / "report.html")
-    return folder / "report.html"
-
-
-def shown(browser: Browser) -> list[str]:
-    """The names of the horizontal axes that one sees."""
-    names = "[...document.querySelectorAll('svg')].filter((svg) => svg.getClientRects().length)"
-    names += ".map((svg) => svg.closest('div').className)"
-    return browser.run(names)
+SHOWN = """[...document.querySelectorAll("svg")].filter((svg) => svg.getClientRects().length)
+.map((svg) => svg.closest("div").className)"""
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [375, 1280])
-def test_the_page_fits_its_window_and_keeps_the_console_silent(browser, report, width, dark):
-    browser.open(report, width, dark)
+def test_two_runs_fit_the_window_over_steps_and_over_tokens(browser, tmp_path, width, dark):
+    for name in (LONG_NAME, "唐詩"):
+        (tmp_path / name).mkdir()
+        rows = [{"step": i, "tokens": 8 * i, "loss": 9 / i, "grad_norm": 0.5} for i in range(1, 99)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        sample = {"step": 1, "text": "</script><script>alert(1)</script>" + "長" * 200}
+        (tmp_path / name / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    write_report([tmp_path / LONG_NAME, tmp_path / "唐詩"], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html", width, dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
-    text, paper = (
-        browser.run(f"getComputedStyle(document.querySelector('{name}')).{key}").strip("rgb()")
-        for name, key in (("svg text", "fill"), ("body", "backgroundColor"))
-    )
-    assert (int(text.split(",")[0]) > int(paper.split(",")[0])) == dark
-    assert browser.problems == []
-
-
-def test_the_switch_shows_the_same_charts_over_tokens(browser, report):
-    browser.open(report, 1280)
-    assert shown(browser) == ["steps", "steps"]
+    assert browser.run(SHOWN) == ["steps", "steps"]
     browser.run("document.getElementById('over-tokens').click()")
-    assert shown(browser) == ["tokens", "tokens"]
+    assert browser.run(SHOWN) == ["tokens", "tokens"]
+    color = "getComputedStyle(document.querySelector('svg text')).fill"
+    assert (int(browser.run(color).strip("rgb()").split(",")[0]) > 128) == dark
+    assert browser.problems == []
