@@ -41,21 +41,21 @@ from runs.weights import Trained
 from training.engine.device import device_name
 from training.validation import spread
 
-FLAGS_OF = {
-    "packed": ("split",),
-    "conversations": ("split",),
-    "text": ("stride", "text_column"),
-    "choice": ("delimiter", "template"),
+TASKS_OF = {  # flags that not every task has
+    "split": ("packed", "conversations"),
+    "stride": ("text",),
+    "text_column": ("text",),
+    "delimiter": ("choice",),
+    "template": ("choice",),
 }
-RECORDED = ("data", "task", "split", "stride", "delimiter", "limit", "text_column", "template")
 
 
 def check_flags(args: Namespace) -> None:
     """Raise UsageError for a flag that means nothing for this kind of data."""
-    for task, names in FLAGS_OF.items():
-        for name in names:
-            if getattr(args, name) is not None and name not in FLAGS_OF[args.task]:
-                raise UsageError(f"--{name} is for --task {task}, but {args.data} is {args.task}")
+    for name, tasks in TASKS_OF.items():
+        if getattr(args, name) is not None and args.task not in tasks:
+            known = " or ".join(tasks)
+            raise UsageError(f"--{name} is for --task {known}, but {args.data} is {args.task}")
     if args.split is not None and not is_prepared(args.data):
         raise UsageError(f"--split is for a prepared folder, and {args.data} is none")
     if args.text_column is not None:
@@ -111,7 +111,7 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
         "model": str(trained.folder),
         "parameters": trained.n_parameters,
         "max_seq_len": trained.model.config.max_seq_len,
-        **{name: getattr(args, name) for name in RECORDED},
+        **{name: getattr(args, name) for name in ("data", "task", "limit", *TASKS_OF)},
         "batch_size": scorer.batch_size,
         "dtype": str(scorer.dtype).removeprefix("torch."),
         "device": device_name(scorer.accelerator.device),
@@ -169,7 +169,7 @@ def score_conversations(args: Namespace, trained: Trained, scorer: Scorer) -> di
     counts, seq_len = Counter(cut=0, left_out=0), trained.model.config.max_seq_len
     rows = conversation_rows(records(args, scorer), trained.tokenizer, seq_len, counts)
     found = summary(unit_sums(scorer, rows), args.data)
-    return found | counts | {"unit": "conversations"}
+    return found | dict(counts) | {"unit": "conversations"}
 
 
 def score_choices(args: Namespace, trained: Trained, scorer: Scorer) -> dict:

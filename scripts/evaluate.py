@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser, is_text
+from common.parser import OneLineParser
 from data.corpus import BUILTIN, SUFFIXES
 
 
@@ -53,8 +53,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least {least}, not {value}")
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         parser.error(f"--json {args.json}: no file can be written there")
-    if not is_text(args.delimiter or ""):
-        parser.error(f"--delimiter {args.delimiter!r} is no text")
     return args
 
 

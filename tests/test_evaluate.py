@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -84,9 +83,7 @@ def refused(evaluate, capfd):
 
 
 def write_lines(path: Path, lines: list) -> Path:
-    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
-    data = text.encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -113,36 +110,27 @@ def test_without_data_the_validation_of_the_run_is_scored(
     }.items():
         assert result[name] == expected, name
     assert f"{packed}, val split: {result['tokens']:,} tokens" in out
-
-
-def test_the_block_shows_the_numbers_of_the_json_file(evaluate, packed):
-    out, result = evaluate()
-    dataset = PackedDataset(packed, "val", SEQ_LEN)
-    stream = [token for tokens, _ in dataset for token in tokens.tolist()]
-    documents = {stream[: i + 1].count(1) for i in range(0, len(stream), SEQ_LEN)}
-    assert result["units"] == len(documents) < len(dataset)
+    if not limit:
+        stream = [token for tokens, _ in dataset for token in tokens.tolist()]
+        documents = {stream[: i + 1].count(1) for i in range(0, len(stream), SEQ_LEN)}
+        assert result["units"] == len(documents) < len(dataset)
     assert f"95%, by the spread among {result['units']:,} documents\n" in out
-    for name, metric in result["metrics"].items():
-        assert metric["low"] < metric["value"] < metric["high"], name
     loss = result["metrics"]["loss"]
+    assert loss["low"] < loss["value"] < loss["high"]
     assert f" loss: {loss['value']:.4f}  ({loss['low']:.4f} to {loss['high']:.4f})" in out
     assert f" accuracy: {value(result, 'accuracy'):.2%}  (" in out
-    assert value(result, "perplexity") == pytest.approx(math.exp(loss["value"]))
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl.gz", "folder"])
-def test_raw_text_is_recognised_whatever_file_it_is_in(evaluate, tmp_path, name):
+def test_a_folder_of_text_is_recognised_and_a_column_named(evaluate, tmp_path):
     text = "sum 3: 1 + 3 = 4; 第三句\n"
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-        (path / "b.txt").write_text(text, encoding="utf-8")
-    else:
-        write_lines(path, [text if name == "a.txt" else {"text": text}])
-    out, result = evaluate("--data", path)
-    assert (result["task"], result["units"]) == ("text", 1)
-    assert result["bytes"] == len(text.encode())
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(text, encoding="utf-8")
+    lines = gzip.compress(json.dumps({"body": text}).encode())
+    (tmp_path / "texts" / "b.jsonl.gz").write_bytes(lines)
+    out, result = evaluate("--data", tmp_path / "texts", "--text_column", "body")
+    assert (result["task"], result["units"]) == ("text", 2)
+    assert result["bytes"] == 2 * len(text.encode())
     assert "interval: none, for there are fewer than 3 documents" in out
     assert result["metrics"]["loss"]["low"] is None
 
@@ -205,14 +193,6 @@ def test_several_models_stand_in_one_table(evaluate, trained_run, corpus, tmp_pa
     assert results[0]["metrics"] == results[1]["metrics"]
 
 
-def test_bfloat16_is_said_and_close(evaluate):
-    _, exact = evaluate()
-    out, rounded = evaluate("--dtype", "bfloat16")
-    assert "run: bfloat16" in out
-    assert value(rounded, "loss") != value(exact, "loss")
-    assert value(rounded, "loss") == pytest.approx(value(exact, "loss"), rel=0.02)
-
-
 @pytest.mark.parametrize(
     ("content", "text_column", "task"),
     [
@@ -234,10 +214,8 @@ def test_the_first_line_or_row_tells_the_task(content, text_column, task, tmp_pa
     ("flags", "says"),
     [
         ("--batch_size 0", "--batch_size must be at least 1, not 0"),
-        ("--stride 0", "--stride must be at least 1, not 0"),
         ("--stride 8", "--stride is for --task text"),
         ("--delimiter :", "--delimiter is for --task choice"),
-        ("--delimiter \udcff", "--delimiter '\\udcff' is no text"),
         ("--num_processes 2", "it belongs to accelerate launch"),
         ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),
         ("--data /nowhere", "/nowhere: no such file or folder"),
@@ -249,22 +227,14 @@ def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
     assert says in refused(*flags.replace("CORPUS", str(corpus)).split())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_refused(refused):
-    assert "--device cuda: no GPU is visible here" in refused("--device", "cuda")
-
-
 @pytest.mark.parametrize(
     ("name", "lines", "flags", "says"),
     [
         ("a.jsonl", [], "", "a.jsonl: no text"),
-        ("a.jsonl", [{"text": ""}], "", "a.jsonl: no text"),
         ("a.jsonl", [], "--task choice", "a.jsonl: no question"),
-        ("a.jsonl", ["[1\n"], "", "a.jsonl, line 1: not JSON"),
         ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", 'a.jsonl, line 4: no "question"'),
-        ("a.tsv", ["x"], "", "a.tsv: cannot read this kind of file"),
-        ("a.csv", ["x"], "", "a.csv: no column 'text'; --text_column takes one of 'x'"),
+        ("a.tsv", [], "", "a.tsv: cannot read this kind of file"),
         ("a.txt", ["x"], "--text_column body", "none of these files has columns"),
     ],
 )
@@ -286,11 +256,14 @@ def test_weights_alone_need_data(refused, trained_run, tmp_path):
     assert "pass --data" in refused(runs=(alone,))
 
 
-@pytest.mark.parametrize("kind", ["packed", "choice"])
-def test_broken_weights_are_refused_and_give_no_number(refused, packed, tmp_path, kind):
+def test_broken_weights_are_refused_and_give_no_number(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
     model.norm.weight.data.fill_(3e38)  # finite, but what comes out is not
     weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
-    questions = write_lines(tmp_path / "q.jsonl", QUESTIONS)
-    line = refused("--data", {"packed": packed, "choice": questions}[kind], runs=(weights,))
+    line = refused("--data", packed, runs=(weights,))
     assert "what the model says is not a number: its weights are broken" in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(refused):
+    assert "--device cuda: no GPU is visible here" in refused("--device", "cuda")
