@@ -99,8 +99,8 @@ def _say_validations(run: RunFolder, say: Callable[[str], None]) -> str:
         return str(run.path)
     source = f"{run.path}{BEST}"
     say(
-        f"it was lowest after step {step_of(lowest)}, {val_loss(lowest):.4f}: {source} is the model "
-        "of that step, which suits other text better"
+        f"it was lowest after step {step_of(lowest)}, {val_loss(lowest):.4f}: {source} is the "
+        "model of that step, which suits other text better"
     )
     return source
 
