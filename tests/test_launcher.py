@@ -1,7 +1,10 @@
 """run_accelerate.sh's launcher where nothing could be launched."""
 
+import signal
+
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from training import launcher
 
@@ -23,3 +26,41 @@ def test_machines_that_cannot_meet_are_one_line(monkeypatch, capsys, kind):
     assert launcher.launch() == 2
     said = "run_accelerate.sh: error: the machines cannot meet: port `29500` is used\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "ends", "says"),
+    [
+        (2, 2, ""),  # the process has said why
+        (-9, 1, "process 1 was ended by SIGKILL, as the system does when memory runs out"),
+        (-11, 1, "process 1 was ended by SIGSEGV; to go on from what it has saved:\n  bash x "),
+    ],
+)
+def test_a_process_that_failed_decides_the_exit_code(monkeypatch, capsys, exitcode, ends, says):
+    monkeypatch.setenv("RESUME_WITH", "bash x")
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=exitcode, error_file="none")
+
+    def fail():
+        raise launcher.ChildFailedError("train.py", {1: failure})
+
+    monkeypatch.setattr(launcher, "main", fail)
+    assert launcher.launch() == ends
+    said = capsys.readouterr().err
+    assert says in said
+    assert bool(says) == bool(said)
+
+
+def test_a_launcher_that_was_told_to_stop_says_so_where_nothing_is_saved(
+    monkeypatch, capsys, tmp_path
+):
+    def stop():
+        raise launcher.SignalException("told", sigval=signal.SIGTERM)
+
+    note = tmp_path / "note"
+    monkeypatch.setenv(launcher.STOP_NOTE, str(note))
+    monkeypatch.setattr(launcher, "main", stop)
+    assert launcher.launch() == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "run_accelerate.sh: stopped by SIGTERM\n"
+    note.touch()
+    assert launcher.launch() == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == ""
