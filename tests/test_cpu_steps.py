@@ -4,10 +4,6 @@ import sys
 import pytest
 from conftest import REPOSITORY, run
 
-from common.errors import UsageError
-from runs.find import DISTILLATION, PRETRAINING
-from runs.folder import RunFolder
-from training import cpu_steps
 from training.arguments import parse_arguments
 from training.cpu_steps import ADAMW, MUON, intervals, main, optimizer, suited_steps
 from training.engine.kinds import FILES, engines
@@ -15,13 +11,7 @@ from training.engine.kinds import FILES, engines
 
 @pytest.mark.parametrize(
     ("tokens", "segmentations", "steps"),
-    [
-        (614_400, 1, 600),  # of 4,096 tokens: four passes
-        (382_016, 1, 373),
-        (9_000, 1, 100),
-        (2_216_140, 7, 541),  # one pass
-        (63_000, 7, 100),
-    ],
+    [(614_400, 1, 600), (382_016, 1, 373), (9_000, 1, 100), (2_216_140, 7, 541)],
 )
 def test_a_small_text_is_read_four_times_but_for_100_steps_at_least(tokens, segmentations, steps):
     assert suited_steps(tokens, segmentations) == steps
@@ -37,53 +27,23 @@ def test_no_interval_lies_beyond_the_last_step(steps, log, often, save):
     assert args.eval_interval == args.sample_interval == often
 
 
-def test_steps_by_the_text_go_to_stdout_and_are_said_in_one_line(packed, capfd):
-    main(["--data", str(packed), "--dim", "nonsense"])
+def test_flags_go_to_stdout_and_the_steps_of_a_small_text_are_said(packed, capfd):
+    def flags(*typed: str) -> tuple[list[str], str]:
+        main([*typed])
+        out, said = capfd.readouterr()
+        assert out.endswith(f" {MUON}\n")
+        return out.removesuffix(f" {MUON}\n").split(), said
+
     tokens = json.loads((packed / "dataset.json").read_text())["splits"]["train"]["tokens"]
     steps = suited_steps(tokens, segmentations=1)
-    out, said = capfd.readouterr()
-    assert out.split() == f"--max_steps {steps} {intervals(steps)} {MUON}".split()
-    assert (
-        said == f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another\n"
-    )
-    main(["--data", "elsewhere", "--epochs", "3", "--data", str(packed)])
-    out, said = capfd.readouterr()
-    assert "--max_steps" not in out
-    assert out.split() == f"{intervals(3 * tokens // 4096)} {MUON}".split()
-    main(["--data", str(packed), "--max_steps=7"])
-    out, said = capfd.readouterr()
-    assert (out.split(), said) == (f"{intervals(7)} {MUON}".split(), "")
-
-
-def test_with_a_teacher_the_text_is_what_it_was_trained_on(packed, tmp_path, capfd, monkeypatch):
-    (tmp_path / "settings.json").write_text(json.dumps({"arguments": {"data": str(packed)}}))
-    main(["--data", str(packed)])
-    alone = capfd.readouterr().out
-    main(["--teacher", str(tmp_path)])
-    assert capfd.readouterr().out == alone  # so little text is read as often
-    main(["--teacher", "none", "--resume", str(tmp_path)])
-    assert capfd.readouterr().out == alone  # a run that goes on has its own text
-    monkeypatch.setattr(cpu_steps, "MOST_TAUGHT", 7)
-    main(["--teacher", "auto", "--teacher", str(tmp_path)])
-    assert capfd.readouterr().out.split()[:2] == ["--max_steps", "7"]
-
-
-def test_a_run_that_goes_on_by_auto_has_its_own_text(packed, tmp_path, capfd):
-    """Not that of a pretraining which may be the newest teacher by now."""
-    for name, program, data in (
-        ("distilled", DISTILLATION, str(packed)),
-        ("pretrained", PRETRAINING, "another"),
-    ):
-        folder = RunFolder(tmp_path / name)
-        folder.checkpoint(1).mkdir(parents=True)
-        folder.settings.write_text(json.dumps({"program": program, "arguments": {"data": data}}))
-    main(["--data", str(packed)])
-    alone = capfd.readouterr().out
-    resumed = ["--teacher", "none", "--resume", "auto", "--out_dir", str(tmp_path)]
-    main(resumed)
-    assert capfd.readouterr().out == alone
-    with pytest.raises(UsageError, match="none: no such folder"):
-        main([*resumed, "--run_name", "new"])  # which starts as if it were not resumed
+    suited = f"--max_steps {steps} {intervals(steps)}".split()
+    said = f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another\n"
+    assert flags("--data", str(packed), "--dim", "nonsense") == (suited, said)
+    epochs = intervals(3 * tokens // 4096).split()
+    assert flags("--data", "elsewhere", "--epochs", "3", "--data", str(packed)) == (epochs, "")
+    assert flags("--data", str(packed), "--max_steps=7") == (intervals(7).split(), "")
+    taught = f"--max_steps 180 {intervals(180)}".split()
+    assert flags("--teacher", "auto") == (taught, "")
 
 
 @pytest.mark.parametrize("name", ["ddp", *FILES])

@@ -1,7 +1,8 @@
 """Flags that run_accelerate.sh adds on a CPU: steps, optimizer and intervals.
 
     python -m training.cpu_steps --config_file FILE --data out/data/NAME [flags that were typed]
-    python -m training.cpu_steps --config_file FILE --teacher RUN [flags that were typed]
+
+With --teacher in place of --data the steps are always the same.
 
 They go to stdout; what a small text is given is said on stderr. Flags that were typed stand behind
 them and win. (With dropout a text could be read more often, but dropout takes attention on a CPU
@@ -19,12 +20,11 @@ import yaml
 from common.errors import UsageError, one_line_errors
 from common.parser import UnlessGiven
 from data.shards import read_description
-from runs.find import DISTILLATION, RUNS, data_of, run_to_resume
 
 PASSES = 4  # further passes teach less and less (https://arxiv.org/abs/2305.16264)
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
 LEAST, MOST = 100, 600  # steps
-MOST_TAUGHT = 180  # with a teacher, which reads every batch too
+TAUGHT = 180  # with a teacher, which reads every batch too
 # Muon's validation loss ends 0.6 below AdamW's. The rate falls straight from its peak to 0.
 MUON = (
     "--optimizer muon --muon_learning_rate 0.02 --learning_rate 1e-2 --lr_schedule wsd "
@@ -33,11 +33,11 @@ MUON = (
 ADAMW = "--optimizer adamw --learning_rate 3e-3"
 
 
-def suited_steps(tokens: int, segmentations: int, most: int = MOST) -> int:
+def suited_steps(tokens: int, segmentations: int) -> int:
     """Return the steps for PASSES over the text, within bounds; for one pass where the text is
     packed in several segmentations."""
     passes = PASSES if segmentations == 1 else 1
-    return min(most, max(LEAST, passes * tokens // TOKENS_PER_STEP))
+    return min(MOST, max(LEAST, passes * tokens // TOKENS_PER_STEP))
 
 
 def intervals(steps: int) -> str:
@@ -72,30 +72,26 @@ def optimizer(config_file: str | None, deepspeed: str | None) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the flags. Raises UsageError: the text, or the teacher's text, is not there."""
+    """Print the flags. Raises DataError: --data is not prepared text."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    named = ("config_file", "data", "teacher", "resume", "out_dir", "run_name")
-    for name in (*named, "epochs", "max_steps"):
+    for name in ("config_file", "data", "teacher", "epochs", "max_steps"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--deepspeed", "--deepspeed_config", nargs="?", action=UnlessGiven)
     typed, _ = parser.parse_known_args(argv)  # other flags are judged where they are used
-    most = MOST_TAUGHT if typed.teacher else MOST
-    run = typed.resume  # keeps its own text, though another teacher may be the newest by now
-    if run == "auto":
-        newest = run_to_resume(Path(typed.out_dir or RUNS), DISTILLATION, typed.run_name)
-        run = newest and str(newest.path)
-    description = read_description(typed.data or data_of(run or typed.teacher))
-    tokens = description["splits"]["train"]["tokens"]
-    segmentations = description.get("prepared_from", {}).get("segmentations", 1)
-    steps = suited_steps(tokens, segmentations, most)
+    steps, note = TAUGHT, ""
+    if not typed.teacher:
+        description = read_description(typed.data)
+        tokens = description["splits"]["train"]["tokens"]
+        segmentations = description.get("prepared_from", {}).get("segmentations", 1)
+        steps = suited_steps(tokens, segmentations)
+        note = f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another"
     if typed.max_steps is None and typed.epochs is None:
         print(f"--max_steps {steps}")
-        if steps < most:
-            said = f"for a text of {tokens:,} tokens: --max_steps {steps}, unless you give another"
-            print(said, file=sys.stderr)
+        if note and steps < MOST:
+            print(note, file=sys.stderr)
     elif (typed.max_steps or "").isdigit():
         steps = int(typed.max_steps)
-    elif (typed.epochs or "").isdigit():
+    elif (typed.epochs or "").isdigit() and not typed.teacher:
         steps = int(typed.epochs) * tokens // TOKENS_PER_STEP
     print(intervals(max(1, steps)), optimizer(typed.config_file, typed.deepspeed))
 
