@@ -8,7 +8,6 @@ import torch
 from small_model import adapted
 
 from common.errors import UsageError
-from formats.portable import load_portable
 from model.lora import Merged, is_adapter
 from runs.base import write_base
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, damage, write_checkpoint
@@ -41,14 +40,6 @@ def run(model, base, tmp_path) -> RunFolder:
     state |= {"model": model.config.to_dict(), "lora": vars(model.lora)}
     write_checkpoint(run, {WEIGHTS: trained, OPTIMIZER: {}, RANDOM: {}}, state)
     return run
-
-
-def test_it_is_a_folder_of_weights_as_any_other(run, model, base):
-    loaded = dict(load_portable(run.base).named_parameters())
-    assert all(torch.equal(loaded[name], weight) for name, weight in base.items())
-    folder = WeightsFolder.find(str(run.base))
-    assert folder.config() == model.config
-    assert folder.tokenizer.read_bytes() == b"of no matter"
 
 
 def test_a_checkpoint_is_read_with_its_adapters_added_to_the_base(run, model, base):

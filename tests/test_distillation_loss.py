@@ -96,35 +96,6 @@ def test_a_chunk_at_a_time_gives_the_same_compiled_or_not(monkeypatch, kl, dtype
     torch.testing.assert_close(gradient, expected)
 
 
-def test_nothing_as_large_as_all_logits_is_kept_for_backward_but_they_themselves(monkeypatch):
-    def kept(chunk: int) -> int:
-        monkeypatch.setattr(module, "CHUNK_LOGITS", chunk)
-        large = {}
-
-        def keep(x: Tensor) -> Tensor:
-            if x.is_floating_point() and x.numel() >= 4 * VOCAB:
-                large[x.untyped_storage().data_ptr()] = x
-            return x
-
-        ours = some_logits(1).requires_grad_()
-        settings = {"alpha": 0.5, "temperature": 2, "kl": "forward"}
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            distillation_loss(ours, some_logits(2), some_targets(), **settings)
-        return len(large)
-
-    assert kept(1 << 20) > 2
-    assert kept(4 * VOCAB) == 1  # the student's logits
-
-
-@EVERY_KL
-def test_of_the_same_logits_the_divergence_is_nothing_and_everything_agrees(kl):
-    ours = some_logits(1)
-    found, gradient = with_gradient(ours, ours, some_targets(), alpha=0, kl=kl)
-    assert found.soft.item() == pytest.approx(0, abs=1e-5)
-    assert found.agreement == 1
-    assert gradient.abs().max() < 1e-5
-
-
 @EVERY_KL
 def test_tokens_that_no_text_has_are_known_to_the_hard_loss_alone(kl):
     ours, theirs, targets = some_logits(1), some_logits(2), some_targets()

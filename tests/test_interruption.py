@@ -1,6 +1,4 @@
-import errno
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -152,19 +150,6 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier
     assert how_to_resume("my runs/b") == f"bash run_accelerate.sh {again}"
 
 
-def test_python_is_named_as_short_as_it_can_be_typed(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for executable, found, typed in (
-        ("/usr/bin/python", "/usr/bin/python", "python"),
-        ("/usr/bin/python", "/other/python", "/usr/bin/python"),
-        # run_accelerate.sh puts it on its own PATH; the user's may have another.
-        (f"{tmp_path}/.venv/bin/python", f"{tmp_path}/.venv/bin/python", ".venv/bin/python"),
-    ):
-        monkeypatch.setattr(sys, "executable", executable)
-        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
-        assert python() == typed
-
-
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
 def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, left, error, codes):
     monkeypatch.setenv("RANK", "1")
@@ -175,15 +160,6 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
         finally:
             leave()
     assert left == codes
-
-
-def test_a_rank_leaves_without_a_word_where_its_output_cannot_be_written(monkeypatch, left):
-    monkeypatch.setenv("RANK", "0")
-    full = OSError(errno.ENOSPC, "no space left")
-    monkeypatch.setattr(sys, "stdout", None)  # closed
-    monkeypatch.setattr(sys, "stderr", Mock(flush=Mock(side_effect=full)))
-    leave()
-    assert left == [0]
 
 
 def test_a_rank_waits_for_its_checkpoint_and_for_no_library(monkeypatch, left):

@@ -1,7 +1,5 @@
 """run_accelerate.sh's launcher where nothing could be launched."""
 
-import signal
-
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -48,19 +46,3 @@ def test_a_process_that_failed_decides_the_exit_code(monkeypatch, capsys, exitco
     said = capsys.readouterr().err
     assert says in said
     assert bool(says) == bool(said)
-
-
-def test_a_launcher_that_was_told_to_stop_says_so_where_nothing_is_saved(
-    monkeypatch, capsys, tmp_path
-):
-    def stop():
-        raise launcher.SignalException("told", sigval=signal.SIGTERM)
-
-    note = tmp_path / "note"
-    monkeypatch.setenv(launcher.STOP_NOTE, str(note))
-    monkeypatch.setattr(launcher, "main", stop)
-    assert launcher.launch() == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "run_accelerate.sh: stopped by SIGTERM\n"
-    note.touch()
-    assert launcher.launch() == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == ""

@@ -99,15 +99,6 @@ def test_batches_are_of_one_shape_and_change_nothing(limit, per_step, monkeypatc
     assert largest_difference(batched, alone) < 1e-6
 
 
-def test_a_parameter_without_a_gradient_is_left_alone():
-    parameters = matrices()
-    optimizer = ours(parameters)
-    parameters[0].grad = gradients(0)[0]
-    optimizer.step()
-    assert largest_difference(parameters[1:], matrices()[1:]) == 0
-    assert set(optimizer.state) == {parameters[0]}
-
-
 def test_the_other_groups_are_adamws_to_the_bit():
     shapes = [(5, 7), (7,), (3, 4)]
     mine, theirs = matrices(shapes), matrices(shapes)

@@ -15,7 +15,7 @@ from runs.lock import lock
 from train_pretrain_accelerate import main
 from training import interruption
 from training.interruption import SAME_REQUEST_SECONDS
-from training.notebook import in_notebook, leave_as_found
+from training.notebook import leave_as_found
 from training.run import Run
 
 
@@ -56,14 +56,6 @@ def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_pat
     assert sys.argv[0] not in settings
 
 
-def test_the_engine_of_a_run_is_not_that_of_the_next(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"HOME": "/"})
-    with leave_as_found("train.py", ["--deepspeed", "ds_config.json"]):
-        os.environ |= {"RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"}
-        del os.environ["HOME"]
-    assert os.environ == {"HOME": "/"}
-
-
 def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
     compiled = []
 
@@ -78,15 +70,6 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
         with leave_as_found("program", []):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
-
-
-def test_a_process_is_one_that_lives_on_only_while_flags_were_given_to_it():
-    with leave_as_found("program", ["--flag"]):
-        assert in_notebook()
-        assert sys.argv == ["program", "--flag"]
-    assert not in_notebook()
-    with leave_as_found("program", None):
-        assert not in_notebook()
 
 
 class Clock:

@@ -120,19 +120,6 @@ def test_training_goes_on_as_if_nothing_had_been_written(writer_of, model, text)
     assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_samples_are_computed_in_the_precision_of_training(writer_of, monkeypatch, dtype):
-    used = []
-
-    def continuation(decoder, *rest):
-        used.append(decoder.dtype)
-        return "", ""
-
-    monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
-    writer_of(dtype=str(dtype).removeprefix("torch.")).write(2)
-    assert used == [dtype]
-
-
 def test_a_resumed_run_drops_what_it_writes_again(writer_of, tmp_path):
     writer = writer_of()
     for step in (2, 4, 6):
@@ -145,17 +132,25 @@ def test_a_resumed_run_drops_what_it_writes_again(writer_of, tmp_path):
     assert steps(tmp_path) == [2, 4]
 
 
-def test_other_processes_write_nothing(writer_of, tmp_path, monkeypatch, capsys):
-    writer = writer_of()
-    capsys.readouterr()
-    monkeypatch.setattr(type(writer.log.accelerator), "is_main_process", False)
-    writer.write(2)
-    assert not (tmp_path / "samples.jsonl").exists()
-    assert capsys.readouterr().out == ""
+def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_refuse(
+    writer_of, tmp_path, monkeypatch, capsys
+):
+    used = []
 
+    def continuation(decoder, *rest):
+        used.append(decoder.dtype)
+        return "", ""
 
-def test_a_disk_that_refuses_is_reported_and_training_goes_on(writer_of, tmp_path, capsys):
+    monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
+    for dtype in ("float32", "bfloat16"):
+        writer_of(dtype=dtype).write(2)
+    assert used == [torch.float32, torch.bfloat16]
     writer = writer_of()
+    (tmp_path / "samples.jsonl").unlink(missing_ok=True)
     (tmp_path / "samples.jsonl").mkdir()
     writer.write(2)
     assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out
+    monkeypatch.setattr(type(writer.log.accelerator), "is_main_process", False)
+    writer.write(2)
+    assert len(used) == 3
+    assert capsys.readouterr().out == ""

@@ -15,7 +15,6 @@ from data.tokenizer import copy_tokenizer
 from formats.import_weights import import_weights
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from runs.folder import RunFolder
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
@@ -116,26 +115,6 @@ def test_of_hugging_faces_folders_it_takes_safetensors_alone(build, tmp_path):
     (llama / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(ConfigError, match=r"llama: no readable weights"):
         build("float32", llama)
-
-
-def test_its_logits_have_no_gradient_and_may_be_compared_with_some_that_have(build):
-    student, teacher = opinionated(400, SEQ_LEN), build("float32")
-    (student(TOKENS).logits * teacher(TOKENS)).sum().backward()
-    assert all(p.grad is None for p in teacher.model.parameters())
-    assert all(p.grad is not None for p in student.parameters())
-
-
-def test_the_hash_is_that_of_the_weights_wherever_they_are(weights, tmp_path):
-    model = opinionated(400, SEQ_LEN)
-    tensors = {name: p.data for name, p in model.named_parameters()}
-    state = {"step": 1, "model": model.config.to_dict(), "processes": 1, "optimizer_step": 1}
-    run, files = RunFolder(tmp_path / "run"), {WEIGHTS: tensors, OPTIMIZER: {}, RANDOM: {}}
-    write_checkpoint(run, files, state | {"identity": {}})
-    first = WeightsFolder.find(str(weights)).sha256()
-    assert WeightsFolder.find(str(run.checkpoint(1))).sha256() == first
-    tensors["norm.weight"][3] += 1e-3
-    write_checkpoint(run, files, state | {"step": 2, "identity": {}})
-    assert WeightsFolder.find(str(run.checkpoint(2))).sha256() != first
 
 
 def test_room_for_more_pieces_than_the_tokenizer_has_is_left_out(

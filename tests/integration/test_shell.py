@@ -76,13 +76,10 @@ def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
         ("--data out/data/none", {}, "--data is a folder that has been prepared, DATA and"),
         ("", {"ENGINE": "zero4"}, "no ENGINE is called zero4: there are ddp fp16"),
-        ("", {"ENGINE": "../accelerate_config"}, "no ENGINE is called ../accelerate_config"),
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
         ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
         ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA: DATA names text"),
         ("", {"TEACHER": "out/runs/my"}, "STAGE=pretrain does not use TEACHER: "),
-        ("", {"STAGE": "sft"}, "STAGE=sft does not use DATA: "),
-        ("", {"CHAT": "my.jsonl"}, "STAGE=pretrain does not use CHAT: "),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
         ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
         ("", {"MACHINE_RANK": "0"}, "say how many by NUM_MACHINES"),
@@ -115,19 +112,15 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Finished:
 
 def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrained):
     ended = pretrained
-    # a short text gets a smaller vocabulary
-    assert 260 < int(re.search(r"vocabulary (\d+),", ended.out)[1]) < 300
     assert "engine: DeepSpeed ZeRO-2" in ended.out
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     run_folder = clone / "out" / "runs" / "mine"
     assert (run_folder / "weights" / "model.safetensors").is_file()
-    # flags typed win over those of the script
+    # Flags typed win over those of the script.
     written = json.loads((run_folder / "settings.json").read_text(encoding="utf-8"))
-    assert written["arguments"]["max_steps"] == 2
-    assert written["model"]["dim"] == 32
-    # the environment that was active was used as it is
+    assert (written["arguments"]["max_steps"], written["model"]["dim"]) == (2, 32)
+    # The environment that was active was used as it is.
     assert not (clone / ".venv").exists()
-    assert "installing" not in ended.out
 
 
 def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path):
@@ -182,8 +175,7 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
         )
     end = time.monotonic() + SAFETY_NET_SECONDS
     while "step 3/" not in log.read_text(encoding="utf-8"):
-        assert process.poll() is None, log.read_text(encoding="utf-8")
-        assert time.monotonic() < end
+        assert process.poll() is None and time.monotonic() < end, log.read_text(encoding="utf-8")
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(SAFETY_NET_SECONDS) == 0
