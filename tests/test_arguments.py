@@ -126,20 +126,8 @@ def test_settings_of_the_model_are_returned_only_if_they_were_typed():
     assert "n_heads 3" in refused("--n_heads", "3")
 
 
-def test_help_explains_every_flag_and_its_default(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments(["--help"])
-    assert ended.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    for item in FLAGS:
-        assert f"--{item.name}" in shown
-        assert item.metadata["help"]
-        assert item.metadata["help"] in shown
-    assert "(default: 0.0005)" in shown
-
-
 def test_the_table_in_the_readme_is_the_one_made_from_the_fields():
+    assert all(item.metadata["help"] for item in FLAGS)
     text = README.read_text(encoding="utf-8")
     shown = re.search(r"<!-- flags -->\n(.*?)\n<!-- /flags -->", text, re.DOTALL)
     assert shown is not None, "README.md has no <!-- flags --> ... <!-- /flags --> section"

@@ -142,12 +142,3 @@ def test_a_checkpoint_serves_as_weights_do(packed, tmp_path, form):
         assert initial.describe() == f"{checkpoint}, with a new optimizer"
         assert config("", given, packed).dim == 48
         assert torch.equal(initial.load()["norm.weight"], model.norm.weight)
-
-
-def test_a_folder_without_readable_weights_is_refused_by_name(weights, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="empty has neither"):
-        find("", tmp_path / "empty")
-    (weights / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"^{weights}: no readable config.json"):
-        find("", weights)

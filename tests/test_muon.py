@@ -9,7 +9,7 @@ from test_partition import divided
 from torch import nn
 
 from training import muon
-from training.muon import NEWTON_SCHULZ, Muon, orthogonalize
+from training.muon import NEWTON_SCHULZ, Muon
 
 SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (32, 16)]
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
@@ -60,7 +60,9 @@ def test_it_computes_what_torchs_muon_does(weight_decay):
         assert torch.equal(momentum, torchs.state[q]["momentum_buffer"])
 
 
-def test_in_fp32_it_is_the_formula():
+@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements: 16 × 16 twice is 512
+def test_in_fp32_it_is_the_formula(monkeypatch, at_once):
+    monkeypatch.setitem(muon.BATCH_ELEMENTS, "cpu", at_once)
     mine, by_hand = matrices(), [p.detach().double() for p in matrices()]
     train(ours(mine), mine)
     momenta = [torch.zeros_like(p) for p in by_hand]
@@ -75,28 +77,6 @@ def test_in_fp32_it_is_the_formula():
             p *= 1 - LR * DECAY
             p -= LR * longer * (u * sigma) @ v
     assert largest_difference(mine, by_hand) < 1e-6
-
-
-@pytest.mark.parametrize(("limit", "per_step"), [(1, 6), (600, 5), (2**20, 4)])
-def test_batches_are_of_one_shape_and_change_nothing(limit, per_step, monkeypatch):
-    """16 × 16 twice is 512 elements, 32 × 16 alone."""
-    batched, alone = matrices(), matrices()
-    sizes = []
-
-    def spy(x):
-        sizes.append(x.shape)
-        return orthogonalize(x)
-
-    monkeypatch.setattr(muon, "orthogonalize", spy)
-    monkeypatch.setitem(muon.BATCH_ELEMENTS, "cpu", limit)
-    train(ours(batched), batched, steps=2)
-    assert len(sizes) == 2 * per_step
-    for i, p in enumerate(alone):
-        optimizer = ours([p])
-        for step in range(2):
-            p.grad = gradients(step)[i]
-            optimizer.step()
-    assert largest_difference(batched, alone) < 1e-6
 
 
 def test_the_other_groups_are_adamws_to_the_bit():

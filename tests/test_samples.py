@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from data.dataset import PackedDataset
 from data.shards import TEXT
 from data.tokenizer import Tokenizer
 from model import LMConfig, Transformer
-from report.history import read_rows
 from training import samples
 from training.arguments import TrainingArguments
 from training.log import TrainingLog
@@ -55,10 +53,6 @@ def writer_of(accelerator, text, model, tmp_path):
         log.close()
 
 
-def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in read_rows(folder / "samples.jsonl")]
-
-
 def test_every_sample_has_step_prompt_and_text_by_the_weights_of_its_step(
     writer_of, model, tmp_path, capsys
 ):
@@ -99,37 +93,6 @@ def test_a_space_at_the_end_of_the_prompt_begins_the_text(text, model):
     prompt, written = prompt_and_continuation(model, args, tokenizer, text)
     assert prompt == "sum"
     assert written.startswith(" ")
-
-
-def test_training_goes_on_as_if_nothing_had_been_written(writer_of, model, text):
-    writer = writer_of()
-    tokens, targets = (torch.stack([text[0][i]]) for i in (0, 1))
-    random = torch.get_rng_state()
-    losses, gradients = [], []
-    for interrupted in (False, True):
-        torch.set_rng_state(random)
-        model.zero_grad()
-        model(tokens, targets).loss.backward()
-        if interrupted:
-            writer.write(2)
-        losses.append(model(tokens, targets).loss.item())
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    assert losses[0] == losses[1]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert model.training
-    assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
-
-
-def test_a_resumed_run_drops_what_it_writes_again(writer_of, tmp_path):
-    writer = writer_of()
-    for step in (2, 4, 6):
-        writer.write(step)
-    with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write('{"step": 8, "pro')
-    resumed = writer_of(first_step=4)
-    assert steps(tmp_path) == [2]
-    resumed.write(4)
-    assert steps(tmp_path) == [2, 4]
 
 
 def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_refuse(

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from small_model import opinionated
 from test_import_weights import write_llama
 from transformers import LlamaForCausalLM
@@ -102,19 +101,6 @@ def test_a_llama_of_hugging_faces_teaches_as_it_lies(build, tmp_path, shards):
     import_weights(llama, tmp_path / "imported")
     digest = WeightsFolder.find(str(tmp_path / "imported")).sha256()
     assert digest == teacher.found.source.sha256()
-
-
-def test_of_hugging_faces_folders_it_takes_safetensors_alone(build, tmp_path):
-    llama = write_llama(tmp_path / "llama")
-    (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match=r"has no safetensors: python -m scripts.import_weights"):
-        build("float32", llama)
-    save_file({"model.other.weight": torch.zeros(1)}, llama / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"llama: model.other.weight is in no Llama"):
-        build("float32", llama)
-    (llama / "model.safetensors").write_bytes(b"cut short")
-    with pytest.raises(ConfigError, match=r"llama: no readable weights"):
-        build("float32", llama)
 
 
 def test_room_for_more_pieces_than_the_tokenizer_has_is_left_out(

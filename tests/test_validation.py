@@ -117,17 +117,3 @@ def test_where_every_target_counts_it_is_the_mean_of_the_samples_means_to_the_bi
     assert result["loss"] == total / len(dataset)
     bits = total / len(dataset) / math.log(2)
     assert result["bits_per_byte"] == pytest.approx(bits / dataset.bytes_per_token)
-
-
-def test_a_model_that_ignores_targets_has_the_loss_of_the_others(dataset, model, accelerator):
-    """Every other target of real text, against the losses of each alone."""
-    samples, losses = [(tokens, targets.clone()) for tokens, targets in dataset], []
-    with torch.no_grad():
-        for i, (tokens, targets) in enumerate(samples):
-            alone = model.eval()(tokens[None], targets[None], reduction="none").loss[0]
-            targets[i % SEQ_LEN :: 2] = IGNORE_INDEX
-            losses += alone[targets != IGNORE_INDEX].tolist()
-    loader = validation_loader(samples, 5, 0, accelerator)
-    result = validate(model, loader, accelerator, bytes_per_token=2.0)
-    assert 0 < len(losses) < len(dataset) * SEQ_LEN
-    assert result["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)

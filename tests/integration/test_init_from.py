@@ -68,7 +68,6 @@ def test_weights_that_cannot_be_taken_are_refused_and_the_name_of_the_run_stays_
         (line,) = [line for line in ended.out.splitlines() if "error:" in line]
         return line
 
-    assert "--dim 64 (there 32)" in refused(f"--init_from {finished.path} --dim 64")
     broken = tmp_path / "weights"
     shutil.copytree(finished.path / "weights", broken)
     content = (broken / "model.safetensors").read_bytes()

@@ -175,7 +175,8 @@ def test_with_data_prepared_by_hand_it_stops_when_told_and_says_how_to_go_on(
         )
     end = time.monotonic() + SAFETY_NET_SECONDS
     while "step 3/" not in log.read_text(encoding="utf-8"):
-        assert process.poll() is None and time.monotonic() < end, log.read_text(encoding="utf-8")
+        assert process.poll() is None, log.read_text(encoding="utf-8")
+        assert time.monotonic() < end
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(SAFETY_NET_SECONDS) == 0
