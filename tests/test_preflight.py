@@ -23,7 +23,7 @@ from training.engine.deepspeed_config import read_config
 from training.engine.kinds import kind_of
 from training.engine.memory import GIB, needs
 from training.engine.workload import Parameters, Workload
-from training.lora_arguments import LoRAArguments
+from training.sft_arguments import SFTArguments
 from training.preflight import check_launch
 from training.resume import run_identity
 
@@ -406,4 +406,4 @@ def test_500_damaged_launcher_files_are_refused_in_words_or_pass(flags, tmp_path
 def test_a_run_without_adapters_does_not_go_on_with_some(flags, run):
     resumed = [*flags, "--resume", str(run), "--lora_dim", "4"]
     with pytest.raises(UsageError, match=r"other adapters \(LoRA\): dim None there and 4 now"):
-        check_launch(ZERO_2, "1", resumed, kind=LoRAArguments)
+        check_launch(ZERO_2, "1", resumed, kind=SFTArguments)
