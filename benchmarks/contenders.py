@@ -1,21 +1,24 @@
-"""Who takes part: names, and how their processes are started."""
+"""Who takes part in `benchmarks.throughput`: names, flags, and their processes' environments."""
 
-import json
-import os
-import sys
+import socket
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import REPOSITORY
+from benchmarks.cli import clean_environment
 from benchmarks.peers import PEERS
 from common.cpu import available_cores
 from common.errors import UsageError
+from training.engine.kinds import FILES
 
-ZERO_STAGES = {"zero1": 1, "zero2": 2}
-LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+# How an engine must call itself, because engines are known to be switched off without a word.
+ENGINES = {
+    "single": "single process",
+    "alone": "single process",
+    "ddp": "DDP",
+    "zero1": "DeepSpeed ZeRO-1",
+    "zero2": "DeepSpeed ZeRO-2",
+}
 
 
 @dataclass(frozen=True)
@@ -23,15 +26,14 @@ class Contender:
     """One way to do the work.
 
     The engine "alone" is as many processes as the other engines have, each with its share of the
-    cores, that know nothing of each other: what the others would reach if they exchanged nothing.
+    cores, that know nothing of each other: the speed of the others if they exchanged nothing.
     """
 
     family: str  # "ours" or a key of PEERS
     compiled: bool
-    engine: str = "single"  # of ours: single, ddp, zero1, zero2, alone
+    engine: str = "single"  # of ours, a key of ENGINES
     processes: int = 1
     our_allocator: bool = False  # a peer that is given the training script's settings
-    fused: bool = False  # ours with benchmarks.projections, which the project does not have
     recompute: str = "off"  # of ours: --gradient_checkpointing
 
     @property
@@ -39,60 +41,61 @@ class Contender:
         return self.family == "ours"
 
     @property
+    def mode(self) -> str:
+        return "compiled" if self.compiled else "eager"
+
+    @property
     def name(self) -> str:
         engine = "" if self.engine == "single" else f"-{self.engine}"
-        mode = "compiled" if self.compiled else "eager"
-        name = f"{self.family}{engine}-{mode}"
-        name += "+allocator" * self.our_allocator + "+fused" * self.fused
-        return name if self.recompute == "off" else f"{name}+{self.recompute}"
+        variant = "+allocator" if self.our_allocator else ""
+        variant += "" if self.recompute == "off" else f"+{self.recompute}"
+        return f"{self.family}{engine}-{self.mode}{variant}"
 
     @property
     def words(self) -> set[str]:
-        """Every word of --contenders that means this one; an experiment has its name alone."""
-        if self.fused:
-            return {self.name}
+        """Every word of --contenders that means this one."""
         if self.recompute != "off":
             return {self.name, "recompute"}
-        mode = "compiled" if self.compiled else "eager"
-        return {"all", self.name, self.family, mode} | ({"peers"} if not self.is_ours else set())
+        return {"all", self.name, self.family, self.mode, "ours" if self.is_ours else "peers"}
+
+    def flags(self) -> list[str]:
+        """Return what the training script is told besides the work."""
+        words = ["--compile", "on" if self.compiled else "off"]
+        words += ["--gradient_checkpointing", self.recompute]
+        if self.engine in FILES:
+            words += ["--deepspeed", str(REPOSITORY / FILES[self.engine])]
+        return words
 
 
 def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
-    """In the order in which they take turns and stand in the table.
+    """Return all contenders in the order of the table.
 
     Args:
         processes: of the engines that can have several.
-        has_gpu: then there is no allocator to choose, for GPU memory does not come from the C
-            library, and nobody is "alone".
+        has_gpu: GPU memory does not come from the C library, so there is no allocator to choose,
+            and nobody is "alone".
     """
     engines = ["single", "zero1", "zero2"]
     if processes > 1:
         engines[1:1] = ["ddp"] if has_gpu else ["alone", "ddp"]
-    found = [
-        Contender("ours", compiled, engine, 1 if engine == "single" else processes)
-        for engine in engines
-        for compiled in (False, True)
-    ]
-    found += [Contender("ours", compiled, fused=True) for compiled in (False, True)]
-    found += [
-        Contender("ours", compiled, recompute=what)
-        for compiled in (False, True)
-        for what in ("blocks", "selective")
-    ]
-    found += [
-        Contender(family, compiled, our_allocator=ours)
-        for family in PEERS
-        for compiled in (False, True)
-        for ours in ((False,) if has_gpu else (False, True))
-    ]
+    found = []
+    for engine in engines:
+        number = 1 if engine == "single" else processes
+        found += [Contender("ours", compiled, engine, number) for compiled in (False, True)]
+    for compiled in (False, True):
+        for recompute in ("blocks", "selective"):
+            found.append(Contender("ours", compiled, recompute=recompute))
+    for family in PEERS:
+        for compiled in (False, True):
+            for ours in (False,) if has_gpu else (False, True):
+                found.append(Contender(family, compiled, our_allocator=ours))
     return found
 
 
 def select(contenders: list[Contender], text: str) -> list[Contender]:
-    """Those that one of the words names, a name or a group, with commas between them.
+    """Return the contenders that one of the words names, a name or a group.
 
-    Raises:
-        UsageError: a word that names none; the message lists those that do.
+    Raises UsageError: a word that names none; the message lists those that do.
     """
     known = sorted(set().union(*(contender.words for contender in contenders)))
     words = {word.strip() for word in text.split(",")}
@@ -101,32 +104,18 @@ def select(contenders: list[Contender], text: str) -> list[Contender]:
     return [contender for contender in contenders if contender.words & words]
 
 
-def obstacle(contender: Contender) -> str | None:
-    """Why it cannot run here, as far as that is known beforehand."""
-    if contender.is_ours or find_spec(contender.family):
-        return None
-    how = "pip install --no-deps -r requirements-benchmarks.txt"
-    return f"{contender.family} is not installed: {how}"
-
-
 def environments(
-    contender: Contender, port: int, folder: Path, fresh_compile: bool
+    contender: Contender, folder: Path, fresh_compile: bool = False
 ) -> list[dict[str, str]]:
-    """Environment variables of each rank's process: what `accelerate launch` would set.
+    """Return the environment variables of each rank's process.
 
     Args:
-        contender: whose.
-        port: free, where the ranks meet.
-        folder: a temporary one of this contender's, for its DeepSpeed file and compiled code.
-        fresh_compile: into that folder, so that nothing is found there compiled already.
+        folder: a temporary one of this contender's, for compiled code.
+        fresh_compile: compile into that folder, where nothing is found compiled already.
     """
-    common = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "TORCHELASTIC")) and name not in LAUNCHER_VARIABLES
-    }
-    # DeepSpeed and inductor look for their tools, such as ninja, on PATH.
-    common["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    common = clean_environment()
+    # A process that is killed leaves semaphores, which Python's helper would warn of.
+    common["PYTHONWARNINGS"] = "ignore:resource_tracker"
     if fresh_compile:
         common["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
         common["TRITON_CACHE_DIR"] = str(folder / "triton")
@@ -140,14 +129,12 @@ def environments(
         "WORLD_SIZE": str(contender.processes),
         "LOCAL_WORLD_SIZE": str(contender.processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_MIXED_PRECISION": "no",  # what launchers set when they are not told
+        "MASTER_PORT": str(free_port()),
     }
-    if stage := ZERO_STAGES.get(contender.engine):
-        config = json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
-        config["zero_optimization"]["stage"] = stage
-        path = folder / "ds_config.json"
-        path.write_text(json.dumps(config), encoding="utf-8")
-        common["ACCELERATE_USE_DEEPSPEED"] = "true"
-        common["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in ranks]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,34 +1,55 @@
 """Speed and memory of the way from text to the model: preparation, loader, packing.
 
-python -m benchmarks.data --data my.jsonl
+    python -m benchmarks.data --data my.jsonl
 
-Prints Markdown tables; what it is at goes to stderr. Nothing stays on the disk.
+Prints Markdown tables; progress goes to stderr. Nothing stays on the disk.
 """
 
 import argparse
+import multiprocessing
+import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 
-from benchmarks.data_loader import Training, loader_row, train_for_a_while
-from benchmarks.data_padding import padding_table
-from benchmarks.data_preparation import copies, preparation_row
-from benchmarks.flags import at_least, new_parser, numbers
-from benchmarks.markdown import heading, table
+import numpy as np
+import psutil
+
+from benchmarks import REPOSITORY
+from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
-from data.corpus import BUILTIN, find_files
+from data.corpus import BUILTIN, SUFFIXES, find_files
 from data.dataset import PackedDataset
+from data.errors import DataError
+from data.loader import micro_batches
+from data.order import MicroBatchSampler
+from data.shards import read_description
+from data.tokenizer import TOKENIZER_FILE
 from model import ConfigError
 
 PROGRAM = "benchmarks.data"
 BATCH_SIZE = 8  # sequences in a micro-batch
+WARM_UP_STEPS = 2
+SAMPLE_SECONDS = 0.1  # between looks at the memory
 SHAPES = {
     "26m": "--dim 512 --n_layers 8 --n_heads 8",
     "preset": "--dim 192 --n_layers 4 --n_heads 4",  # run_accelerate.sh's where there is no GPU
 }
+
+
+@dataclass
+class Training:
+    tokens_per_second: float
+    waiting: float | None = None  # for data, as a share of the time; None: not measured
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,7 +85,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """The three tables; everything is written into the folder."""
+    """Yield the three tables; everything is written into the folder."""
     rows, workers = [], available_cores()
     for repeat in args.repeat:
         say(f"preparing the text, {repeat} times over")
@@ -74,8 +95,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     yield (
         f"Preparation with {workers} processes, the start of Python and the training of the "
         "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
-        "all processes' Pss, looked at ten times a second; sum of peaks adds up each one's own.\n\n"
-        + table(rows)
+        f"all processes' Pss, looked at ten times a second.\n\n{table(rows)}"
     )
 
     packed = folder / f"packed-{args.repeat[0]}"
@@ -86,27 +106,196 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
         training = train(args, packed, seq_len, num_workers)
         trained.setdefault(seq_len, training)
         say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
-        rows.append(loader_row(packed, BATCH_SIZE, seq_len, num_workers, args.seconds, training))
+        speed = loader_speed(packed, seq_len, num_workers, args.seconds)
+        rows.append(loader_row(seq_len, num_workers, speed, training))
     yield (
         f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
-        "is what it would be with nothing loaded ahead.\n\n" + table(rows)
+        f"is what it would be with nothing loaded ahead.\n\n{table(rows)}"
     )
 
     training = trained.get(args.seq_len) or train(args, packed, args.seq_len, num_workers=0)
-    yield padding_table(packed, args.seq_len, BATCH_SIZE, training.tokens_per_second)
+    yield padding_table(document_lengths(packed), args.seq_len, training.tokens_per_second)
+
+
+def copies(source: str, count: int, folder: Path) -> str:
+    """Return a corpus of count times the text: links in a new folder, so that it takes no room."""
+    if count == 1:
+        return source if source == BUILTIN else os.path.abspath(source)
+    folder.mkdir()
+    for n in range(count):
+        for i, path in enumerate(find_files(source)):
+            suffix = next((suffix for suffix in SUFFIXES if path.endswith(suffix)), ".txt")
+            (folder / f"{n:04d}-{i:06d}{suffix}").symlink_to(os.path.abspath(path))
+    return str(folder)
+
+
+def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
+    """Run scripts.prepare_data on a corpus into the folder out.
+
+    Its two phases are told by the times at which it finished its files, the tokenizer and then the
+    description. MB are 10^6 bytes of UTF-8 text, without the JSON around it. Raises DataError: the
+    command refused the text.
+    """
+    command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
+    command += ["--segmentations", "1", "--workers", str(workers)]  # what takes time is encoding
+    started, peak = time.time(), 0
+    with tempfile.TemporaryFile() as output:
+        process = psutil.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
+        while process.poll() is None:
+            peak = max(peak, tree_memory(process))
+            with suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
+                process.wait(SAMPLE_SECONDS)
+        seconds = time.time() - started
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+    if process.returncode:
+        raise DataError(said.split("prepare_data: error: ")[-1].strip())
+    splits = read_description(out)["splits"].values()
+    documents, n_bytes, tokens = (
+        sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")
+    )
+    tokenizer = (out / TOKENIZER_FILE).stat().st_mtime - started
+    return {
+        "MB": f"{n_bytes / 1e6:.1f}",
+        "documents": f"{documents:,}",
+        "bytes each": f"{n_bytes / documents:,.0f}",
+        "tokens": f"{tokens:,}",
+        "seconds": f"{seconds:.1f}",
+        "tokenizer": f"{tokenizer:.1f}",
+        "the rest": f"{seconds - tokenizer:.1f}",
+        "MB/s": f"{n_bytes / 1e6 / seconds:.2f}",
+        "MB/s per process": f"{n_bytes / 1e6 / seconds / workers:.2f}",
+        "peak RAM": f"{peak / 1e6:,.0f} MB",
+    }
+
+
+def tree_memory(process: psutil.Process) -> int:
+    """Return the bytes of a process and all below it; a page that several map counts once."""
+    total = 0
+    with suppress(psutil.Error, AttributeError):  # one has just ended; only Linux knows Pss
+        for each in [process, *process.children(recursive=True)]:
+            total += each.memory_full_info().pss
+    return total
+
+
+def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -> float:
+    """Return the tokens/s of the training script's own loader with nothing else to do. The clock
+    starts with the first batch, when the workers run."""
+    train_set = PackedDataset(folder, "train", seq_len)
+    batches = micro_batches(train_set, MicroBatchSampler(len(train_set), BATCH_SIZE), num_workers)
+    next(batches)
+    count, start = 0, time.perf_counter()
+    while count == 0 or time.perf_counter() - start < seconds:
+        next(batches)
+        count += 1
+    return count * BATCH_SIZE * seq_len / (time.perf_counter() - start)
+
+
+def loader_row(seq_len: int, num_workers: int, speed: float, training: Training) -> dict:
+    """Return the loader's speed alone against training's, and the share of a step that it costs."""
+    trained, waiting = training.tokens_per_second, training.waiting
+    if waiting is None:
+        waiting = trained / (trained + speed)
+    return {
+        "max_seq_len": seq_len,
+        "num_workers": num_workers,
+        "loader, tokens/s": f"{speed:,.0f}",
+        "training, tokens/s": f"{trained:,.0f}",
+        "loader / training": f"{speed / trained:,.0f} ×",
+        "waiting for data, share of a step": f"{waiting:.3%}",
+    }
 
 
 def train(args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int) -> Training:
-    """As the flags say, or what they say of it."""
+    """Return what the flags say, or train for a while in a process of its own, because Accelerate
+    and the allocator settle things for a whole process."""
     if args.model_tokens_per_second is not None:
         return Training(args.model_tokens_per_second)
     say(f"training on sequences of {seq_len}, --num_workers {num_workers}")
     flags = f"{SHAPES[args.shape]} --batch_size {BATCH_SIZE} --max_seq_len {seq_len}"
-    return train_for_a_while(packed, f"{flags} --num_workers {num_workers}".split(), args.steps)
+    flags = [*flags.split(), "--num_workers", str(num_workers), "--data", str(packed)]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(timed_steps, flags, args.steps).result()
 
 
-def say(what: str) -> None:
-    print(f"{PROGRAM}: {what}", file=sys.stderr, flush=True)
+def timed_steps(flags: list[str], number: int) -> Training:
+    """Take optimizer steps as the training page does, and time how long they wait for a batch."""
+    from benchmarks.ours import start_run
+
+    run = start_run(flags)
+    seconds, waits = [], []
+    for step in range(1, WARM_UP_STEPS + number + 1):
+        if step == WARM_UP_STEPS + 1:
+            seconds.clear()
+            waits.clear()
+        start = asked = time.perf_counter()
+        run.begin(step)
+        for batch in run.micro_batches():
+            waits.append(time.perf_counter() - asked)
+            with run.accumulate():
+                run.backward(run.model(batch.tokens, batch.targets).loss, batch)
+            asked = time.perf_counter()
+        norm = run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        float(norm)  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
+    return Training(tokens / median(seconds), waiting=sum(waits) / sum(seconds))
+
+
+def document_lengths(folder: Path) -> np.ndarray:
+    """Return the tokens of every document of the train split, begin and end included."""
+    description = read_description(folder)
+    lengths = []
+    for shard in description["splits"]["train"]["shards"]:
+        tokens = np.memmap(folder / shard["file"], description["dtype"], mode="r")
+        begins = np.flatnonzero(tokens == description["bos_id"])
+        lengths.append(np.diff(begins, append=len(tokens)))
+    return np.concatenate(lengths)
+
+
+def padding_table(lengths: np.ndarray, seq_len: int, speed: float) -> str:
+    """Compare packing with padding: how many positions of an epoch train.
+
+    Packed is this project's way: documents one after the other, cut into full sequences. Padded is
+    MiniMind's: each document cut off at seq_len tokens, or filled up to them; as in its
+    dataset/lm_dataset.py, seq_len tokens make seq_len - 1 positions with a target.
+
+    Args:
+        lengths: tokens of each document, begin and end included.
+        speed: of training, in positions per second, whichever way.
+    """
+    tokens = int((lengths - 1).sum())  # that could be targets
+    computed = (int(lengths.sum()) - 1) // seq_len * seq_len
+    begins = np.cumsum(lengths) - lengths  # where in the stream each document begins
+    useful = computed - int(np.count_nonzero((begins >= 1) & (begins <= computed)))
+    kept = np.random.default_rng(0).permutation(np.minimum(lengths, seq_len))
+    first = np.arange(0, len(kept), BATCH_SIZE)
+    in_batches = np.diff(first, append=len(kept)) * (np.maximum.reduceat(kept, first) - 1)
+    trained = int((kept - 1).sum())
+    ways = {  # way → (positions that the model computes, those of them that train)
+        "packed": (computed, useful),
+        f"padded to {seq_len}": (len(lengths) * (seq_len - 1), trained),
+        f"padded to the longest of {BATCH_SIZE}": (int(in_batches.sum()), trained),
+    }
+    share = {way: useful / computed for way, (computed, useful) in ways.items()}
+    rows = [
+        {
+            "way": way,
+            "useful tokens per position": f"{share[way]:.4f}",
+            "tokens of text lost": f"{tokens - useful:,} ({1 - useful / tokens:.2%})",
+            "training, positions/s": f"{speed:,.0f}",
+            "useful tokens/s": f"{share[way] * speed:,.0f}",
+            "against padding": f"{share[way] / share[f'padded to {seq_len}']:.2f} ×",
+        }
+        for way, (_, useful) in ways.items()
+    ]
+    return (
+        f"Packing against padding at max_seq_len {seq_len}. A position is useful if its target is "
+        "a token or the end of a document; padding is not, nor the begin of the next document.\n\n"
+        + table(rows)
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ throughput() { # that second, title, flags...
 small=(--sizes 104m --batch_size 32 --seq_len 1024 --rounds 3)
 large=(--sizes 360m --batch_size 16 --rounds 3 --steps 4)
 throughput 120 "104m" "${small[@]}" --steps 8 --trace "$folder" \
-  --contenders ours-compiled,ours-zero2-compiled,ours-compiled+fused
+  --contenders ours-compiled,ours-zero2-compiled
 throughput 210 "360m" "${large[@]}" --contenders ours-compiled,ours-zero2-compiled
 throughput 290 "104m, accumulation 4" "${small[@]}" --steps 2 --accumulation_steps 4 \
   --contenders ours-compiled,ours-zero1-compiled,ours-zero2-compiled

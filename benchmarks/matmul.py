@@ -1,7 +1,6 @@
 """What this machine reaches on matrix products alone: the yardstick where no data sheet is known.
 
-One product says little: which size is fastest depends on caches and cores, and machines are shared.
-The peak is the best over several sizes of the median of repeated runs.
+Which size is fastest depends on caches and cores, so the peak is the best of several sizes.
 """
 
 import statistics
@@ -34,13 +33,12 @@ class MatrixProducts:
             # Written into the same memory every time, so that no page faults are measured.
             self._operands[m, k, n] = a, b, torch.empty(m, n, device=self.device, dtype=dtype)
 
-    def peak(self) -> tuple[float, str]:
-        """FLOP/s of the fastest size, and that size as text."""
-        flops, shape = max((self._measure(shape), shape) for shape in self._operands)
-        return flops, " × ".join(map(str, shape))
+    def peak(self) -> float:
+        """Return the FLOP/s of the fastest size."""
+        return max(map(self._measure, self._operands))
 
     def _measure(self, shape: tuple[int, int, int]) -> float:
-        """Median FLOP/s; a product of (m, k) and (k, n) takes 2·m·k·n."""
+        """Return the median FLOP/s; a product of (m, k) and (k, n) takes 2·m·k·n."""
         a, b, out = self._operands[shape]
         m, k, n = shape
         torch.mm(a, b, out=out)

@@ -3,23 +3,20 @@
     python -m benchmarks.optimizer_step --dim 192 --n_layers 4 --n_heads 4 --max_seq_len 256 \
         --batch_size 32
 
-Compiled, without engine. Its flags are the training script's, as far as they matter here.
+Without engine. The flags are the training script's, as far as they matter here.
 """
 
+import argparse
 import statistics
 import time
 
-import torch
-
-from benchmarks.flags import at_least, new_parser
-from benchmarks.markdown import heading
+from benchmarks.cli import at_least, heading, new_parser
 from benchmarks.matmul import synchronize
 from benchmarks.ours import OurStep
-from benchmarks.work import SIZES, Work
+from benchmarks.work import DATA, SIZES, Work, find_data
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
-from training.arguments import OPTIMIZERS
-from training.engine.compilation import obstacle
+from training.arguments import COMPILE, OPTIMIZERS
 
 PROGRAM = "benchmarks.optimizer_step"
 WARMUP = 3
@@ -27,37 +24,32 @@ WARMUP = 3
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError, ConfigError):
-        work, rounds = parse_options(argv)
-        if reason := obstacle(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-            raise UsageError(f"cannot compile: {reason}")
-        steps = {name: OurStep(work, compiled=True, optimizer=name) for name in OPTIMIZERS}
-        seconds = measure(steps, rounds)
-    print(heading(PROGRAM, argv) + "\n")
-    print(describe(seconds))
+        options, work = parse_options(argv)
+        flags = [*work.flags(), "--compile", options.compile, "--optimizer"]
+        steps = {name: OurStep([*flags, name]) for name in OPTIMIZERS}
+        seconds = measure(steps, options.rounds)
+    print(f"{heading(PROGRAM, argv)}\n\n{describe(seconds)}")
 
 
-def parse_options(argv: list[str] | None) -> tuple[Work, int]:
-    """The work of a step, and how many rounds to take.
-
-    Raises:
-        UsageError, ConfigError: a value that cannot work.
-    """
+def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
+    """Return the flags and the work of a step."""
     parser = new_parser(PROGRAM, __doc__)
     add, default = parser.add_argument, SIZES["26m"]
-    for name in ("dim", "n_layers", "n_heads", "batch_size"):
+    shape = ("dim", "n_layers", "n_heads", "batch_size")
+    for name in shape:
         add(f"--{name}", type=at_least(1), default=getattr(default, name), help="as in training")
     add("--max_seq_len", type=at_least(1), default=default.seq_len, help="as in training")
+    add("--compile", choices=COMPILE, default="on", help="as in training")
+    add("--data", default=DATA, help="folder of prepared text")
     add("--rounds", type=at_least(1), default=25, help="steps of each optimizer")
-    values = vars(parser.parse_args(argv))
-    rounds, seq_len = values.pop("rounds"), values.pop("max_seq_len")
-    work = Work(**values, seq_len=seq_len)
-    _ = work.config  # refuses a shape that cannot work
-    return work, rounds
+    options = parser.parse_args(argv)
+    given = {name: getattr(options, name) for name in shape}
+    return options, Work(**given, seq_len=options.max_seq_len, data=find_data(options.data))
 
 
 def measure(steps: dict[str, OurStep], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Every step in turn, so that what disturbs the machine disturbs all of them; by name, the
-    `timed` of each round."""
+    """Take every step in turn, so that a disturbance of the machine disturbs all of them; return
+    the `timed` of each round by name."""
     for _ in range(WARMUP):
         for step in steps.values():
             step.step()
@@ -69,7 +61,7 @@ def measure(steps: dict[str, OurStep], rounds: int) -> dict[str, list[tuple[floa
 
 
 def timed(step: OurStep) -> tuple[float, float]:
-    """Seconds of one step, whole and of the update, which clips, steps and clears the gradient."""
+    """Return the seconds of one step, whole and of the update: clipping, stepping, clearing."""
     started = time.perf_counter()
     step.forward_backward()
     synchronize(step.device)
@@ -81,7 +73,7 @@ def timed(step: OurStep) -> tuple[float, float]:
 
 
 def describe(seconds: dict[str, list[tuple[float, float]]]) -> str:
-    """Medians, and the median of the ratios within a round."""
+    """Return medians, and the median of the ratios within a round."""
     lines = []
     for name, rounds in seconds.items():
         whole, update = (1000 * statistics.median(times) for times in zip(*rounds, strict=True))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.work import VOCAB_SIZE, Work
+from benchmarks.work import Work
 from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import ADAM_EPS
@@ -29,7 +29,7 @@ def build_transformers(work: Work) -> nn.Module:
     config = work.config
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=config.vocab_size,
             hidden_size=config.dim,
             intermediate_size=config.hidden_dim,
             num_hidden_layers=config.n_layers,
@@ -62,8 +62,8 @@ def build_litgpt(work: Work) -> nn.Module:
         Config(
             name="llama-like",
             block_size=config.max_seq_len,
-            vocab_size=VOCAB_SIZE,
-            padded_vocab_size=VOCAB_SIZE,  # its default rounds up and adds parameters
+            vocab_size=config.vocab_size,
+            padded_vocab_size=config.vocab_size,  # its default rounds up and adds parameters
             n_layer=config.n_layers,
             n_embd=config.dim,
             n_head=config.n_heads,
@@ -109,22 +109,20 @@ class PeerStep:
 
     Args:
         peer: a key of PEERS.
-        work: what to do.
-        our_allocator: whether it is told to keep freed memory like the training script.
+        our_allocator: keep freed memory, as the training script does.
 
-    Raises:
-        RuntimeError: our allocator settings are asked for and the C library has none.
+    Raises RuntimeError: our allocator settings are asked for and the C library has none.
     """
 
     engine = "single process"
 
-    def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool = False):
+    def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool):
         use_all_cores()
         if our_allocator and not keep_freed_memory():
             raise RuntimeError("these allocator settings are glibc's, and this is another library")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._peer, self._work = PEERS[peer], work
-        torch.manual_seed(work.seed)
+        torch.manual_seed(OURS.seed)
         model = self._peer.build(work).to(self.device).train()
         self._weights = list(model.parameters())
         # As ours by default; fused is the fastest that PyTorch has.
@@ -136,7 +134,8 @@ class PeerStep:
             fused=True,
         )
         self._model = torch.compile(model) if compiled else model
-        self._batches = itertools.cycle(work.batches(0, self.device))
+        self._batches = itertools.cycle(work.batches(self.device))
+        self._loss: Tensor | None = None
 
     def step(self) -> None:
         for _ in range(self._work.accumulation_steps):
@@ -149,7 +148,7 @@ class PeerStep:
         self._optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
-        """Of the last micro-batch; waits for the device."""
+        """Return the loss of the last micro-batch; waits for the device."""
         return float(self._loss)
 
     def _precision(self):

@@ -17,15 +17,15 @@ from benchmarks import REPOSITORY
 from common.errors import UsageError
 from runs.weights import load_trained
 
-OUT = Path("out/benchmarks/head_to_head")
 # Its default model and batch (768 wide, 8 layers, 32 × 8) end no step per minute on two cores.
-MINIMIND = "--hidden_size 192 --num_hidden_layers 4 --batch_size 16 --accumulation_steps 1"
-MINIMIND_SAVES = 20  # steps
+MINIMIND = {"hidden_size": 192, "num_hidden_layers": 4}
+MINIMIND_FLAGS = "--batch_size 16 --accumulation_steps 1 --epochs 1 --save_interval 20"
 # nanoGPT's README, for a laptop without a GPU.
 NANOGPT = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 "
     "--n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"
 )
+IGNORED = shutil.ignore_patterns(".git", "out*", "checkpoints")  # of a checkout that is copied
 
 
 @dataclass
@@ -39,12 +39,12 @@ class Reader:
 
 
 @dataclass
-class Contender:
+class Racer:
     name: str
-    folder: Path  # its checkout
+    folder: Path  # its copy of a checkout
     command: Callable[[int], list[str]]  # how many steps → what its user types there
-    saves: str  # pattern of the files that say that weights have been saved, in `folder`
-    read: Callable[[Path], Reader]  # a copy of such a file, or for ours the file's folder
+    saves: str  # pattern in `folder` of the files that are there when weights have been saved
+    read: Callable[[Path], Reader]  # takes a copy of such a file, or for ours the file itself
     where: str = "."  # the command's folder in `folder`
     fits: bool = False  # whether it is told how many steps the time allows
     curve: list[tuple[float, float]] = field(default_factory=list)  # (seconds, bits per byte)
@@ -55,9 +55,11 @@ def write_jsonl(path: Path, texts: list[str]) -> None:
     path.write_text("".join(rows), encoding="utf-8")
 
 
-def ours(text: Path) -> Contender:
-    folder = OUT / "ours"
-    run("git", "clone", "--quiet", str(REPOSITORY), str(folder))
+def ours(folder: Path, text: Path) -> Racer:
+    words = ["git", "clone", "--quiet", str(REPOSITORY), str(folder)]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    if ended.returncode:
+        raise UsageError(f"{' '.join(words)}: {ended.stderr.strip()[-300:]}")
 
     def read(state: Path) -> Reader:
         trained = load_trained(str(state.parent))
@@ -69,28 +71,25 @@ def ours(text: Path) -> Contender:
     more = ["--run_name", "race", "--save_interval", "100", "--keep_last", "0"]
     command = ["env", f"DATA={text}", "bash", "run_accelerate.sh", *more]
     saves = "out/runs/race/checkpoints/step-????????/state.json"
-    return Contender("this project", folder, lambda _: command, saves, read)
+    return Racer("this project", folder, lambda _: command, saves, read)
 
 
-def minimind(checkout: Path, train: list[str]) -> Contender:
-    """All of the text, as its users give it: on the way down to a tenth of its learning rate it
-    would learn less in this time."""
-    folder = copy(checkout, OUT / "minimind")
-    write_jsonl(folder / "dataset/train.jsonl", train)
+def minimind(checkout: Path, folder: Path, text: Path) -> Racer:
+    """All of the text, as its users give it: with a schedule cut to the time it would learn
+    less."""
+    shutil.copytree(checkout, folder, ignore=IGNORED)
 
     def command(steps: int) -> list[str]:
-        words = [*python("train_pretrain.py"), *MINIMIND.split(), "--device", "cpu"]
-        words += ["--epochs", "1", "--save_interval", str(MINIMIND_SAVES)]
-        return [*words, "--log_interval", "10", "--data_path", "../dataset/train.jsonl"]
+        words = [sys.executable, "-u", "train_pretrain.py", *MINIMIND_FLAGS.split()]
+        words += [word for name, size in MINIMIND.items() for word in (f"--{name}", str(size))]
+        return [*words, "--device", "cpu", "--data_path", str(text)]
 
     def read(file: Path) -> Reader:
         from transformers import AutoTokenizer
 
         module = load_module(folder / "model/model_minimind.py")
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        width, layers = (int(word) for word in MINIMIND.split()[1:4:2])
-        config = module.MiniMindConfig(hidden_size=width, num_hidden_layers=layers)
-        model = module.MiniMindForCausalLM(config)
+        model = module.MiniMindForCausalLM(module.MiniMindConfig(**MINIMIND))
         load(model, torch.load(file, map_location="cpu"))
 
         def encode(text: str) -> list[int]:
@@ -99,23 +98,27 @@ def minimind(checkout: Path, train: list[str]) -> Contender:
         return Reader(lambda ids: model(ids).logits, encode, tokenizer.bos_token_id, 340)
 
     saves = "checkpoints/pretrain_???.pth"
-    return Contender("MiniMind", folder, command, saves, read, where="trainer")
+    return Racer("MiniMind", folder, command, saves, read, where="trainer")
 
 
-def nanogpt(checkout: Path, train: list[str], held_out: list[str]) -> Contender:
-    """By characters, as its exercise for small machines. Its vocabulary is that of all the text,
-    of which it trains on the first nine tenths: of what is not held out, nearly everything."""
-    folder = copy(checkout, OUT / "nanogpt")
+def nanogpt(checkout: Path, folder: Path, texts: list[str]) -> Racer:
+    """By characters, as its exercise for small machines.
+
+    Args:
+        texts: to train on, and held out behind them. The vocabulary is that of all; it trains on
+            the first nine tenths, which is nearly everything that is not held out.
+    """
+    shutil.copytree(checkout, folder, ignore=IGNORED)
     data = folder / "data/shakespeare_char"
-    text = "\n\n".join(train + held_out)
-    (data / "input.txt").write_text(text.replace("\r", ""), encoding="utf-8", newline="")
+    text = "\n\n".join(texts).replace("\r", "")
+    (data / "input.txt").write_text(text, encoding="utf-8", newline="")
 
     def command(steps: int) -> list[str]:
         steps = max(10, steps // 10 * 10)
-        words = [*python("train.py"), "config/train_shakespeare_char.py", *NANOGPT.split()]
+        words = [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py", NANOGPT]
         words += [f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
         train_it = " ".join([*words, f"--eval_interval={steps // 10}"])
-        prepare = " ".join(python("data/shakespeare_char/prepare.py"))
+        prepare = f"{sys.executable} data/shakespeare_char/prepare.py"
         return ["bash", "-c", f"{prepare} && exec {train_it}"]
 
     def read(file: Path) -> Reader:
@@ -133,22 +136,11 @@ def nanogpt(checkout: Path, train: list[str], held_out: list[str]) -> Contender:
 
         return Reader(logits, encode, ids_of["\n"], model.config.block_size)
 
-    saves = "out-shakespeare-char/ckpt.pt"
-    return Contender("nanoGPT", folder, command, saves, read, fits=True)
-
-
-def copy(checkout: Path, to: Path) -> Path:
-    """A checkout of its own: what a run writes does not go into the user's."""
-    ignored = shutil.ignore_patterns(".git", "out*", "checkpoints")
-    return shutil.copytree(checkout, to, ignore=ignored)
-
-
-def python(script: str) -> list[str]:
-    return [sys.executable, "-u", script]
+    return Racer("nanoGPT", folder, command, "out-shakespeare-char/ckpt.pt", read, fits=True)
 
 
 def load_module(path: Path):
-    """A file of another project, whatever else here has its name."""
+    """Import a file of another project, whatever else here has its name."""
     spec = importlib.util.spec_from_file_location(f"peer_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # its dataclasses look themselves up
@@ -159,10 +151,3 @@ def load_module(path: Path):
 def load(model: nn.Module, weights: dict[str, Tensor]) -> None:
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     model.eval()
-
-
-def run(*words: str) -> None:
-    """Raises UsageError: it failed."""
-    ended = subprocess.run(words, capture_output=True, text=True)
-    if ended.returncode:
-        raise UsageError(f"{' '.join(words)}: {ended.stderr.strip()[-300:]}")

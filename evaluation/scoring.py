@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
-from model.attention import without_cudnn
+from model.cache import without_cudnn
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.gpu import has_bf16
 
