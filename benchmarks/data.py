@@ -1,4 +1,4 @@
-"""Speed and memory of the way from text to the model: preparation, loader, packing.
+"""Speed of the way from text to the model: preparation and loader.
 
     python -m benchmarks.data --data my.jsonl
 
@@ -14,20 +14,16 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-import psutil
-
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
-from data.corpus import BUILTIN, SUFFIXES, find_files
+from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.loader import micro_batches
@@ -39,7 +35,6 @@ from model import ConfigError
 PROGRAM = "benchmarks.data"
 BATCH_SIZE = 8  # sequences in a micro-batch
 WARM_UP_STEPS = 2
-SAMPLE_SECONDS = 0.1  # between looks at the memory
 SHAPES = {
     "26m": "--dim 512 --n_layers 8 --n_heads 8",
     "preset": "--dim 192 --n_layers 4 --n_heads 4",  # run_accelerate.sh's where there is no GPU
@@ -60,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         out = Path("out").absolute()
         out.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix="benchmark-data-") as folder:
-            tables = list(measure(args, Path(folder)))
+            tables = list(measure(args, Path(folder) / "packed"))
         print(heading(PROGRAM, argv), *tables, sep="\n\n", flush=True)
 
 
@@ -68,14 +63,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
-    text = "prepare it so many times over, a run for each"
-    add("--repeat", type=numbers(1), default="1,4", help=text)
     text = "sequence lengths to measure the loader at"
     add("--loader_seq_lens", type=numbers(2), default="256,512,1024", help=text)
     text = "as for the training script, a run for each"
     add("--num_workers", type=numbers(0), default="0,2", help=text)
-    text = "sequence length to compare packing and padding at"
-    add("--seq_len", type=at_least(2), default=512, help=text)
     add("--shape", choices=SHAPES, default="26m", help="model to train")
     add("--steps", type=at_least(1), default=6, help="training steps to time")
     text = "what training consumes, where that is known; without it, training is timed"
@@ -84,27 +75,21 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """Yield the three tables; everything is written into the folder."""
-    rows, workers = [], available_cores()
-    for repeat in args.repeat:
-        say(f"preparing the text, {repeat} times over")
-        source = copies(args.data, repeat, folder / f"text-{repeat}")
-        row = preparation_row(source, folder / f"packed-{repeat}", workers)
-        rows.append({"text": f"{repeat} ×"} | row)
+def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
+    """Yield the two tables; the text is prepared into a folder that is not there yet."""
+    workers = available_cores()
+    say("preparing the text")
+    row = preparation_row(args.data, packed, workers)
     yield (
         f"Preparation with {workers} processes, the start of Python and the training of the "
-        "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
-        f"all processes' Pss, looked at ten times a second.\n\n{table(rows)}"
+        f"tokenizer included.\n\n{table([row])}"
     )
 
-    packed = folder / f"packed-{args.repeat[0]}"
-    for seq_len in [*args.loader_seq_lens, args.seq_len]:
+    for seq_len in args.loader_seq_lens:
         PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
-    rows, trained = [], {}
+    rows = []
     for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
         training = train(args, packed, seq_len, num_workers)
-        trained.setdefault(seq_len, training)
         say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
         speed = loader_speed(packed, seq_len, num_workers, args.seconds)
         rows.append(loader_row(seq_len, num_workers, speed, training))
@@ -112,21 +97,6 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
         f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
         f"is what it would be with nothing loaded ahead.\n\n{table(rows)}"
     )
-
-    training = trained.get(args.seq_len) or train(args, packed, args.seq_len, num_workers=0)
-    yield padding_table(document_lengths(packed), args.seq_len, training.tokens_per_second)
-
-
-def copies(source: str, count: int, folder: Path) -> str:
-    """Return a corpus of count times the text: links in a new folder, so that it takes no room."""
-    if count == 1:
-        return source if source == BUILTIN else os.path.abspath(source)
-    folder.mkdir()
-    for n in range(count):
-        for i, path in enumerate(find_files(source)):
-            suffix = next((suffix for suffix in SUFFIXES if path.endswith(suffix)), ".txt")
-            (folder / f"{n:04d}-{i:06d}{suffix}").symlink_to(os.path.abspath(path))
-    return str(folder)
 
 
 def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
@@ -136,20 +106,14 @@ def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
     description. MB are 10^6 bytes of UTF-8 text, without the JSON around it. Raises DataError: the
     command refused the text.
     """
+    source = source if source == BUILTIN else os.path.abspath(source)
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
     command += ["--segmentations", "1", "--workers", str(workers)]  # what takes time is encoding
-    started, peak = time.time(), 0
-    with tempfile.TemporaryFile() as output:
-        process = psutil.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
-        while process.poll() is None:
-            peak = max(peak, tree_memory(process))
-            with suppress(subprocess.TimeoutExpired, psutil.TimeoutExpired):
-                process.wait(SAMPLE_SECONDS)
-        seconds = time.time() - started
-        output.seek(0)
-        said = output.read().decode(errors="replace")
-    if process.returncode:
-        raise DataError(said.split("prepare_data: error: ")[-1].strip())
+    started = time.time()
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    seconds = time.time() - started
+    if ended.returncode:
+        raise DataError(ended.stderr.split("prepare_data: error: ")[-1].strip())
     splits = read_description(out)["splits"].values()
     documents, n_bytes, tokens = (
         sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")
@@ -165,17 +129,7 @@ def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
         "the rest": f"{seconds - tokenizer:.1f}",
         "MB/s": f"{n_bytes / 1e6 / seconds:.2f}",
         "MB/s per process": f"{n_bytes / 1e6 / seconds / workers:.2f}",
-        "peak RAM": f"{peak / 1e6:,.0f} MB",
     }
-
-
-def tree_memory(process: psutil.Process) -> int:
-    """Return the bytes of a process and all below it; a page that several map counts once."""
-    total = 0
-    with suppress(psutil.Error, AttributeError):  # one has just ended; only Linux knows Pss
-        for each in [process, *process.children(recursive=True)]:
-            total += each.memory_full_info().pss
-    return total
 
 
 def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -> float:
@@ -242,60 +196,6 @@ def timed_steps(flags: list[str], number: int) -> Training:
         seconds.append(time.perf_counter() - start)
     tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
     return Training(tokens / median(seconds), waiting=sum(waits) / sum(seconds))
-
-
-def document_lengths(folder: Path) -> np.ndarray:
-    """Return the tokens of every document of the train split, begin and end included."""
-    description = read_description(folder)
-    lengths = []
-    for shard in description["splits"]["train"]["shards"]:
-        tokens = np.memmap(folder / shard["file"], description["dtype"], mode="r")
-        begins = np.flatnonzero(tokens == description["bos_id"])
-        lengths.append(np.diff(begins, append=len(tokens)))
-    return np.concatenate(lengths)
-
-
-def padding_table(lengths: np.ndarray, seq_len: int, speed: float) -> str:
-    """Compare packing with padding: how many positions of an epoch train.
-
-    Packed is this project's way: documents one after the other, cut into full sequences. Padded is
-    MiniMind's: each document cut off at seq_len tokens, or filled up to them; as in its
-    dataset/lm_dataset.py, seq_len tokens make seq_len - 1 positions with a target.
-
-    Args:
-        lengths: tokens of each document, begin and end included.
-        speed: of training, in positions per second, whichever way.
-    """
-    tokens = int((lengths - 1).sum())  # that could be targets
-    computed = (int(lengths.sum()) - 1) // seq_len * seq_len
-    begins = np.cumsum(lengths) - lengths  # where in the stream each document begins
-    useful = computed - int(np.count_nonzero((begins >= 1) & (begins <= computed)))
-    kept = np.random.default_rng(0).permutation(np.minimum(lengths, seq_len))
-    first = np.arange(0, len(kept), BATCH_SIZE)
-    in_batches = np.diff(first, append=len(kept)) * (np.maximum.reduceat(kept, first) - 1)
-    trained = int((kept - 1).sum())
-    ways = {  # way → (positions that the model computes, those of them that train)
-        "packed": (computed, useful),
-        f"padded to {seq_len}": (len(lengths) * (seq_len - 1), trained),
-        f"padded to the longest of {BATCH_SIZE}": (int(in_batches.sum()), trained),
-    }
-    share = {way: useful / computed for way, (computed, useful) in ways.items()}
-    rows = [
-        {
-            "way": way,
-            "useful tokens per position": f"{share[way]:.4f}",
-            "tokens of text lost": f"{tokens - useful:,} ({1 - useful / tokens:.2%})",
-            "training, positions/s": f"{speed:,.0f}",
-            "useful tokens/s": f"{share[way] * speed:,.0f}",
-            "against padding": f"{share[way] / share[f'padded to {seq_len}']:.2f} ×",
-        }
-        for way, (_, useful) in ways.items()
-    ]
-    return (
-        f"Packing against padding at max_seq_len {seq_len}. A position is useful if its target is "
-        "a token or the end of a document; padding is not, nor the begin of the next document.\n\n"
-        + table(rows)
-    )
 
 
 if __name__ == "__main__":

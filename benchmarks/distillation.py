@@ -12,15 +12,23 @@ alone. Finished runs are kept, and not made again with the same data and flags.
 """
 
 import argparse
+import hashlib
+import json
 import shlex
 import statistics
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from benchmarks.cli import at_least, heading, new_parser, numbers, table
-from benchmarks.training_runs import RunResult, train
+import torch
+
+from benchmarks import REPOSITORY
+from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.shards import read_description
-from model import ConfigError
+from data.shards import DESCRIPTION_FILE, read_description
+from formats.portable import load_config
+from model import ConfigError, Transformer
 from training.cpu_steps import MUON
 
 PROGRAM = "benchmarks.distillation"
@@ -29,8 +37,22 @@ OUT = Path("out/benchmarks/distillation")
 BATCH = f"--max_seq_len 256 --batch_size 16 --dtype bfloat16 {MUON}"
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
-AT_THE_END = "--eval_interval 0"  # validation
+# Validation with the whole split, at the end alone; no checkpoints but the last.
+QUIET = (
+    "--log_interval 10 --log_with none --eval_interval 0 --eval_samples 0 --save_interval 0 "
+    "--keep_last 1 --sample_tokens 1 --compile on"
+)
 ROUNDS, PACE_STEPS = 3, 20  # the runs that measure speed
+
+
+class Result(NamedTuple):
+    """What a finished run has left."""
+
+    run: Path
+    bits_per_byte: float  # on the validation split, at the end
+    steps: int
+    step_seconds: float  # median over the log intervals; without validation and the first step
+    n_parameters: int
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,18 +83,18 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def compare(data: Path, args: argparse.Namespace) -> str:
     """Make the runs on one text and return their table."""
-    flags = [args.batch, f"{args.teacher} --max_steps {args.teacher_steps} {AT_THE_END}"]
-    teacher = train(OUT, "teacher", data, flags, seed=0)
+    flags = [args.batch, f"{args.teacher} --max_steps {args.teacher_steps}"]
+    teacher = train("teacher", data, flags, seed=0)
     how = f"--temperature {args.temperature:g} {args.how}"
     stages = {
         "alone": ("pretrain", ""),
-        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.folder))} {how}"),
+        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {how}"),
     }
 
-    def student(kind: str, seed: int, steps: int = args.steps, brief: str = "") -> RunResult:
+    def student(kind: str, seed: int, steps: int = args.steps, brief: str = "") -> Result:
         stage, taught = stages[kind]
-        flags = f"{args.student} --max_steps {steps} {AT_THE_END} {brief} {taught}"
-        return train(OUT, kind, data, [args.batch, flags], seed, stage)
+        flags = f"{args.student} --max_steps {steps} {brief} {taught}"
+        return train(kind, data, [args.batch, flags], seed, stage)
 
     pace = {kind: [] for kind in stages}
     for seed in range(ROUNDS):
@@ -89,11 +111,11 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         row("distilled", distilled, seconds["distilled"], alone),
         row("alone, as long as distilled", longer, seconds["alone"], alone),
     ]
-    size = alone[0].n_parameters()
+    size = alone[0].n_parameters
     return (
         f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`, "
         f"{size / 1e6:.2f} million parameters; teacher: `{args.teacher}`, "
-        f"{teacher.n_parameters() / size:.1f} times as many. Bits per byte of the validation split "
+        f"{teacher.n_parameters / size:.1f} times as many. Bits per byte of the validation split "
         f"at each run's end; seconds are steps times the median step of {ROUNDS} short runs in "
         f"turns.\n\n{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after as many steps, "
@@ -103,9 +125,9 @@ def compare(data: Path, args: argparse.Namespace) -> str:
 
 def row(
     name: str,
-    results: list[RunResult],
+    results: list[Result],
     step_seconds: float | None = None,
-    beside: list[RunResult] | None = None,
+    beside: list[Result] | None = None,
 ) -> dict:
     """Return the row of one kind of run with all seeds, and how far it is from another kind."""
     found, steps = [result.bits_per_byte for result in results], results[0].steps
@@ -119,12 +141,43 @@ def row(
     }
 
 
-def differences(results: list[RunResult], beside: list[RunResult]) -> str:
+def differences(results: list[Result], beside: list[Result]) -> str:
     """Return "mean (lowest to highest)" of the differences in bits per byte, seed by seed; negative
     where `results` are better."""
     pairs = zip(results, beside, strict=True)
     values = [one.bits_per_byte - other.bits_per_byte for one, other in pairs]
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"
+
+
+def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pretrain") -> Result:
+    """Make a run, unless it has been made before with the same text and flags.
+
+    Args:
+        flags: each one a string of flags; the last one is shown.
+
+    Raises UsageError: the training program failed.
+    """
+    description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
+    told = "\0".join([str(data.resolve()), description, QUIET, *flags])
+    mark = hashlib.sha256(told.encode()).hexdigest()[:8]
+    run = OUT / f"{data.resolve().name}-{kind}-{mark}-seed{seed}"
+    if not (run / "weights").exists():
+        say(f"{run.name}: {flags[-1]} ...")
+        words = [sys.executable, str(REPOSITORY / f"train_{stage}_accelerate.py")]
+        words += shlex.split(" ".join([QUIET, *flags]))
+        words += ["--seed", str(seed), "--data", str(data), "--out_dir", str(OUT)]
+        words += ["--run_name", run.name, "--resume", "auto"]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if ended.returncode or not (run / "weights").exists():
+            raise UsageError(f"{run.name} failed: {''.join(ended.stdout.splitlines()[-1:])}")
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = list(map(json.loads, lines))
+    last = [row for row in rows if "val_bits_per_byte" in row][-1]
+    timed = [row["step_seconds"] for row in rows if row["step"] > 1 and "step_seconds" in row]
+    with torch.device("meta"):
+        n_parameters = Transformer(load_config(run / "weights")).num_parameters()
+    seconds = statistics.median(timed)
+    return Result(run, last["val_bits_per_byte"], last["step"], seconds, n_parameters)
 
 
 if __name__ == "__main__":

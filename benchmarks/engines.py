@@ -6,29 +6,40 @@
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes have a
 network namespace of their own, if that is allowed (as root, on Linux): its loopback device counts
 what they send, and nobody else uses it.
+
+Under a launcher the same module is a process of an engine: `-m benchmarks.engines OUT STEPS FLAGS`
+takes so many steps with the training script's flags, and rank 0 writes what it measured into OUT.
 """
 
 import argparse
 import json
+import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, clean_environment, heading, names, new_parser, say, table
-from benchmarks.engine_worker import WARMUP
+from benchmarks.matmul import synchronize
+from benchmarks.ours import compute_gradient, start_run
 from benchmarks.work import DATA, Work, find_data
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
-from training.engine.estimate import GIB
+from training.engine.estimate import GIB, estimate
 from training.engine.kinds import DDP, FILES
+from training.engine.usage import peak_memory_bytes
+from training.interruption import leave
 
 PROGRAM = "benchmarks.engines"
 ENGINES = [DDP.config, *FILES]
+WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers in them
 NOTE = (
     "Losses are rank 0's in the last micro-batch of the first and last of {} steps, memory the "
     "peak of the process with most; on a CPU libraries are in both figures. Bytes are sent per "
@@ -90,7 +101,7 @@ def namespace_obstacle() -> str | None:
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
-    """Return what `engine_worker.measure` says of an engine. Raises UsageError: it did not come to
+    """Return what `take_steps` says of an engine. Raises UsageError: it did not come to
     its end."""
     say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +110,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
         command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(REPOSITORY / "configs" / f"{name}.yaml")]
         command += ["--num_processes", str(options.processes)]
-        command += ["-m", "benchmarks.engine_worker", str(out), str(options.steps)]
+        command += ["-m", PROGRAM, str(out), str(options.steps)]
         ended = subprocess.run(
             [*command, *work.flags(), "--compile", "off"],
             cwd=REPOSITORY,
@@ -142,5 +153,78 @@ def beside(expected: float, measured: float, digits: int = 2) -> str:
     return f"{expected:.{digits}f} ({expected / measured - 1:+.1%})"
 
 
+def meet() -> None:
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
+def loopback_bytes() -> int:
+    """Return the bytes that this network namespace's loopback device has sent since it exists."""
+    table = Path("/proc/self/net/dev").read_text("ascii")
+    lines = (line.split(":") for line in table.splitlines() if ":" in line)
+    return next(int(counts.split()[8]) for name, counts in lines if name.strip() == "lo")
+
+
+def load_libraries() -> int:
+    """Import what a run would; return the bytes of the process then."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    torch.optim.AdamW([weight], fused=True).step()
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3  # noqa: F401
+
+    return peak_memory_bytes(torch.device("cpu"))
+
+
+def take_steps(flags: list[str], steps: int) -> dict:
+    """Return the losses of all steps, seconds of one, bytes that were sent per process and step,
+    and memory in bytes: at most, and as expected, libraries included."""
+    libraries = load_libraries()
+    run = start_run(flags)
+    engine, device = run.engine, run.accelerator.device
+    losses, seconds, sent = [], [], 0
+    for step in range(1, steps + 1):
+        if step == WARMUP + 1:
+            meet()
+            sent = loopback_bytes()
+            meet()
+        synchronize(device)
+        started = time.perf_counter()
+        loss = compute_gradient(run, step)
+        run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        losses.append(float(loss))
+    meet()
+    sent = loopback_bytes() - sent
+    expected = estimate(engine.kind, run.prepared.workload(engine.processes, device, False))
+    on_cpu = device.type == "cpu"
+    return {
+        "engine": engine.name.removesuffix(", not DeepSpeed"),
+        "losses": losses,
+        "seconds": statistics.median(seconds[WARMUP:]),
+        "sent": sent / engine.processes / (steps - WARMUP),
+        "sent_expected": expected.sent,
+        "peak": engine.largest(peak_memory_bytes(device)),
+        "peak_expected": expected.peak + (engine.largest(libraries) if on_cpu else 0),
+    }
+
+
+def be_a_process() -> None:
+    """Take the steps of one process of an engine."""
+    out, steps, *flags = sys.argv[1:]
+    measured = take_steps(flags, int(steps))
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(measured), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main()
+    if "RANK" not in os.environ:
+        main()
+    else:
+        try:
+            be_a_process()
+        finally:
+            leave()

@@ -31,7 +31,7 @@ from statistics import median
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, heading, new_parser, say, spread, table
 from benchmarks.contenders import Contender, environments
-from benchmarks.racers import IGNORED
+from benchmarks.head_to_head import IGNORED
 from benchmarks.sft_trl import WAYS
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.chat_template import encode_conversations
