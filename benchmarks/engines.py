@@ -28,7 +28,7 @@ from torch import distributed
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, clean_environment, heading, names, new_parser, say, table
 from benchmarks.matmul import synchronize
-from benchmarks.ours import compute_gradient, start_run
+from benchmarks.ours import OurStep
 from benchmarks.work import DATA, Work, find_data
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
@@ -180,8 +180,8 @@ def take_steps(flags: list[str], steps: int) -> dict:
     """Return the losses of all steps, seconds of one, bytes that were sent per process and step,
     and memory in bytes: at most, and as expected, libraries included."""
     libraries = load_libraries()
-    run = start_run(flags)
-    engine, device = run.engine, run.accelerator.device
+    task = OurStep(flags)
+    engine, device = task.run.engine, task.device
     losses, seconds, sent = [], [], 0
     for step in range(1, steps + 1):
         if step == WARMUP + 1:
@@ -190,16 +190,13 @@ def take_steps(flags: list[str], steps: int) -> dict:
             meet()
         synchronize(device)
         started = time.perf_counter()
-        loss = compute_gradient(run, step)
-        run.clip_gradients()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        task.step()
         synchronize(device)
         seconds.append(time.perf_counter() - started)
-        losses.append(float(loss))
+        losses.append(task.loss())
     meet()
     sent = loopback_bytes() - sent
-    expected = estimate(engine.kind, run.prepared.workload(engine.processes, device, False))
+    expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
     on_cpu = device.type == "cpu"
     return {
         "engine": engine.name.removesuffix(", not DeepSpeed"),

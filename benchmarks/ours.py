@@ -32,17 +32,6 @@ def start_run(flags: list[str]) -> Run:
     return run
 
 
-def compute_gradient(run: Run, step: int) -> Tensor:
-    """Take an optimizer step as the page does, up to clipping; return the last micro-batch's
-    loss."""
-    run.begin(step)
-    for batch in run.micro_batches():
-        with run.accumulate():
-            loss = run.model(batch.tokens, batch.targets).loss
-            run.backward(loss, batch)
-    return loss.detach()
-
-
 class OurStep:
     """One optimizer step of the training script, as often as it is asked for.
 
@@ -58,17 +47,16 @@ class OurStep:
         self._norm: float | Tensor = math.nan
 
     def step(self) -> None:
-        self.forward_backward()
-        self.update()
-
-    def forward_backward(self) -> None:
-        self._loss = compute_gradient(self.run, next(self._steps))
-
-    def update(self) -> None:
-        """Clip and step."""
-        self._norm = self.run.clip_gradients()
-        self.run.optimizer.step()
-        self.run.optimizer.zero_grad()
+        run = self.run
+        run.begin(next(self._steps))
+        for batch in run.micro_batches():
+            with run.accumulate():
+                loss = run.model(batch.tokens, batch.targets).loss
+                run.backward(loss, batch)
+        self._loss = loss.detach()
+        self._norm = run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
 
     def loss(self) -> float:
         """Return the loss of the last micro-batch; waits for the device.

@@ -7,8 +7,6 @@ their loops, which are left out: they would only make the peers slower.
 
 import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -92,15 +90,9 @@ def litgpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) ->
     return chunked_cross_entropy(logits.float(), targets)
 
 
-@dataclass(frozen=True)
-class Peer:
-    build: Callable[[Work], nn.Module]
-    loss: Callable[..., Tensor]  # (model, tokens, targets, precision) → mean over all targets
-
-
-PEERS = {
-    "transformers": Peer(build_transformers, transformers_loss),
-    "litgpt": Peer(build_litgpt, litgpt_loss),
+PEERS = {  # name → (build the model, its mean loss)
+    "transformers": (build_transformers, transformers_loss),
+    "litgpt": (build_litgpt, litgpt_loss),
 }
 
 
@@ -121,9 +113,10 @@ class PeerStep:
         if our_allocator and not keep_freed_memory():
             raise RuntimeError("these allocator settings are glibc's, and this is another library")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._peer, self._work = PEERS[peer], work
+        build, self._loss_of = PEERS[peer]
+        self._work = work
         torch.manual_seed(OURS.seed)
-        model = self._peer.build(work).to(self.device).train()
+        model = build(work).to(self.device).train()
         self._weights = list(model.parameters())
         # As ours by default; fused is the fastest that PyTorch has.
         self._optimizer = torch.optim.AdamW(
@@ -140,7 +133,7 @@ class PeerStep:
     def step(self) -> None:
         for _ in range(self._work.accumulation_steps):
             tokens, targets = next(self._batches)
-            loss = self._peer.loss(self._model, tokens, targets, self._precision())
+            loss = self._loss_of(self._model, tokens, targets, self._precision())
             (loss / self._work.accumulation_steps).backward()
             self._loss = loss.detach()
         nn.utils.clip_grad_norm_(self._weights, OURS.grad_clip)

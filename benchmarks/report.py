@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.cli import spread, table
-from benchmarks.contenders import Contender
+from benchmarks.contenders import ALLOCATOR, Contender
 from benchmarks.work import Work
 from training.engine.device import peak_flops
 from training.engine.estimate import GIB
@@ -105,16 +105,16 @@ def closing_line(size: str, played: list[Result]) -> str:
     """Compare our fastest mode with the fastest peer, as its users run it and with our allocator,
     both by their ratios to the baseline."""
 
-    def fastest(is_ours: bool, our_allocator: bool = False) -> tuple[float, str] | None:
-        wanted = 1, is_ours, our_allocator
+    def fastest(is_ours: bool, variant: str = "") -> tuple[float, str] | None:
+        wanted = 1, is_ours, variant
         found = []
         for result in played:
             who = result.contender
-            if (who.processes, who.is_ours, who.our_allocator) == wanted:
+            if (who.processes, who.is_ours, who.variant) == wanted:
                 found.append((statistics.median(result.ratios(played[0])), who.name))
         return max(found, default=None)
 
-    ours, peer, same = fastest(True), fastest(False), fastest(False, our_allocator=True)
+    ours, peer, same = fastest(True), fastest(False), fastest(False, ALLOCATOR)
     line = f"{size}, ours / fastest peer: "
     if not ours or not (peer or same):
         return line + "n/a, one of the two was not measured"

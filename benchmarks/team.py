@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.contenders import ENGINES, Contender, environments
+from benchmarks.contenders import ALLOCATOR, ENGINES, Contender, environments
 from benchmarks.matmul import synchronize
 from benchmarks.work import Work
 from training.engine.usage import peak_memory_bytes
@@ -32,8 +32,7 @@ class TeamError(Exception):
 
 
 class Team:
-    """One process per rank. All answer the same question at the same time: a number of steps to
-    take, or a path to write a trace of one step to.
+    """One process per rank; all take the same steps at the same time.
 
     Each leads a session of its own: Ctrl-C in a terminal reaches the parent alone, which then ends
     them with the compilers and helpers that they have started.
@@ -59,15 +58,15 @@ class Team:
             theirs.close()
             self._ranks[ours] = process
 
-    def ask(self, question: int | Path) -> list[dict]:
-        """Return the answers of all ranks, see `take_steps`.
+    def take(self, steps: int) -> list[dict]:
+        """Have all ranks take so many steps; return their answers, see `take_steps`.
 
         Raises TeamError: an error in one of them, or its end. All processes have then been ended.
         """
         answers = {}
         for connection in self._ranks:
             with suppress(BrokenPipeError):  # the end of its process comes out below
-                connection.send(question)
+                connection.send(steps)
         while unanswered := self._ranks.keys() - answers.keys():
             for connection in wait(unanswered):
                 try:
@@ -98,7 +97,7 @@ class Team:
 
 
 def serve(connection: Connection, contender: Contender, work: Work, log: Path) -> None:
-    """Build the contender in this process and answer questions until the other end closes."""
+    """Build the contender in this process and take steps until the other end closes."""
     os.setsid()
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -106,9 +105,7 @@ def serve(connection: Connection, contender: Contender, work: Work, log: Path) -
     try:
         task = build(contender, work)
         while True:
-            asked = connection.recv()
-            act = trace_step if isinstance(asked, Path) else take_steps
-            connection.send(act(task, asked))
+            connection.send(take_steps(task, connection.recv()))
     except EOFError:
         pass
     except Exception as error:
@@ -130,7 +127,7 @@ def build(contender: Contender, work: Work):
     else:
         from benchmarks.peers import PeerStep
 
-        task = PeerStep(contender.family, work, contender.compiled, contender.our_allocator)
+        task = PeerStep(contender.family, work, contender.compiled, contender.variant == ALLOCATOR)
     if not task.engine.startswith(ENGINES[contender.engine]):
         raise ValueError(f"runs as {task.engine!r}, not as {ENGINES[contender.engine]}")
     task.step()
@@ -159,13 +156,3 @@ def take_steps(task, number: int) -> dict:
     if number:
         task.loss()  # looks at the last gradient
     return {"seconds": seconds, "peak_bytes": peak_memory_bytes(task.device)}
-
-
-def trace_step(task, path: Path) -> dict:
-    """Write a trace of one step of the first rank, for Perfetto or chrome://tracing."""
-    with torch.profiler.profile() as profile:
-        task.step()
-        synchronize(task.device)
-    if os.environ.get("RANK", "0") == "0":
-        profile.export_chrome_trace(str(path))
-    return {}

@@ -5,8 +5,8 @@
 Each contender takes turns with the first one, the baseline: A B A B A B, then A C A C A C. On a
 machine whose speed drifts, single figures are worth little, but two contenders' ratio within one
 round is worth something, and its median over rounds more. Two contenders are in memory at a time.
-Contenders that have a name of their own, such as ours-zero2-compiled, belong to groups too: all,
-ours, peers, compiled, eager, recompute.
+Besides names, such as ours-zero2-compiled, --contenders takes groups: all, ours, peers, and the
+variants of ours that `all` does not mean: blocks, selective, muon.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.cli import at_least, heading, names, new_parser, say
 from benchmarks.contenders import Contender, all_contenders, select
-from benchmarks.matmul import MatrixProducts
+from benchmarks.matmul import matrix_flops
 from benchmarks.report import NOTE, Result, SizeReport, size_table
 from benchmarks.team import Team, TeamError
 from benchmarks.work import DATA, SIZES, find_data
@@ -57,7 +57,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add, number = parser.add_argument, at_least(1)
     sizes = "26m,104m,360m" if n_gpus else "26m,104m"
     add("--sizes", type=names(SIZES), default=sizes, help=f"of {', '.join(SIZES)}")
-    add("--contenders", default="all", help="names or groups: all, ours, peers, compiled, ...")
+    add("--contenders", default="all", help="names or groups: all, ours, peers, muon, ...")
     add("--rounds", type=number, default=5, help="turns of each contender")
     add("--steps", type=number, default=10 if n_gpus else 3, help="steps per turn")
     add("--warmup_steps", type=at_least(0), default=3, help="steps before the first turn")
@@ -68,7 +68,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--data", default=DATA, help="folder of prepared text")
     text = "use PyTorch's compile cache and not an empty one: first steps are no first run's"
     add("--keep_compile_cache", action="store_true", help=text)
-    add("--trace", type=Path, metavar="FOLDER", help="leave a trace of one step of each there")
     options = parser.parse_args(argv)
     if 0 < n_gpus < options.processes:
         raise UsageError(f"--processes {options.processes} is more than the {n_gpus} GPUs")
@@ -77,8 +76,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     shape = ("batch_size", "seq_len", "accumulation_steps")
     given = {name: value for name in shape if (value := getattr(options, name)) is not None}
     options.works = {size: replace(SIZES[size], **given) for size in options.sizes}
-    if options.trace and not options.trace.is_dir():
-        raise UsageError(f"--trace: there is no folder {options.trace}")
     return options
 
 
@@ -93,7 +90,6 @@ class Session:
 
     def __init__(self, report: SizeReport, options: argparse.Namespace, folder: Path):
         self.report, self.options, self.folder = report, options, folder
-        self.products = MatrixProducts(getattr(torch, report.work.dtype))
         self._teams: dict[Contender, Team] = {}  # alive
 
     def measure(self) -> None:
@@ -109,12 +105,12 @@ class Session:
         for contender in waiting:
             if self._start(contender):
                 self._play([baseline, contender])
-                self._end(contender)
+            if team := self._teams.pop(contender, None):
+                team.close()
             if baseline not in self._teams:
                 return
         if not self.report.result(baseline).step_seconds:  # nobody else could start
             self._play([baseline])
-        self._end(baseline)
         self.report.finished = True
 
     def close(self) -> None:
@@ -128,9 +124,9 @@ class Session:
         fresh = not self.options.keep_compile_cache
         team = self._teams[contender] = Team(contender, self.report.work, folder, fresh)
         try:
-            team.ask(0)  # answered after the first step
+            team.take(0)  # answered after the first step
             seconds = time.monotonic() - team.started
-            team.ask(self.options.warmup_steps)
+            team.take(self.options.warmup_steps)
         except TeamError as error:
             self._drop(contender, error)
             return False
@@ -140,12 +136,13 @@ class Session:
 
     def _play(self, contenders: list[Contender]) -> None:
         """Play all rounds of these contenders, until one of them fails."""
+        dtype = getattr(torch, self.report.work.dtype)
         for _ in range(self.options.rounds):
             self.report.rounds += 1
-            self.report.matrix_products.append(self.products.peak())
+            self.report.matrix_products.append(matrix_flops(dtype))
             for contender in contenders:
                 try:
-                    answers = self._teams[contender].ask(self.options.steps)
+                    answers = self._teams[contender].take(self.options.steps)
                 except TeamError as error:
                     self._drop(contender, error)
                     return
@@ -156,19 +153,6 @@ class Session:
                 result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
                 self.report.missing.pop(contender.name, None)
                 self._say(f"{contender.name}: {result.speeds()[-1]:,.0f} tokens/s")
-
-    def _end(self, contender: Contender) -> None:
-        """Close a contender's processes, after a trace if one is wanted: they may remain slower
-        after it."""
-        if contender not in self._teams:
-            return
-        if self.options.trace:
-            name = f"{self.report.size}-{contender.name}.json.gz".replace("+", "-")
-            try:
-                self._teams[contender].ask((self.options.trace / name).absolute())
-            except TeamError as error:
-                self._say(f"{contender.name} left no trace: {error}")
-        self._teams.pop(contender).close()
 
     def _drop(self, contender: Contender, error: TeamError) -> None:
         team = self._teams.pop(contender)

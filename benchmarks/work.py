@@ -79,7 +79,8 @@ class Work:
         return made
 
 
-SIZES = {  # the recipe is Method 1 of the README
+SIZES = {  # run_accelerate.sh's on a CPU and on a GPU, and larger ones
+    "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),
     "360m": Work(dim=1024, n_layers=32, batch_size=24, seq_len=1024),
