@@ -70,7 +70,8 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     parser = new_parser(PROGRAM, __doc__)
     add, number = parser.add_argument, at_least(1)
     processes = torch.cuda.device_count() or 2
-    add("--engines", type=names(ENGINES), default=ENGINES, help=f"of {', '.join(ENGINES)}")
+    default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
+    add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
     add("--processes", type=number, default=processes, help="of each")
     add("--steps", type=at_least(WARMUP + 1), default=20, help=f"{WARMUP} of them to warm up")
     add("--dim", type=number, default=512, help="as in training, like those below")

@@ -1,4 +1,4 @@
-"""What this machine reaches on matrix products alone: the yardstick where no data sheet is known."""
+"""Matrix products alone: the yardstick of a machine whose data sheet is not known."""
 
 import statistics
 import time

@@ -31,7 +31,6 @@ from statistics import median
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, heading, new_parser, say, spread, table
 from benchmarks.contenders import Contender, environments
-from benchmarks.head_to_head import IGNORED
 from benchmarks.sft_trl import WAYS
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.chat_template import encode_conversations
@@ -130,7 +129,6 @@ def main(argv: list[str] | None = None) -> None:
     stop_in_order()
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         args = parse_options(argv)
-        versions = require_peers(args)
         run = find_run(args.run, program=PRETRAINING).resolve()
         trained = load_trained(str(run))
         shutil.rmtree(OUT, ignore_errors=True)
@@ -139,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
         chosen, tokens = choose(args.conversations, trained.tokenizer, number, context)
         (OUT / "conversations.jsonl").write_text(chosen, encoding="utf-8")
         export(trained, OUT / "exported")
-        print(f"{heading(PROGRAM, argv)}\n\n{versions}.\n", flush=True)
+        print(f"{heading(PROGRAM, argv)}\n", flush=True)
         racing = programs(args, run, OUT.absolute())
         race(racing, args.steps, args.rounds)
         print(
@@ -148,13 +146,13 @@ def main(argv: list[str] | None = None) -> None:
             f"parameters. {NOTE}\n"
         )
         print(table([row(program, racing[0], tokens) for program in racing]))
-        print(closing_line(racing))
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    """Raises UsageError: a folder is no checkout."""
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--minimind", type=Path, required=True, help="a checkout of MiniMind")
+    add("--minimind", type=Path, help="a checkout of MiniMind")
     text = "a Python that has TRL; MiniMind runs in it too (default: this one, and no TRL)"
     # Not resolved: an environment's Python is known by its path.
     add("--trl", type=lambda path: Path(path).absolute(), metavar="PYTHON", help=text)
@@ -165,24 +163,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--batch_size", type=at_least(1), default=16, help="conversations of a step")
     add("--steps", type=at_least(1), default=32, help="of a pass, which decide how many there are")
     add("--rounds", type=at_least(1), default=3, help="passes that count")
-    return parser.parse_args(argv)
-
-
-def require_peers(args: argparse.Namespace) -> str:
-    """Return the versions of the peers' packages. Raises UsageError: one of them is missing."""
-    if not (args.minimind / MINIMIND).is_file():
+    args = parser.parse_args(argv)
+    if args.minimind and not (args.minimind / MINIMIND).is_file():
         raise UsageError(f"{args.minimind} has no {MINIMIND}")
-    python = args.trl or sys.executable
-    packages = ["torch", "transformers", "datasets", *(["trl"] if args.trl else [])]
-    code = "import sys; from importlib.metadata import version as v; "
-    code += "print(*(f'{name} {v(name)}' for name in sys.argv[1:]), sep=', ')"
-    try:
-        words = [python, "-c", code, *packages]
-        answer = subprocess.run(words, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        lacks = f"{python} cannot be run, or lacks one of {', '.join(packages)}"
-        raise UsageError(f"{lacks}: --trl names a Python that has them") from error
-    return f"The peers': {answer.stdout.strip()}"
+    return args
 
 
 def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tuple[str, int]:
@@ -235,15 +219,17 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     found = [Program("this project", words, folder, environments(engine, folder)[0])]
 
     environment = os.environ | {"HF_DATASETS_CACHE": str(out / "datasets")}
-    checkout = shutil.copytree(args.minimind, out / "minimind", ignore=IGNORED)
-    shutil.copytree(exported, checkout / "model", dirs_exist_ok=True)  # its tokenizer's place
-    shape = read_json(exported / CONFIG_FILE)
-    python = args.trl or sys.executable
-    words = [python, "-c", WITH_SIZES, exported / CONFIG_FILE, "--data_path", data, *amount]
-    words += ["--hidden_size", shape["hidden_size"], "--device", "cpu", "--from_weight", "none"]
-    words += ["--num_hidden_layers", shape["num_hidden_layers"]]
-    words += ["--max_seq_len", shape["max_position_embeddings"]]
-    found.append(Program("MiniMind", words, checkout / MINIMIND.parent, environment))
+    if args.minimind:
+        ignored = shutil.ignore_patterns(".git", "out*", "checkpoints")
+        checkout = shutil.copytree(args.minimind, out / "minimind", ignore=ignored)
+        shutil.copytree(exported, checkout / "model", dirs_exist_ok=True)  # its tokenizer's place
+        shape = read_json(exported / CONFIG_FILE)
+        words = [args.trl or sys.executable, "-c", WITH_SIZES, exported / CONFIG_FILE, *amount]
+        words += ["--data_path", data, "--device", "cpu", "--from_weight", "none"]
+        words += ["--hidden_size", shape["hidden_size"]]
+        words += ["--num_hidden_layers", shape["num_hidden_layers"]]
+        words += ["--max_seq_len", shape["max_position_embeddings"]]
+        found.append(Program("MiniMind", words, checkout / MINIMIND.parent, environment))
 
     for way in WAYS if args.trl else ():
         words = [args.trl, "-m", "benchmarks.sft_trl", exported, data, out / "trl"]
@@ -270,7 +256,7 @@ def race(racing: list[Program], steps: int, rounds: int) -> None:
 
 
 def row(program: Program, ours: Program, tokens: int) -> dict[str, str]:
-    ratios = times_as_fast(ours, program)
+    ratios = list(map(truediv, program.seconds, ours.seconds))  # of each round
     return {
         "": program.name,
         "tokens/s": spread([tokens / seconds for seconds in program.seconds], ",.0f"),
@@ -278,17 +264,6 @@ def row(program: Program, ours: Program, tokens: int) -> dict[str, str]:
         "seconds of a pass": f"{median(program.seconds):.1f}",
         "last loss": program.loss,
     }
-
-
-def times_as_fast(ours: Program, peer: Program) -> list[float]:
-    """Return how many times as fast ours is in each round."""
-    return list(map(truediv, peer.seconds, ours.seconds))
-
-
-def closing_line(racing: list[Program]) -> str:
-    ours, *peers = racing
-    ratio, name = min((median(times_as_fast(ours, peer)), peer.name) for peer in peers)
-    return f"\n**ours / fastest peer: {ratio:.2f} ({name})**"
 
 
 if __name__ == "__main__":
