@@ -122,11 +122,9 @@ def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
     return {
         "MB": f"{n_bytes / 1e6:.1f}",
         "documents": f"{documents:,}",
-        "bytes each": f"{n_bytes / documents:,.0f}",
         "tokens": f"{tokens:,}",
         "seconds": f"{seconds:.1f}",
         "tokenizer": f"{tokenizer:.1f}",
-        "the rest": f"{seconds - tokenizer:.1f}",
         "MB/s": f"{n_bytes / 1e6 / seconds:.2f}",
         "MB/s per process": f"{n_bytes / 1e6 / seconds / workers:.2f}",
     }

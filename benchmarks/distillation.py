@@ -21,14 +21,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
-from formats.portable import load_config
-from model import ConfigError, Transformer
+from model import ConfigError
 from training.cpu_steps import MUON
 
 PROGRAM = "benchmarks.distillation"
@@ -52,7 +49,6 @@ class Result(NamedTuple):
     bits_per_byte: float  # on the validation split, at the end
     steps: int
     step_seconds: float  # median over the log intervals; without validation and the first step
-    n_parameters: int
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -111,13 +107,10 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         row("distilled", distilled, seconds["distilled"], alone),
         row("alone, as long as distilled", longer, seconds["alone"], alone),
     ]
-    size = alone[0].n_parameters
     return (
-        f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`, "
-        f"{size / 1e6:.2f} million parameters; teacher: `{args.teacher}`, "
-        f"{teacher.n_parameters / size:.1f} times as many. Bits per byte of the validation split "
-        f"at each run's end; seconds are steps times the median step of {ROUNDS} short runs in "
-        f"turns.\n\n{table(rows)}\n\n**{data.name}: distilled against alone "
+        f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`; teacher: "
+        f"`{args.teacher}`. Bits per byte of the validation split at each run's end; seconds are "
+        f"steps times the median step of {ROUNDS} short runs in turns.\n\n{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after as many steps, "
         f"{differences(distilled, longer)} after as much time**"
     )
@@ -174,10 +167,7 @@ def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pret
     rows = list(map(json.loads, lines))
     last = [row for row in rows if "val_bits_per_byte" in row][-1]
     timed = [row["step_seconds"] for row in rows if row["step"] > 1 and "step_seconds" in row]
-    with torch.device("meta"):
-        n_parameters = Transformer(load_config(run / "weights")).num_parameters()
-    seconds = statistics.median(timed)
-    return Result(run, last["val_bits_per_byte"], last["step"], seconds, n_parameters)
+    return Result(run, last["val_bits_per_byte"], last["step"], statistics.median(timed))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, clean_environment, heading, names, new_parser, say, table
 from benchmarks.matmul import synchronize
 from benchmarks.ours import OurStep
-from benchmarks.work import DATA, Work, find_data
+from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
 from training.engine.estimate import GIB, estimate
@@ -43,7 +44,7 @@ WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the
 NOTE = (
     "Losses are rank 0's in the last micro-batch of the first and last of {} steps, memory the "
     "peak of the process with most; on a CPU libraries are in both figures. Bytes are sent per "
-    "process and step{}. The last losses lie within {:.1e} of each other."
+    "process and step, as the network device counts them. The last losses lie within {:.1e} of each other."
 )
 # In a namespace of one's own the loopback device is there, but down.
 ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -85,20 +86,16 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     options = parser.parse_args(argv)
     same = ("dim", "n_layers", "n_heads", "batch_size", "accumulation_steps", "dtype")
     given = {name: getattr(options, name) for name in same}
-    work = Work(**given, seq_len=options.max_seq_len, data=find_data(options.data))
+    work = Work(**given, seq_len=options.max_seq_len)
     _ = work.config  # refuses a shape that cannot work
-    return options, work
+    return options, work.on(options.data)
 
 
-def namespace_obstacle() -> str | None:
-    """Return why the processes cannot have a network of their own here; None if they can."""
-    if torch.cuda.is_available():
-        return "a GPU's traffic passes no network device"
-    try:
-        tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True)
-    except OSError as error:
-        return f"no program {error.filename}"
-    return (tried.stderr.strip() or "unshare failed").splitlines()[-1] if tried.returncode else None
+def counts_traffic() -> bool:
+    """Return whether processes here can have a network of their own: a CPU's, as root on Linux."""
+    if torch.cuda.is_available() or not shutil.which("unshare"):
+        return False
+    return subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
@@ -107,7 +104,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
     say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [*([] if namespace_obstacle() else ALONE), sys.executable]
+        command = [*(ALONE if counts_traffic() else []), sys.executable]
         command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(REPOSITORY / "configs" / f"{name}.yaml")]
         command += ["--num_processes", str(options.processes)]
@@ -128,7 +125,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
 
 def describe(rows: list[dict], steps: int) -> str:
     """Return the table, and what its columns are."""
-    obstacle = namespace_obstacle()
+    counted = counts_traffic()
     cells = []
     for row in rows:
         sent, sent_expected = row["sent"] / 1e6, row["sent_expected"] / 1e6
@@ -140,13 +137,12 @@ def describe(rows: list[dict], steps: int) -> str:
                 "seconds per step": f"{row['seconds']:.3f}",
                 "memory, GiB": f"{row['peak'] / GIB:.3f}",
                 "expected, GiB": beside(row["peak_expected"] / GIB, row["peak"] / GIB, 3),
-                "sent, MB": "n/a" if obstacle else f"{sent:.2f}",
-                "expected, MB": f"{sent_expected:.2f}" if obstacle else beside(sent_expected, sent),
+                "sent, MB": f"{sent:.2f}" if counted else "n/a",
+                "expected, MB": beside(sent_expected, sent) if counted else f"{sent_expected:.2f}",
             }
         )
     losses = [row["losses"][-1] for row in rows]
-    how = f" ({obstacle})" if obstacle else ", counted by the network device"
-    return f"{table(cells)}\n\n{NOTE.format(steps, how, max(losses) - min(losses))}"
+    return f"{table(cells)}\n\n{NOTE.format(steps, max(losses) - min(losses))}"
 
 
 def beside(expected: float, measured: float, digits: int = 2) -> str:

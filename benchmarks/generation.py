@@ -9,6 +9,7 @@ On a CPU ours is measured without oneDNN's layout of weights too (`inference.dec
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from operator import truediv
 from statistics import median
@@ -18,23 +19,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.cli import at_least, heading, names, new_parser, numbers, table
+from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
 from formats.hugging_face_names import llama_config, to_llama
 from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
-from model import LMConfig, Transformer
+from model import Transformer
 
 PROGRAM = "benchmarks.generation"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SIZES = {  # dim, layers, heads; 3m is what run_accelerate.sh trains on a CPU
-    "3m": (192, 4, 4),
-    "26m": (512, 8, 8),
-    "104m": (768, 16, 8),
-    "test": (64, 2, 4),  # for the tests
-}
-VOCAB_SIZE = 6400
 PROMPT_TOKENS, NEW_TOKENS = 16, 128
 
 
@@ -45,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones, greedy\n", flush=True)
         rows = []
         for size, dtype, batch_size in product(args.sizes, args.dtypes, args.batch_sizes):
-            prompts = torch.randint(3, VOCAB_SIZE, (batch_size, PROMPT_TOKENS))
+            prompts = torch.randint(3, SIZES[size].vocab_size, (batch_size, PROMPT_TOKENS))
             runs = contenders(untrained(size), dtype, prompts)
             row = {"model": size, "precision": dtype, "prompts": batch_size}
             rows.append(row | measure(runs, batch_size, args.rounds))
@@ -63,12 +58,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def untrained(size: str) -> Transformer:
-    dim, n_layers, n_heads = SIZES[size]
     torch.manual_seed(0)
-    context = PROMPT_TOKENS + NEW_TOKENS
-    shape = {"n_layers": n_layers, "n_heads": n_heads, "max_seq_len": context}
-    model = Transformer(LMConfig(dim=dim, vocab_size=VOCAB_SIZE, **shape)).eval()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    config = replace(SIZES[size], seq_len=PROMPT_TOKENS + NEW_TOKENS).config
+    return Transformer(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def llama_of(model: Transformer, dtype: str):

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -35,6 +35,7 @@ class Work:
     n_kv_heads: int = 2
     accumulation_steps: int = 1  # micro-batches per optimizer step
     dtype: str = "bfloat16"  # or float32
+    vocab_size: int = 6400
     data: str = DATA  # a folder of prepared text
 
     @cached_property
@@ -44,7 +45,7 @@ class Work:
             n_layers=self.n_layers,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
-            vocab_size=read_description(self.data)["vocab_size"],
+            vocab_size=self.vocab_size,
             max_seq_len=self.seq_len,
         )
 
@@ -54,6 +55,16 @@ class Work:
         with torch.device("meta"):  # shapes without memory
             model = Transformer(self.config)
         return model.num_parameters(), model.flops_per_token(self.seq_len)
+
+    def on(self, data: str) -> "Work":
+        """Return the same work on another text, with its vocabulary. The built-in text is prepared
+        if it is not there. Raises UsageError: that failed, or the folder is no prepared text."""
+        path = Path(data).absolute()
+        if data == DATA and not (path := REPOSITORY / DATA).exists():
+            words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]
+            if subprocess.run(words, stdout=sys.stderr, cwd=REPOSITORY).returncode:
+                raise UsageError(f"{path}: the built-in text could not be prepared")
+        return replace(self, data=str(path), vocab_size=read_description(path)["vocab_size"])
 
     @property
     def tokens(self) -> int:
@@ -86,15 +97,3 @@ SIZES = {  # run_accelerate.sh's on a CPU and on a GPU, and larger ones
     "360m": Work(dim=1024, n_layers=32, batch_size=24, seq_len=1024),
     "test": Work(dim=64, n_layers=2, batch_size=2, seq_len=32, n_heads=4),  # for the tests
 }
-
-
-def find_data(folder: str) -> str:
-    """Return the absolute path of a folder of prepared text. The built-in text is prepared if it
-    is not there. Raises UsageError: that failed. DataError: the folder is no prepared text."""
-    path = Path(folder).absolute()
-    if folder == DATA and not (path := REPOSITORY / DATA).exists():
-        words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]
-        if subprocess.run(words, stdout=sys.stderr, cwd=REPOSITORY).returncode:
-            raise UsageError(f"{path}: the built-in text could not be prepared")
-    read_description(path)
-    return str(path)
