@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -39,12 +38,6 @@ SHAPES = {
     "26m": "--dim 512 --n_layers 8 --n_heads 8",
     "preset": "--dim 192 --n_layers 4 --n_heads 4",  # run_accelerate.sh's where there is no GPU
 }
-
-
-@dataclass
-class Training:
-    tokens_per_second: float
-    waiting: float | None = None  # for data, as a share of the time; None: not measured
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,10 +82,20 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
         PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
     rows = []
     for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
-        training = train(args, packed, seq_len, num_workers)
+        trained, waiting = train(args, packed, seq_len, num_workers)
         say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
         speed = loader_speed(packed, seq_len, num_workers, args.seconds)
-        rows.append(loader_row(seq_len, num_workers, speed, training))
+        waiting = trained / (trained + speed) if waiting is None else waiting
+        rows.append(
+            {
+                "max_seq_len": seq_len,
+                "num_workers": num_workers,
+                "loader, tokens/s": f"{speed:,.0f}",
+                "training, tokens/s": f"{trained:,.0f}",
+                "loader / training": f"{speed / trained:,.0f} ×",
+                "waiting for data, share of a step": f"{waiting:.3%}",
+            }
+        )
     yield (
         f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
         f"is what it would be with nothing loaded ahead.\n\n{table(rows)}"
@@ -143,26 +146,13 @@ def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -
     return count * BATCH_SIZE * seq_len / (time.perf_counter() - start)
 
 
-def loader_row(seq_len: int, num_workers: int, speed: float, training: Training) -> dict:
-    """Return the loader's speed alone against training's, and the share of a step that it costs."""
-    trained, waiting = training.tokens_per_second, training.waiting
-    if waiting is None:
-        waiting = trained / (trained + speed)
-    return {
-        "max_seq_len": seq_len,
-        "num_workers": num_workers,
-        "loader, tokens/s": f"{speed:,.0f}",
-        "training, tokens/s": f"{trained:,.0f}",
-        "loader / training": f"{speed / trained:,.0f} ×",
-        "waiting for data, share of a step": f"{waiting:.3%}",
-    }
-
-
-def train(args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int) -> Training:
+def train(
+    args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int
+) -> tuple[float, float | None]:
     """Return what the flags say, or train for a while in a process of its own, because Accelerate
-    and the allocator settle things for a whole process."""
+    and the allocator settle things for a whole process; see `timed_steps`."""
     if args.model_tokens_per_second is not None:
-        return Training(args.model_tokens_per_second)
+        return args.model_tokens_per_second, None
     say(f"training on sequences of {seq_len}, --num_workers {num_workers}")
     flags = f"{SHAPES[args.shape]} --batch_size {BATCH_SIZE} --max_seq_len {seq_len}"
     flags = [*flags.split(), "--num_workers", str(num_workers), "--data", str(packed)]
@@ -170,8 +160,9 @@ def train(args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int
         return pool.submit(timed_steps, flags, args.steps).result()
 
 
-def timed_steps(flags: list[str], number: int) -> Training:
-    """Take optimizer steps as the training page does, and time how long they wait for a batch."""
+def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
+    """Take optimizer steps as the training page does. Return tokens per second, and the share of
+    the time in which the steps waited for a batch."""
     from benchmarks.ours import start_run
 
     run = start_run(flags)
@@ -193,7 +184,7 @@ def timed_steps(flags: list[str], number: int) -> Training:
         float(norm)  # waits for a GPU
         seconds.append(time.perf_counter() - start)
     tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
-    return Training(tokens / median(seconds), waiting=sum(waits) / sum(seconds))
+    return tokens / median(seconds), sum(waits) / sum(seconds)
 
 
 if __name__ == "__main__":

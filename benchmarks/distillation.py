@@ -7,8 +7,8 @@ with the teacher beside them; last, as many steps alone as take the time of thos
 All are real runs with the same model, data, batch and order; each schedule ends with its last step.
 The held-out text is the validation split.
 
-How long a step takes is measured first, by short runs in turns: free cores are needed for those
-alone. Finished runs are kept, and not made again with the same data and flags.
+Seconds are steps times the median step of all runs of a kind, so free cores are needed. Finished
+runs are kept, and not made again with the same data and flags.
 """
 
 import argparse
@@ -39,7 +39,6 @@ QUIET = (
     "--log_interval 10 --log_with none --eval_interval 0 --eval_samples 0 --save_interval 0 "
     "--keep_last 1 --sample_tokens 1 --compile on"
 )
-ROUNDS, PACE_STEPS = 3, 20  # the runs that measure speed
 
 
 class Result(NamedTuple):
@@ -87,47 +86,41 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {how}"),
     }
 
-    def student(kind: str, seed: int, steps: int = args.steps, brief: str = "") -> Result:
+    def student(kind: str, seed: int, steps: int = args.steps) -> Result:
         stage, taught = stages[kind]
-        flags = f"{args.student} --max_steps {steps} {brief} {taught}"
+        flags = f"{args.student} --max_steps {steps} {taught}"
         return train(kind, data, [args.batch, flags], seed, stage)
 
-    pace = {kind: [] for kind in stages}
-    for seed in range(ROUNDS):
-        for kind, each in pace.items():
-            each.append(student(kind, seed, PACE_STEPS, "--eval_samples 16").step_seconds)
-    seconds = {kind: statistics.median(each) for kind, each in pace.items()}
     pairs = [(student("alone", seed), student("distilled", seed)) for seed in args.seeds]
     alone, distilled = map(list, zip(*pairs, strict=True))
-    as_long = round(seconds["distilled"] / seconds["alone"] * args.steps)
+    as_long = round(step_seconds(distilled) / step_seconds(alone) * args.steps)
     longer = [student("alone", seed, as_long) for seed in args.seeds]
     rows = [
         row("teacher", [teacher]),
-        row("alone", alone, seconds["alone"]),
-        row("distilled", distilled, seconds["distilled"], alone),
-        row("alone, as long as distilled", longer, seconds["alone"], alone),
+        row("alone", alone),
+        row("distilled", distilled, alone),
+        row("alone, as long as distilled", longer, alone),
     ]
     return (
         f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`; teacher: "
-        f"`{args.teacher}`. Bits per byte of the validation split at each run's end; seconds are "
-        f"steps times the median step of {ROUNDS} short runs in turns.\n\n{table(rows)}\n\n**{data.name}: distilled against alone "
+        f"`{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
+        f"{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after as many steps, "
         f"{differences(distilled, longer)} after as much time**"
     )
 
 
-def row(
-    name: str,
-    results: list[Result],
-    step_seconds: float | None = None,
-    beside: list[Result] | None = None,
-) -> dict:
+def step_seconds(results: list[Result]) -> float:
+    return statistics.median(result.step_seconds for result in results)
+
+
+def row(name: str, results: list[Result], beside: list[Result] | None = None) -> dict:
     """Return the row of one kind of run with all seeds, and how far it is from another kind."""
     found, steps = [result.bits_per_byte for result in results], results[0].steps
     return {
         "": name,
         "steps": f"{steps:,}",
-        "seconds": f"{steps * step_seconds:.0f}" if step_seconds else "",
+        "seconds": f"{steps * step_seconds(results):.0f}",
         "bits per byte, by seed": ", ".join(f"{value:.4f}" for value in found),
         "mean": f"{statistics.mean(found):.4f}",
         "against alone": "" if beside is None else differences(results, beside),

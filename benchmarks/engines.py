@@ -7,8 +7,7 @@ Each engine is launched from its file in configs/, on the same text. On a CPU th
 network namespace of their own, if that is allowed (as root, on Linux): its loopback device counts
 what they send, and nobody else uses it.
 
-Under a launcher the same module is a process of an engine: `-m benchmarks.engines OUT STEPS FLAGS`
-takes so many steps with the training script's flags, and rank 0 writes what it measured into OUT.
+Under a launcher the same module is a process of an engine, see `take_steps`.
 """
 
 import argparse
@@ -44,7 +43,8 @@ WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the
 NOTE = (
     "Losses are rank 0's in the last micro-batch of the first and last of {} steps, memory the "
     "peak of the process with most; on a CPU libraries are in both figures. Bytes are sent per "
-    "process and step, as the network device counts them. The last losses lie within {:.1e} of each other."
+    "process and step, as the network device counts them. The last losses lie within {:.1e} of "
+    "each other."
 )
 # In a namespace of one's own the loopback device is there, but down.
 ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -99,8 +99,7 @@ def counts_traffic() -> bool:
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
-    """Return what `take_steps` says of an engine. Raises UsageError: it did not come to
-    its end."""
+    """Return what `take_steps` writes of an engine. Raises UsageError: it failed."""
     say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -173,9 +172,9 @@ def load_libraries() -> int:
     return peak_memory_bytes(torch.device("cpu"))
 
 
-def take_steps(flags: list[str], steps: int) -> dict:
-    """Return the losses of all steps, seconds of one, bytes that were sent per process and step,
-    and memory in bytes: at most, and as expected, libraries included."""
+def take_steps(out: Path, steps: int, flags: list[str]) -> None:
+    """Be a process of an engine. Rank 0 writes the losses of all steps, seconds of one, bytes that
+    were sent per process and step, and memory in bytes: at most, and as expected."""
     libraries = load_libraries()
     task = OurStep(flags)
     engine, device = task.run.engine, task.device
@@ -195,7 +194,7 @@ def take_steps(flags: list[str], steps: int) -> dict:
     sent = loopback_bytes() - sent
     expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
     on_cpu = device.type == "cpu"
-    return {
+    measured = {
         "engine": engine.name.removesuffix(", not DeepSpeed"),
         "losses": losses,
         "seconds": statistics.median(seconds[WARMUP:]),
@@ -204,14 +203,8 @@ def take_steps(flags: list[str], steps: int) -> dict:
         "peak": engine.largest(peak_memory_bytes(device)),
         "peak_expected": expected.peak + (engine.largest(libraries) if on_cpu else 0),
     }
-
-
-def be_a_process() -> None:
-    """Take the steps of one process of an engine."""
-    out, steps, *flags = sys.argv[1:]
-    measured = take_steps(flags, int(steps))
-    if os.environ["RANK"] == "0":
-        Path(out).write_text(json.dumps(measured), encoding="utf-8")
+    if engine.is_main:
+        out.write_text(json.dumps(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -219,6 +212,6 @@ if __name__ == "__main__":
         main()
     else:
         try:
-            be_a_process()
+            take_steps(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
         finally:
             leave()

@@ -1,16 +1,14 @@
-"""Tokens per second of full fine-tuning: this project beside MiniMind's `train_full_sft.py` and
-TRL's `SFTTrainer`, on the same conversations, a model of the same sizes and the same cores.
+"""Tokens per second of full fine-tuning: this project beside TRL's `SFTTrainer`, on the same
+conversations, weights and cores.
 
-    python -m benchmarks.sft --minimind ../minimind --trl ../trl/bin/python
+    python -m benchmarks.sft --trl ../trl/bin/python
 
-Each is a program of its own, as its users start it, that says when a step has ended, and is paused
-while it is not its turn. The first pass over the conversations does not count: imports, reading,
-whatever compiles. Then they take turns of a pass each. The figure is the tokens of these
+Each is a program of its own, as its users start it, that prints a line when a step has ended, and
+is paused while it is not its turn. The first pass over the conversations does not count: imports,
+reading, compiling. Then they take turns of a pass each. The figure is the tokens of these
 conversations in their template, counted once and the same for everybody, by the seconds of such a
-pass: padding, and what a program does between two steps, costs whom it costs.
-
-Sizes, weights and tokenizer are those of a run of pretraining, with which ours and TRL begin.
-MiniMind begins with random weights, and trains in fp32 on a CPU, whatever its --dtype says.
+pass: padding, and what a program does between two steps, costs whom it costs. Both begin with the
+weights and the tokenizer of a run of pretraining.
 """
 
 import argparse
@@ -38,7 +36,7 @@ from data.conversations import ASSISTANT, SUFFIXES, conversation_records, parse_
 from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
 from formats.hugging_face_export import write_model, write_tokenizer
-from formats.portable import CONFIG_FILE, read_json, write_json
+from formats.portable import read_json, write_json
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
 from runs.weights import Trained, load_trained
@@ -51,19 +49,7 @@ NOTE = (
     "Tokens are those of the conversations, without padding, the same number for everybody; "
     "seconds are of a pass over them, and neither loading nor the first pass counts."
 )
-MINIMIND = Path("trainer/train_full_sft.py")
-# It has flags for width and depth; the other sizes become defaults of its configuration.
-WITH_SIZES = f"""
-import functools, json, pathlib, runpy, sys
-sys.path.insert(0, "..")
-from model import model_minimind as peer
-given = json.loads(pathlib.Path(sys.argv.pop(1)).read_text())
-names = "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"
-sizes = {{name: given[name] for name in names}}
-peer.MiniMindConfig = functools.partial(peer.MiniMindConfig, **sizes)
-runpy.run_path("{MINIMIND.name}", run_name="__main__")
-"""
-STEP_ENDED = re.compile(r"(?:Epoch:\S+ |step \d+/\d+ +)loss:? ([^\s,]+)")
+STEP_ENDED = re.compile(r"step \d+/\d+ +loss ([^\s,]+)")
 EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
@@ -149,11 +135,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    """Raises UsageError: a folder is no checkout."""
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--minimind", type=Path, help="a checkout of MiniMind")
-    text = "a Python that has TRL; MiniMind runs in it too (default: this one, and no TRL)"
+    text = "a Python that has TRL; without it, this project runs alone"
     # Not resolved: an environment's Python is known by its path.
     add("--trl", type=lambda path: Path(path).absolute(), metavar="PYTHON", help=text)
     text = "whose sizes, weights and tokenizer; 'auto' is the newest of pretraining"
@@ -163,15 +147,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--batch_size", type=at_least(1), default=16, help="conversations of a step")
     add("--steps", type=at_least(1), default=32, help="of a pass, which decide how many there are")
     add("--rounds", type=at_least(1), default=3, help="passes that count")
-    args = parser.parse_args(argv)
-    if args.minimind and not (args.minimind / MINIMIND).is_file():
-        raise UsageError(f"{args.minimind} has no {MINIMIND}")
-    return args
+    return parser.parse_args(argv)
 
 
 def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tuple[str, int]:
-    """Return so many conversations, spread evenly over those that nobody has to cut, in MiniMind's
-    form, and their number of tokens. Raises DataError: a bad one. UsageError: there are fewer."""
+    """Return so many conversations, spread evenly over those that nobody has to cut, as JSON
+    lines, and their number of tokens. Raises DataError: a bad one. UsageError: there are fewer."""
     records = conversation_records(find_files(source, SUFFIXES))
     found = [parse_conversation(load_json(record), record.place) for record in records]
     lengths = [len(ids) for ids, _ in encode_conversations(tokenizer, found)]
@@ -197,7 +178,7 @@ def export(trained: Trained, folder: Path) -> None:
     write_model(folder, model, tokenizer, dtype="float32", name=folder.name, chat=True)
     write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=True)
     settings = read_json(folder / "tokenizer_config.json")
-    settings["pad_token"] = settings["eos_token"]  # MiniMind's script wants one
+    settings["pad_token"] = settings["eos_token"]  # which trainers want
     write_json(folder / "tokenizer_config.json", settings)
 
 
@@ -219,18 +200,6 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     found = [Program("this project", words, folder, environments(engine, folder)[0])]
 
     environment = os.environ | {"HF_DATASETS_CACHE": str(out / "datasets")}
-    if args.minimind:
-        ignored = shutil.ignore_patterns(".git", "out*", "checkpoints")
-        checkout = shutil.copytree(args.minimind, out / "minimind", ignore=ignored)
-        shutil.copytree(exported, checkout / "model", dirs_exist_ok=True)  # its tokenizer's place
-        shape = read_json(exported / CONFIG_FILE)
-        words = [args.trl or sys.executable, "-c", WITH_SIZES, exported / CONFIG_FILE, *amount]
-        words += ["--data_path", data, "--device", "cpu", "--from_weight", "none"]
-        words += ["--hidden_size", shape["hidden_size"]]
-        words += ["--num_hidden_layers", shape["num_hidden_layers"]]
-        words += ["--max_seq_len", shape["max_position_embeddings"]]
-        found.append(Program("MiniMind", words, checkout / MINIMIND.parent, environment))
-
     for way in WAYS if args.trl else ():
         words = [args.trl, "-m", "benchmarks.sft_trl", exported, data, out / "trl"]
         words += [args.batch_size, passes, way]

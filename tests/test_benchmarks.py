@@ -89,16 +89,9 @@ def test_waiting_for_data_is_a_share_of_real_steps(packed):
     code = f"from benchmarks.data import timed_steps; print('TIMED', timed_steps({flags}, 2))"
     ended = run([sys.executable, "-c", code])
     assert ended.code == 0, ended.out
-    found = re.search(r"TIMED .*per_second=([\d.]+), waiting=([\d.e-]+)", ended.out)
-    assert float(found[1]) > 0
-    assert 0 < float(found[2]) < 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read on Linux")
-def test_large_vocabulary(tmp_path):
-    rows = rows_of(start(tmp_path, "large_vocabulary", "--vocab_size", "500", "--batch_size", "1"))
-    assert len(rows) == 4
+    speed, waiting = re.search(r"TIMED \(([\d.]+), ([\d.e-]+)\)", ended.out).groups()
+    assert float(speed) > 0
+    assert 0 < float(waiting) < 1
 
 
 @pytest.mark.slow
@@ -219,7 +212,7 @@ def test_groups_of_contenders():
         ("engines", ["--steps", "2"], "whole numbers from 3 on"),
         ("data", ["--data", "/no/such"], "/no/such"),
         ("distillation", ["--data", "/no/such"], "/no/such"),
-        ("sft", ["--minimind", "/no/such"], "/no/such has no trainer"),
+        ("sft", ["--run", "/no/such"], "/no/such"),
     ],
 )
 def test_nonsense_is_one_line(name, flags, said, capsys):
