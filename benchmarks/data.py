@@ -18,6 +18,8 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
+from data.loader import micro_batches
+
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
 from common.cpu import available_cores
@@ -25,7 +27,6 @@ from common.errors import UsageError, one_line_errors
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.loader import micro_batches
 from data.order import MicroBatchSampler
 from data.shards import read_description
 from data.tokenizer import TOKENIZER_FILE

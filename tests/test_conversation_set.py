@@ -219,5 +219,3 @@ def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
         path.unlink()
     with pytest.raises(DataError, match=re.escape(str(folder)) + ".*prepare the data again"):
         ConversationSet(folder, "train", 40)
-
-

@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE
 from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
@@ -114,8 +113,6 @@ def test_data_that_is_moved_away_can_still_be_read_to_its_end(packed, tmp_path, 
         for sample, same in zip(loader, expected, strict=True):
             assert all(map(torch.equal, sample, same))
         (tmp_path / "moved").rename(folder)
-
-
 
 
 def places(tree, found=None) -> list[tuple]:

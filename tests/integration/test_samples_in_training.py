@@ -77,7 +77,16 @@ def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):
 
 def test_an_interrupted_run_leaves_its_report_too(packed, tmp_path):
     where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run"]
-    flags = "--max_steps 100000 --compile off --save_interval 0 --eval_interval 0".split()
+    flags = [
+        "--max_steps",
+        "100000",
+        "--compile",
+        "off",
+        "--save_interval",
+        "0",
+        "--eval_interval",
+        "0",
+    ]
     log = tmp_path / "log"
     with open(log, "w") as file:
         process = start_warm([*launch_command("plain", 1), *TINY, *where, *flags], file)

@@ -89,7 +89,8 @@ class TrainingState:
         return whole
 
     def moments(self) -> dict[str, Tensor]:
-        """Return name.exp_avg and name.exp_avg_sq → AdamW's moments, name.momentum_buffer → Muon's."""
+        """Return AdamW's moments by name.exp_avg and name.exp_avg_sq, Muon's by
+        name.momentum_buffer."""
         whole = {}
         for name, parameter, held in self._shards():
             for key, part in held.moments.items():
