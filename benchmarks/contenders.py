@@ -19,7 +19,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from training.engine.usage import peak_memory_bytes
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment
@@ -29,6 +28,7 @@ from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from common.errors import UsageError
 from training.engine.kinds import FILES
+from training.engine.memory import peak_memory_bytes
 
 LOG_LINES = 15
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts

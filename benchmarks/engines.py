@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from training.engine.usage import peak_memory_bytes
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import at_least, clean_environment, heading, names, new_parser, say, table
@@ -35,6 +34,7 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
 from training.engine.estimate import GIB, estimate
 from training.engine.kinds import DDP, FILES
+from training.engine.memory import peak_memory_bytes
 from training.interruption import leave
 
 PROGRAM = "benchmarks.engines"

@@ -6,7 +6,7 @@ import json_tokenizers
 import pytest
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 from test_tokenizer import NASTY
-from test_tokenizer_json import changed, set_field
+from test_tokenizer_json import changed
 from transformers import AutoTokenizer
 
 from data.chat_template import ESCAPE, encode_chat_prompt, encode_conversation
@@ -38,8 +38,8 @@ def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
         return open_tokenizer(json_tokenizers.write_tokenizer(folder, request.param, texts))
     if request.param != "ours":
         model = ModelProto.FromString(path.read_bytes())
-        dummy = set_field("normalizer_spec", "add_dummy_prefix", True)
-        path = changed(model, tmp_path_factory.mktemp("dummy") / "t.model", dummy)
+        model.normalizer_spec.add_dummy_prefix = True
+        path = changed(model, tmp_path_factory.mktemp("dummy") / "t.model", lambda model: None)
     return Tokenizer(path)
 
 
