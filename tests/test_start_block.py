@@ -116,13 +116,10 @@ def test_sums_of_gradients_that_are_not_fp32_are_said(run_of):
 
 def test_a_teacher_is_named_and_counted(run_of):
     config = LMConfig(dim=128, n_layers=2)
-    small = SimpleNamespace(
-        shapes=shapes_of(config, TrainingArguments()),
-        source=SimpleNamespace(path="out/runs/mine/weights"),
-        beside=Beside(config, DDP),
-        config=config,
-        zero=None,
-    )
+    shapes = shapes_of(config, TrainingArguments())
+    source = SimpleNamespace(path="out/runs/mine/weights")
+    beside = Beside(shapes, DDP)
+    small = SimpleNamespace(shapes=shapes, source=source, beside=beside, config=config, zero=None)
     needed = enough_for(run_of(teacher=small))
     assert needed > enough_for(run_of()) + 2 * small.shapes.num_parameters()
     said = start_block._teacher(SimpleNamespace(found=small, held=2_400_000), "bfloat16")

@@ -12,7 +12,7 @@ from common.atomic import write_whole
 from common.progress import progress_bar
 from report.history import number, read_rows
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
-from training.engine.usage import peak_memory_bytes
+from training.engine.memory import peak_memory_bytes
 from training.meter import LossMeter, StepClock
 
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's that make a warning

@@ -67,13 +67,12 @@ class Prepared:
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return what a process does in a step, for the estimate of its memory."""
-        return Workload.of(
-            self.args,
-            self.config,
+        return Workload(
+            args=self.args,
+            shapes=self.shapes,
             processes=processes,
             device=device,
             compiled=compiled,
-            lora=self.shapes.lora,
             teacher=self.teacher and self.teacher.beside,
         )
 
@@ -123,7 +122,7 @@ def prepare(
         config = initial.config(train_set)
         shapes_of(config, filled)  # a shape that cannot be built is refused here
         if teacher:
-            teacher.require_fit(train_set)
+            teacher.require_fit(train_set, engine)
         return train_set, val_set, config, teacher and teacher.source.sha256()
 
     start, initial, teacher, data = on_main_process(engine, decide)

@@ -11,17 +11,10 @@ from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
-from training.engine.estimate import (
-    GIB,
-    Estimate,
-    Workload,
-    advice,
-    available_memory,
-    estimate,
-    fits,
-)
+from training.engine.estimate import Estimate, Workload, advice, estimate, fits
 from training.engine.failures import less_memory
 from training.engine.kinds import GPU
+from training.engine.memory import GIB, available_memory
 from training.optimizer import muon_matrices
 from training.run import Run
 from training.teacher import Teacher
