@@ -154,18 +154,6 @@ def test_where_every_step_was_skipped_there_is_no_loss(start, feed, tmp_path, ca
     assert said.rstrip().endswith("  skipped 1")
 
 
-def test_numbers_reach_the_trackers(start, feed, accelerator, tmp_path, monkeypatch):
-    logged = []
-    monkeypatch.setattr(accelerator, "log", lambda values, step: logged.append((step, values)))
-    log = start()
-    feed(log, 1, 2.5)
-    log.validation(1, VALIDATION)
-    assert [step for step, _ in logged] == [1, 1]
-    assert logged[0][1]["train/loss"] == 2.5
-    assert logged[1][1]["val/loss"] == 2.0
-    assert None not in logged[0][1].values()
-
-
 def test_other_processes_write_nothing_and_their_tokens_count(start, feed, accelerator, tmp_path):
     both = {"device": accelerator.device, "num_processes": 2, "mixed_precision": "no"}
     both |= {"reduce": lambda mine: 2 * mine, "log": lambda values, step: None}

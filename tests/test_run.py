@@ -181,13 +181,6 @@ def test_a_step_has_the_same_samples_and_weights_however_it_is_shared(
             assert torch.equal(batch.tokens, same.tokens)
 
 
-def test_an_epoch_reads_every_sample_once(run_of):
-    run = run_of(ALL * 2)
-    read = [batch.tokens for step in (1, 2) for batch in take(run, step)]
-    expected = [run.prepared.train_set[i][0].tolist() for i in range(len(ALL) * 2)]
-    assert sorted(torch.cat(read).tolist()) == sorted(expected)
-
-
 @pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])
 def test_steps_go_from_the_first_one_of_this_start_to_the_last(run_of, trained, steps):
     run = run_of(trained=trained)
