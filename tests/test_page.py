@@ -132,6 +132,7 @@ def test_a_report_shows_every_number_that_was_logged(tmp_path):
         *("engine DeepSpeed ZeRO-2", '"stage": 2', "torch 2.99"),
     ):
         assert said in page.words
+    assert "0.0002</text>" in page.figures["Learning rate"]
     assert [*page.figures] == [
         *("Loss", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory"),
         "Time of profiled steps",
