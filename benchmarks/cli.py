@@ -28,20 +28,9 @@ def new_parser(program: str, text: str) -> OneLineParser:
     return OneLineParser(prog=f"python -m {program}", description=text, allow_abbrev=False)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` on."""
-
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"whole numbers from {least} on, not {text!r}")
-        return int(text)
-
-    return parse
-
-
-def numbers(least: int) -> Callable[[str], list[int]]:
-    """Return a parser of such numbers with commas between them."""
-    return lambda text: [at_least(least)(number) for number in text.split(",")]
+def numbers(text: str) -> list[int]:
+    """Parse whole numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:

@@ -22,8 +22,7 @@ import torch
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment
-from benchmarks.matmul import synchronize
-from benchmarks.ours import OurStep
+from benchmarks.ours import OurStep, synchronize
 from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from common.errors import UsageError

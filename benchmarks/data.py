@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
+from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
 from data.corpus import BUILTIN, find_files
@@ -57,14 +57,14 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
     text = "sequence lengths to measure the loader at"
-    add("--loader_seq_lens", type=numbers(2), default="256,512,1024", help=text)
+    add("--loader_seq_lens", type=numbers, default="256,512,1024", help=text)
     text = "as for the training script, a run for each"
-    add("--num_workers", type=numbers(0), default="0,2", help=text)
+    add("--num_workers", type=numbers, default="0,2", help=text)
     add("--shape", choices=SHAPES, default="26m", help="model to train")
-    add("--steps", type=at_least(1), default=6, help="training steps to time")
+    add("--steps", type=int, default=6, help="training steps to time")
     text = "what training consumes, where that is known; without it, training is timed"
-    add("--model_tokens_per_second", type=at_least(1), help=text)
-    add("--seconds", type=at_least(1), default=2, help="for how long to run the loader alone")
+    add("--model_tokens_per_second", type=int, help=text)
+    add("--seconds", type=int, default=2, help="for how long to run the loader alone")
     return parser.parse_args(argv)
 
 

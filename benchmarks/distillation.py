@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
+from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
 from model import ConfigError
@@ -68,11 +68,11 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--student", default=STUDENT, help=of_model)
     add("--teacher", default=TEACHER, help=of_model)
     add("--batch", default=BATCH, help="flags of training for both")
-    add("--steps", type=at_least(1), default=600, help="of a student")
-    add("--teacher_steps", type=at_least(1), default=1200)
+    add("--steps", type=int, default=600, help="of a student")
+    add("--teacher_steps", type=int, default=1200)
     add("--temperature", type=float, default=2.0, help="of distillation")
     add("--how", default="--alpha 0.5", help="other flags of distillation")
-    add("--seeds", type=numbers(0), default=[1, 2, 3], help="of students; the teacher's is 0")
+    add("--seeds", type=numbers, default=[1, 2, 3], help="of students; the teacher's is 0")
     return parser.parse_args(argv)
 
 

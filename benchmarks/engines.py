@@ -26,9 +26,8 @@ import torch
 from torch import distributed
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, clean_environment, heading, names, new_parser, say, table
-from benchmarks.matmul import synchronize
-from benchmarks.ours import OurStep
+from benchmarks.cli import clean_environment, heading, names, new_parser, say, table
+from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
@@ -69,18 +68,18 @@ def main(argv: list[str] | None = None) -> None:
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     """Raises ConfigError: a shape that cannot work."""
     parser = new_parser(PROGRAM, __doc__)
-    add, number = parser.add_argument, at_least(1)
+    add = parser.add_argument
     processes = torch.cuda.device_count() or 2
     default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
     add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
-    add("--processes", type=number, default=processes, help="of each")
-    add("--steps", type=at_least(WARMUP + 1), default=20, help=f"{WARMUP} of them to warm up")
-    add("--dim", type=number, default=512, help="as in training, like those below")
-    add("--n_layers", type=number, default=8)
-    add("--n_heads", type=number, default=8)
-    add("--max_seq_len", type=number, default=128)
-    add("--batch_size", type=number, default=4)
-    add("--accumulation_steps", type=number, default=2)
+    add("--processes", type=int, default=processes, help="of each")
+    add("--steps", type=int, default=20, help=f"more than {WARMUP}, which warm up")
+    add("--dim", type=int, default=512, help="as in training, like those below")
+    add("--n_layers", type=int, default=8)
+    add("--n_heads", type=int, default=8)
+    add("--max_seq_len", type=int, default=128)
+    add("--batch_size", type=int, default=4)
+    add("--accumulation_steps", type=int, default=2)
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--data", default=DATA, help="folder of prepared text")
     options = parser.parse_args(argv)

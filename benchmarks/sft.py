@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, heading, new_parser, say, spread, table
+from benchmarks.cli import heading, new_parser, say, spread, table
 from benchmarks.contenders import Contender, environments
 from benchmarks.sft_trl import WAYS
 from common.errors import UsageError, one_line_errors, stop_in_order
@@ -36,10 +36,9 @@ from data.conversations import ASSISTANT, SUFFIXES, conversation_records, parse_
 from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
 from formats.hugging_face_export import write_model, write_tokenizer
-from formats.portable import read_json, write_json
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
-from runs.weights import Trained, load_trained
+from runs.weights import load_trained
 from training.sft_arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"
@@ -122,7 +121,11 @@ def main(argv: list[str] | None = None) -> None:
         number, context = args.steps * args.batch_size, trained.model.config.max_seq_len
         chosen, tokens = choose(args.conversations, trained.tokenizer, number, context)
         (OUT / "conversations.jsonl").write_text(chosen, encoding="utf-8")
-        export(trained, OUT / "exported")
+        # As if the model had learned to chat: its tokenizer has the template then.
+        (exported := OUT / "exported").mkdir()
+        model, tokenizer = trained.model, trained.tokenizer
+        write_model(exported, model, tokenizer, dtype="float32", name="exported", chat=True)
+        write_tokenizer(exported, tokenizer, context, chat=True)
         print(f"{heading(PROGRAM, argv)}\n", flush=True)
         racing = programs(args, run, OUT.absolute())
         race(racing, args.steps, args.rounds)
@@ -144,9 +147,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--run", default="auto", help=text)
     text = "file or folder of conversations, or 'builtin'"
     add("--conversations", metavar="DATA", default="builtin", help=text)
-    add("--batch_size", type=at_least(1), default=16, help="conversations of a step")
-    add("--steps", type=at_least(1), default=32, help="of a pass, which decide how many there are")
-    add("--rounds", type=at_least(1), default=3, help="passes that count")
+    add("--batch_size", type=int, default=16, help="conversations of a step")
+    add("--steps", type=int, default=32, help="of a pass, which decide how many there are")
+    add("--rounds", type=int, default=3, help="passes that count")
     return parser.parse_args(argv)
 
 
@@ -170,24 +173,12 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
     return text, sum(length for _, length in chosen)
 
 
-def export(trained: Trained, folder: Path) -> None:
-    """Export the model for the peers as if it had learned to chat, because its tokenizer has the
-    template then. Raises DataError: there is no exact equal of the tokenizer."""
-    folder.mkdir()
-    model, tokenizer = trained.model, trained.tokenizer
-    write_model(folder, model, tokenizer, dtype="float32", name=folder.name, chat=True)
-    write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=True)
-    settings = read_json(folder / "tokenizer_config.json")
-    settings["pad_token"] = settings["eos_token"]  # which trainers want
-    write_json(folder / "tokenizer_config.json", settings)
-
-
 def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     """Return the programs, ours first. All train a pass more than there are rounds.
 
     Args:
         run: whose weights ours begins with, absolute as `out` is.
-        out: where everybody writes, with conversations.jsonl in it, and exported/, see `export`.
+        out: where everybody writes, with conversations.jsonl in it, and the model in exported/.
     """
     data, exported, passes = out / "conversations.jsonl", out / "exported", args.rounds + 1
     amount = ["--batch_size", args.batch_size, "--epochs", passes, "--log_interval", 1]

@@ -18,11 +18,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cli import at_least, heading, names, new_parser, say, spread, table
+from benchmarks.cli import heading, names, new_parser, say, spread, table
 from benchmarks.contenders import ALLOCATOR, Contender, Team, TeamError, all_contenders, select
-from benchmarks.matmul import matrix_flops
+from benchmarks.ours import synchronize
 from benchmarks.work import DATA, SIZES, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
+from training.engine.cpu_settings import use_all_cores
 from training.engine.device import peak_flops
 from training.engine.estimate import GIB
 
@@ -30,6 +31,10 @@ PROGRAM = "benchmarks.throughput"
 BASELINES = ("ours-compiled", "ours-eager")  # the first of them that takes part, or anybody
 
 
+REPEATS = 5  # of each product
+# (m, k, n) of an (m, k) by (k, n) product; which is fastest depends on caches and cores. The second
+# is a feed-forward layer of the 26m model, the third its output layer.
+PRODUCTS = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
 NOTE = (
     "Medians over rounds, a round counting with the median of its steps; in brackets the lowest "
     "and the highest round. Each contender takes turns with the first; ratios are taken within a "
@@ -100,23 +105,21 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """
     n_gpus = torch.cuda.device_count()
     parser = new_parser(PROGRAM, __doc__)
-    add, number = parser.add_argument, at_least(1)
+    add = parser.add_argument
     sizes = "26m,104m,360m" if n_gpus else "26m,104m"
     add("--sizes", type=names(SIZES), default=sizes, help=f"of {', '.join(SIZES)}")
     add("--contenders", default="all", help="names or groups: all, ours, peers, muon, ...")
-    add("--rounds", type=number, default=5, help="turns of each contender")
-    add("--steps", type=number, default=10 if n_gpus else 3, help="steps per turn")
-    add("--warmup_steps", type=at_least(0), default=3, help="steps before the first turn")
-    add("--batch_size", type=number, help="sequences per micro-batch (default: the size's)")
-    add("--seq_len", type=number, help="tokens per sequence (default: the size's)")
-    add("--accumulation_steps", type=number, default=1, help="micro-batches per step")
-    add("--processes", type=number, default=n_gpus or 1, help="of DDP and ZeRO")
+    add("--rounds", type=int, default=5, help="turns of each contender")
+    add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
+    add("--warmup_steps", type=int, default=3, help="steps before the first turn")
+    add("--batch_size", type=int, help="sequences per micro-batch (default: the size's)")
+    add("--seq_len", type=int, help="tokens per sequence (default: the size's)")
+    add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
+    add("--processes", type=int, default=n_gpus or 1, help="of DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
     text = "use PyTorch's compile cache and not an empty one: first steps are no first run's"
     add("--keep_compile_cache", action="store_true", help=text)
     options = parser.parse_args(argv)
-    if 0 < n_gpus < options.processes:
-        raise UsageError(f"--processes {options.processes} is more than the {n_gpus} GPUs")
     everybody = all_contenders(options.processes, n_gpus > 0)
     options.contenders = select(everybody, options.contenders)
     shape = ("batch_size", "seq_len", "accumulation_steps")
@@ -272,6 +275,29 @@ def closing_line(size: str, played: list[Result]) -> str:
         return line + "n/a, one of the two was not measured"
     line += f"{ours[0] / peer[0]:.2f} ({ours[1]} / {peer[1]})" if peer else "n/a"
     return line + (f", same allocator {ours[0] / same[0]:.2f} ({same[1]})" if same else "")
+
+
+def matrix_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of matrix products alone: of the fastest shape, each by the median of its
+    repeats. They are the yardstick of a machine whose data sheet is not known."""
+    use_all_cores()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for m, k, n in PRODUCTS:
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(k, n, device=device).to(dtype)
+        # Written into the same memory every time, so that no page faults are measured.
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        torch.mm(a, b, out=out)
+        seconds = []
+        for _ in range(REPEATS):
+            synchronize(device)
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        found.append(2 * m * k * n / statistics.median(seconds))
+    return max(found)
 
 
 if __name__ == "__main__":
