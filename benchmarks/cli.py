@@ -19,9 +19,7 @@ from common.numbers import counted
 from common.parser import OneLineParser
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt", "numpy", "sentencepiece")
-LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 
 def new_parser(program: str, text: str) -> OneLineParser:
@@ -52,11 +50,7 @@ def say(text: str) -> None:
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment variables without those of a launcher."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "TORCHELASTIC")) and name not in LAUNCHER_VARIABLES
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     tools = Path(sys.executable).parent  # DeepSpeed and inductor look for ninja on PATH
     return kept | {"PATH": f"{tools}{os.pathsep}{kept.get('PATH', '')}"}
 

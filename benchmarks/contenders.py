@@ -57,10 +57,6 @@ class Contender:
     variant: str = ""  # a key of VARIANTS, or ALLOCATOR
 
     @property
-    def is_ours(self) -> bool:
-        return self.family == "ours"
-
-    @property
     def name(self) -> str:
         engine = "" if self.engine == "single" else f"-{self.engine}"
         mode = "compiled" if self.compiled else "eager"
@@ -71,7 +67,7 @@ class Contender:
         """Every word of --contenders that means this one."""
         if self.variant in VARIANTS:
             return {self.name, self.variant}
-        return {"all", self.name, self.family, "ours" if self.is_ours else "peers"}
+        return {"all", self.name, self.family, "ours" if self.family == "ours" else "peers"}
 
     def flags(self) -> list[str]:
         """Return what the training script is told besides the work."""
@@ -82,20 +78,20 @@ class Contender:
 
 
 def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
-    """Return all contenders in the order of the table.
+    """Return all contenders in the order of the table; the first one chosen is the baseline.
 
     Args:
         processes: of the engines that can have several.
         has_gpu: GPU memory does not come from the C library, so there is no allocator to choose.
     """
     found = []
-    for compiled in (False, True):
+    for compiled in (True, False):
         found.append(Contender("ours", compiled))
         engines = ["ddp", "zero1", "zero2"] if processes > 1 else ["zero1", "zero2"]
         found += [Contender("ours", compiled, engine, processes) for engine in engines]
         found += [Contender("ours", compiled, variant=variant) for variant in VARIANTS]
     for family in PEERS:
-        for compiled in (False, True):
+        for compiled in (True, False):
             variants = [""] if has_gpu else ["", ALLOCATOR]
             found += [Contender(family, compiled, variant=variant) for variant in variants]
     return found
@@ -236,7 +232,7 @@ def build(contender: Contender, work: Work):
 
     Raises ValueError: it runs on another engine, or does not begin like an untrained model.
     """
-    if contender.is_ours:
+    if contender.family == "ours":
         task = OurStep([*work.flags(), *contender.flags()])
     else:
         task = PeerStep(contender.family, work, contender.compiled, contender.variant == ALLOCATOR)

@@ -78,8 +78,6 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
         f"tokenizer included.\n\n{table([row])}"
     )
 
-    for seq_len in args.loader_seq_lens:
-        PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
     rows = []
     for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
         trained, waiting = train(args, packed, seq_len, num_workers)
@@ -168,9 +166,6 @@ def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
     run = start_run(flags)
     seconds, waits = [], []
     for step in range(1, WARM_UP_STEPS + number + 1):
-        if step == WARM_UP_STEPS + 1:
-            seconds.clear()
-            waits.clear()
         start = asked = time.perf_counter()
         run.begin(step)
         for batch in run.micro_batches():
@@ -184,7 +179,8 @@ def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
         float(norm)  # waits for a GPU
         seconds.append(time.perf_counter() - start)
     tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
-    return tokens / median(seconds), sum(waits) / sum(seconds)
+    seconds = seconds[WARM_UP_STEPS:]
+    return tokens / median(seconds), sum(waits[WARM_UP_STEPS:]) / sum(seconds)
 
 
 if __name__ == "__main__":

@@ -70,8 +70,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", default=BATCH, help="flags of training for both")
     add("--steps", type=int, default=600, help="of a student")
     add("--teacher_steps", type=int, default=1200)
-    add("--temperature", type=float, default=2.0, help="of distillation")
-    add("--how", default="--alpha 0.5", help="other flags of distillation")
+    add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
     add("--seeds", type=numbers, default=[1, 2, 3], help="of students; the teacher's is 0")
     return parser.parse_args(argv)
 
@@ -80,10 +79,9 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     """Make the runs on one text and return their table."""
     flags = [args.batch, f"{args.teacher} --max_steps {args.teacher_steps}"]
     teacher = train("teacher", data, flags, seed=0)
-    how = f"--temperature {args.temperature:g} {args.how}"
     stages = {
         "alone": ("pretrain", ""),
-        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {how}"),
+        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {args.how}"),
     }
 
     def student(kind: str, seed: int, steps: int = args.steps) -> Result:
@@ -102,7 +100,7 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         row("alone, as long as distilled", longer, alone),
     ]
     return (
-        f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`; teacher: "
+        f"### {data.name}: `{args.how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`; teacher: "
         f"`{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
         f"{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after as many steps, "

@@ -74,17 +74,13 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
     add("--processes", type=int, default=processes, help="of each")
     add("--steps", type=int, default=20, help=f"more than {WARMUP}, which warm up")
-    add("--dim", type=int, default=512, help="as in training, like those below")
-    add("--n_layers", type=int, default=8)
-    add("--n_heads", type=int, default=8)
-    add("--max_seq_len", type=int, default=128)
-    add("--batch_size", type=int, default=4)
-    add("--accumulation_steps", type=int, default=2)
+    shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}
+    for name, value in (shape | {"max_seq_len": 128}).items():
+        add(f"--{name}", type=int, default=value, help="as in training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--data", default=DATA, help="folder of prepared text")
     options = parser.parse_args(argv)
-    same = ("dim", "n_layers", "n_heads", "batch_size", "accumulation_steps", "dtype")
-    given = {name: getattr(options, name) for name in same}
+    given = {name: getattr(options, name) for name in (*shape, "dtype")}
     work = Work(**given, seq_len=options.max_seq_len)
     _ = work.config  # refuses a shape that cannot work
     return options, work.on(options.data)
@@ -160,21 +156,12 @@ def loopback_bytes() -> int:
     return next(int(counts.split()[8]) for name, counts in lines if name.strip() == "lo")
 
 
-def load_libraries() -> int:
-    """Import what a run would; return the bytes of the process then."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.sum().backward()
-    torch.optim.AdamW([weight], fused=True).step()
-    import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3  # noqa: F401
-
-    return peak_memory_bytes(torch.device("cpu"))
-
-
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     """Be a process of an engine. Rank 0 writes the losses of all steps, seconds of one, bytes that
     were sent per process and step, and memory in bytes: at most, and as expected."""
-    libraries = load_libraries()
+    import deepspeed.runtime.zero.stage3  # noqa: F401  as engines do, before memory is looked at
+
+    libraries = peak_memory_bytes(torch.device("cpu"))
     task = OurStep(flags)
     engine, device = task.run.engine, task.device
     losses, seconds, sent = [], [], 0

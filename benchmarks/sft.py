@@ -60,14 +60,13 @@ class Program:
     command: list  # of what has a str()
     folder: Path  # where it is run
     environment: dict[str, str]
+    log: Path  # of its stderr
     seconds: list[float] = field(default_factory=list)  # of each pass that counts
     loss: str = ""  # of the last step, as the program prints it
-    log: Path = Path(os.devnull)  # of its stderr
     process: subprocess.Popen | None = None
 
-    def start(self, log: Path) -> None:
-        self.log = log
-        with open(log, "wb") as errors:
+    def start(self) -> None:
+        with open(self.log, "wb") as errors:
             self.process = subprocess.Popen(
                 list(map(str, self.command)),
                 cwd=self.folder,
@@ -167,8 +166,8 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
             f"{number} are needed: --steps or --batch_size can be smaller"
         )
     chosen = [whole[i * len(whole) // number] for i in range(number)]
-    lists = ([{"role": t.role, "content": t.content} for t in turns] for turns, _ in chosen)
-    rows = ({"conversations": turns} for turns in lists)
+    turns = ([{"role": t.role, "content": t.content} for t in each] for each, _ in chosen)
+    rows = ({"conversations": each} for each in turns)
     text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
     return text, sum(length for _, length in chosen)
 
@@ -188,13 +187,15 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     words = [sys.executable, REPOSITORY / SFTArguments.program, "--init_from", run]
     words += ["--conversations", data, "--prepare_flags=--val_fraction 0", *amount]
     words += ["--log_with", "none", "--compile", "auto", *engine.flags()[-2:]]
-    found = [Program("this project", words, folder, environments(engine, folder)[0])]
+    (launched,) = environments(engine, folder)
+    found = [Program("this project", words, folder, launched, out / "ours.log")]
 
     environment = os.environ | {"HF_DATASETS_CACHE": str(out / "datasets")}
     for way in WAYS if args.trl else ():
         words = [args.trl, "-m", "benchmarks.sft_trl", exported, data, out / "trl"]
         words += [args.batch_size, passes, way]
-        found.append(Program(f"TRL, {way}", words, REPOSITORY, environment))
+        log = out / f"trl-{len(found)}.log"
+        found.append(Program(f"TRL, {way}", words, REPOSITORY, environment, log))
     return found
 
 
@@ -205,7 +206,7 @@ def race(racing: list[Program], steps: int, rounds: int) -> None:
     """
     with ExitStack() as started:
         for program in racing:
-            program.start(OUT / f"{program.name}.log".replace(" ", "-"))
+            program.start()
             started.callback(program.end)
             say(f"{program.name}: first pass after {program.take(steps):.1f} s")
         for number in range(1, rounds + 1):

@@ -28,7 +28,6 @@ from training.engine.device import peak_flops
 from training.engine.estimate import GIB
 
 PROGRAM = "benchmarks.throughput"
-BASELINES = ("ours-compiled", "ours-eager")  # the first of them that takes part, or anybody
 
 
 REPEATS = 5  # of each product
@@ -72,14 +71,11 @@ class SizeReport:
 
     size: str
     work: Work
-    results: list[Result] = field(default_factory=list)  # as they were started, the baseline first
+    results: dict[Contender, Result] = field(default_factory=dict)  # the baseline first
     missing: dict[str, str] = field(default_factory=dict)  # name → reason, one line
     matrix_products: list[float] = field(default_factory=list)  # FLOP/s
     rounds: int = 0  # begun
     finished: bool = False
-
-    def result(self, contender: Contender) -> Result:
-        return next(each for each in self.results if each.contender == contender)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -143,8 +139,7 @@ class Session:
 
     def measure(self) -> None:
         """Play all rounds in the order of the module's first lines."""
-        rank = {name: position for position, name in enumerate(BASELINES)}
-        waiting = sorted(self.options.contenders, key=lambda c: rank.get(c.name, len(rank)))
+        waiting = list(self.options.contenders)
         self.report.missing = {contender.name: "no time left" for contender in waiting}
         while waiting and not self._teams:
             self._start(waiting.pop(0))
@@ -158,7 +153,7 @@ class Session:
                 team.close()
             if baseline not in self._teams:
                 return
-        if not self.report.result(baseline).step_seconds:  # nobody else could start
+        if not self.report.results[baseline].step_seconds:  # nobody else could start
             self._play([baseline])
         self.report.finished = True
 
@@ -179,8 +174,8 @@ class Session:
         except TeamError as error:
             self._drop(contender, error)
             return False
-        self.report.results.append(Result(contender, self.report.work, seconds))
-        self._say(f"{contender.name}: first step after {seconds:.1f} s")
+        self.report.results[contender] = Result(contender, self.report.work, seconds)
+        say(f"{self.report.size}: {contender.name}: first step after {seconds:.1f} s")
         return True
 
     def _play(self, contenders: list[Contender]) -> None:
@@ -197,26 +192,23 @@ class Session:
                     return
                 # A step is over when its slowest rank is done.
                 steps = map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
-                result = self.report.result(contender)
+                result = self.report.results[contender]
                 result.step_seconds[self.report.rounds] = statistics.median(steps)
                 result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
                 self.report.missing.pop(contender.name, None)
-                self._say(f"{contender.name}: {result.speeds()[-1]:,.0f} tokens/s")
+                say(f"{self.report.size}: {contender.name}: {result.speeds()[-1]:,.0f} tokens/s")
 
     def _drop(self, contender: Contender, error: TeamError) -> None:
         team = self._teams.pop(contender)
         team.close()
         self.report.missing[contender.name] = str(error)
-        self._say(f"{contender.name} failed: {error}\n{team.last_words()}")
-
-    def _say(self, text: str) -> None:
-        say(f"{self.report.size}: {text}")
+        say(f"{self.report.size}: {contender.name} failed: {error}\n{team.last_words()}")
 
 
 def size_table(report: SizeReport) -> str:
     """Return the Markdown section of one size."""
     missing = [f"- {name}: {reason}" for name, reason in report.missing.items()]
-    played = [result for result in report.results if result.step_seconds]
+    played = [result for result in report.results.values() if result.step_seconds]
     if not played:
         return "\n".join([f"### {report.size}\n\nNothing could be measured:\n", *missing])
     work = report.work
@@ -265,7 +257,7 @@ def closing_line(size: str, played: list[Result]) -> str:
         found = []
         for result in played:
             who = result.contender
-            if (who.processes, who.is_ours, who.variant) == wanted:
+            if (who.processes, who.family == "ours", who.variant) == wanted:
                 found.append((statistics.median(result.ratios(played[0])), who.name))
         return max(found, default=None)
 
