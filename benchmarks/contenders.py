@@ -29,7 +29,6 @@ from common.errors import UsageError
 from training.engine.kinds import FILES
 from training.engine.usage import peak_memory_bytes
 
-LOG_LINES = 15
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
 # How an engine must call itself, because engines are known to be switched off without a word.
 ENGINES = {
@@ -194,7 +193,7 @@ class Team:
 
     def last_words(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-LOG_LINES:])
+        return "\n".join(f"    {line}" for line in lines[-15:])
 
     def close(self) -> None:
         """End all processes, and the helpers in their sessions."""

@@ -1,8 +1,6 @@
 """Speed of the way from text to the model: preparation and loader.
 
-    python -m benchmarks.data --data my.jsonl
-
-Prints Markdown tables; progress goes to stderr. Nothing stays on the disk.
+python -m benchmarks.data --data my.jsonl
 """
 
 import argparse

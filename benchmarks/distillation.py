@@ -100,8 +100,8 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         row("alone, as long as distilled", longer, alone),
     ]
     return (
-        f"### {data.name}: `{args.how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`; teacher: "
-        f"`{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
+        f"### {data.name}: `{args.how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`. "
+        f"Teacher: `{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
         f"{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after as many steps, "
         f"{differences(distilled, longer)} after as much time**"

@@ -6,8 +6,6 @@
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes have a
 network namespace of their own, if that is allowed (as root, on Linux): its loopback device counts
 what they send, and nobody else uses it.
-
-Under a launcher the same module is a process of an engine, see `take_steps`.
 """
 
 import argparse
@@ -196,7 +194,7 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         main()
-    else:
+    else:  # a process that `measure` has launched
         try:
             take_steps(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
         finally:

@@ -45,8 +45,7 @@ PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")
 NOTE = (
     "Medians over rounds; in brackets the lowest and the highest. Ratios are taken within a round. "
-    "Tokens are those of the conversations, without padding, the same number for everybody; "
-    "seconds are of a pass over them, and neither loading nor the first pass counts."
+    "Tokens are those of the conversations, without padding; seconds are of a pass over them."
 )
 STEP_ENDED = re.compile(r"step \d+/\d+ +loss ([^\s,]+)")
 EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
