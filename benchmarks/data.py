@@ -54,10 +54,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
-    text = "sequence lengths to measure the loader at"
-    add("--loader_seq_lens", type=numbers, default="256,512,1024", help=text)
-    text = "as for the training script, a run for each"
-    add("--num_workers", type=numbers, default="0,2", help=text)
+    add("--loader_seq_lens", type=numbers, default="256,512,1024", help="of the loader")
+    add("--num_workers", type=numbers, default="0,2", help="as in training, a run for each")
     add("--shape", choices=SHAPES, default="26m", help="model to train")
     add("--steps", type=int, default=6, help="training steps to time")
     text = "what training consumes, where that is known; without it, training is timed"
