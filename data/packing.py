@@ -19,7 +19,7 @@ import numpy as np
 
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
-from data.encoders import Document, Encode, Encoded, encoders, loaded
+from data.encoders import Document, Encode, Encoded, encoders, loaded, readable
 from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, SPLITS, TEXT, ShardWriter, token_dtype
@@ -229,12 +229,7 @@ def _with_splitter(path: str) -> tuple[Tokenizer, Splitter]:
 
 def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
     tokenizer, splitter = loaded(_with_splitter, path)
-    texts, bad = [], []
-    for record in batch:
-        try:
-            texts.append(parse(record))
-        except DataError as error:
-            bad.append(str(error))
+    texts, bad = readable(batch, parse)
     texts = [text for text in texts if text]
     dtype = token_dtype(tokenizer.vocab_size)
     # One marker may do both: then the next document's beginning ends this one.

@@ -13,7 +13,7 @@ from test_dataset import make_folder
 from data.conversation_set import ConversationSet, padded
 from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError
-from data.order import LengthSampler, MicroBatchSampler
+from data.order import LengthSampler
 from data.shards import ShardWriter, token_dtype
 from data.tokenizer import Tokenizer
 from model import IGNORE_INDEX
@@ -192,16 +192,6 @@ def test_the_share_of_padding_is_that_of_the_micro_batches(tmp_path, batch_size)
     assert dataset.share_of_padding(sampler) == pytest.approx(share)
 
 
-def test_like_lengths_together_are_padded_less(tmp_path):
-    chooser = random.Random(1)
-    turns = [[(4, int(chooser.expovariate(0.01)) + 1)] for _ in range(2000)]
-    dataset = ConversationSet(make_set(tmp_path / "c", map(conversation, turns)), "train", 512)
-    n = len(dataset)
-    sorted_ = LengthSampler(n, 16, lengths=dataset.lengths, global_batch=16)
-    assert dataset.share_of_padding(sorted_) < 0.2
-    assert dataset.share_of_padding(MicroBatchSampler(n, 16)) > 0.5
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated", "swapped", "beyond", "negative"])
 def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
     folder = make_set(tmp_path / "c", many())
@@ -219,5 +209,3 @@ def test_damaged_answers_are_refused_in_one_line(tmp_path, damage):
         path.unlink()
     with pytest.raises(DataError, match=re.escape(str(folder)) + ".*prepare the data again"):
         ConversationSet(folder, "train", 40)
-
-
