@@ -1,4 +1,4 @@
-"""From files of conversations to token shards that tell where the answers are.
+"""Turn files of conversations into token shards that tell where the answers are.
 
 They are prepared like text, see data/packing.py. A conversation is stored whole, up to the end of
 its last answer: only training knows how long one may be.
@@ -26,7 +26,7 @@ BUILTIN_VAL_FRACTION = 0.1  # some five hundred questions
 
 @dataclass(frozen=True)
 class ConversationOptions(PackingOptions):
-    """How conversations are prepared; `vocab_size` and the settings of text have no effect."""
+    """Settings for conversations; `vocab_size` and the settings of text have no effect."""
 
     kind: ClassVar[str] = CONVERSATIONS
     stage_share: float = 1.0  # of all conversations; the others are for other stages of training

@@ -36,7 +36,7 @@ NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 
 
 class Record(NamedTuple):
-    """One document as it stands in its file, not yet decoded."""
+    """A document as it stands in its file, not yet decoded."""
 
     path: str
     position: int  # a byte in a .txt, else a line or a row, counted from 1
@@ -53,7 +53,7 @@ class Record(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How files become documents."""
+    """Settings that turn files into documents."""
 
     text_column: str = TEXT_COLUMN  # of .jsonl, .csv and .parquet
     section_bytes: int = SECTION_BYTES  # longest document of a .txt

@@ -1,4 +1,4 @@
-"""From text files to token shards: train the tokenizer, encode in several processes, write.
+"""Turn text files into token shards: train the tokenizer, encode in several processes, write.
 
 Documents are written one after the other as BOS, text, EOS; training cuts the stream into
 sequences, so that no position is padding. data/validation_split.py decides which documents are for
@@ -36,7 +36,7 @@ TOKENIZER_SAMPLE_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """How text is prepared; see ConversationOptions for conversations."""
+    """Settings for text; see ConversationOptions for conversations."""
 
     kind: ClassVar[str] = TEXT  # see `shards.KINDS`
     vocab_size: int | None  # None: what suits the text's size, or fewer if it holds no more

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 
 
 def conversation(i: int) -> list[Turn]:
-    """One or two questions, perhaps after a system's words; no two are the same."""
+    """A conversation of one or two questions; no two are the same."""
     turns = [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}")]
     if i % 2:
         turns = [Turn("system", "Add."), *turns]
@@ -154,7 +154,7 @@ def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
 
 
 def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
-    """As SentencePiece makes them unless it is told otherwise."""
+    """SentencePiece makes such tokenizers by default."""
     model = tmp_path / "t.model"
     texts = (turn.content for turns in CONVERSATIONS for turn in turns)
     with model.open("wb") as file:

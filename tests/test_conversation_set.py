@@ -60,7 +60,7 @@ def many(n=60, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def expected_row(tokens, answers, seq_len) -> tuple[list[int], list[int]] | None:
-    """One conversation's row, by the book: what was there before any answer may be cut off."""
+    """The row of one conversation, computed plainly; None if no answer fits."""
     fitting = [span for span in answers.tolist() if span[1] <= seq_len + 1]
     if not fitting:
         return None
@@ -106,7 +106,7 @@ def test_no_answer_within_the_context_is_refused(tmp_path):
 
 
 def test_bytes_are_those_of_the_answers_that_are_read(tmp_path, packed):
-    """Where a conversation is cut, the bytes of its text are counted anew."""
+    """The bytes of a conversation that is cut are counted anew."""
     tokenizer = Tokenizer(packed / "tokenizer.model")
     said = tokenizer.encode("sum 第1句 + 2")
     turns = [(np.array([3, *said, *said]), np.array([[1, 1 + len(said)], [1 + len(said), -1]]))]

@@ -51,7 +51,7 @@ def stream(out: Path, split: str) -> np.ndarray:
 
 
 def documents(out: Path, split: str) -> list[str]:
-    """What the shards hold, read without this project's code: BOS, text, EOS and so on."""
+    """The texts in the shards, read without this project's code: BOS, text, EOS and so on."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     found, current = [], None
     for token in stream(out, split).tolist():
