@@ -109,15 +109,14 @@ def test_bytes_are_those_of_the_answers_that_are_read(tmp_path, packed):
     """The bytes of a conversation that is cut are counted anew."""
     tokenizer = Tokenizer(packed / "tokenizer.model")
     said = tokenizer.encode("sum 第1句 + 2")
-    turns = [(np.array([3, *said, *said]), np.array([[1, 1 + len(said)], [1 + len(said), -1]]))]
-    turns[0][1][1, 1] = 1 + 2 * len(said)
-    folder = make_set(tmp_path / "c", turns)
-    assert ConversationSet(folder, "train", 1000).bytes_per_token == 2
+    n = len(said)
+    both = (np.array([3, 4, *said, *said]), np.array([[2, 2 + n], [2 + n, 2 + 2 * n]]))
+    folder = make_set(tmp_path / "c", [both])
     shutil.copy(packed / "tokenizer.model", folder)
     assert ConversationSet(folder, "train", 1000).bytes_per_token == 2
-    cut = ConversationSet(folder, "train", len(said))
+    cut = ConversationSet(folder, "train", n + 1)
     assert cut.n_cut == 1
-    assert cut.bytes_per_token == len("sum 第1句 + 2".encode()) / len(said)
+    assert cut.bytes_per_token == len("sum 第1句 + 2".encode()) / n
     assert cut.summary.startswith("1 conversation, 1 of them cut after the last answer within")
 
 

@@ -50,7 +50,7 @@ DS = {"ACCELERATE_USE_DEEPSPEED": "true"}
 @pytest.mark.parametrize(
     ("flags", "says", "environ"),
     [
-        ("--dtype int8", "--dtype .*int8", {}),
+        ("--dtype int8", "--dtype.*int8", {}),
         ("--dtype float16", "--dtype float16 .*GPU", {}),
         ("--dim 100 --n_heads 8", "dim 100 .*n_heads 8", {}),
         ("--max_seq_len 100000", "100001.*--max_seq_len", {}),
