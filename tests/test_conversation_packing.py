@@ -120,6 +120,10 @@ def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_p
     other = files_of(pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2))
     del one["dataset.json"], other["dataset.json"]  # it names the file
     assert one == other
+    said, lines = '"role": "assistant"', (tmp_path / "a.jsonl").read_text().splitlines()
+    fewer = [line.replace(said, f'"weight": 0, {said}', line.count(said) - 1) for line in lines]
+    (tmp_path / "c.jsonl").write_text("\n".join(fewer))
+    assert told_apart(pack(tmp_path / "c.jsonl", "three")) == (train, val)
 
 
 def test_a_stage_takes_its_share_and_moves_none_to_the_other_split(pack, tmp_path):
