@@ -1,9 +1,9 @@
-"""The model and its optimizer, prepared for the engine that trains them."""
+"""The model and its optimizer, prepared for the engine that trains them, and their random state."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
 from model import Transformer
@@ -29,11 +29,26 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(seed + 1000003 * rank)
 
 
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of torch's generators; on a GPU wait for the work that it was given."""
+    if device.type != "cuda":
+        return {"cpu": torch.get_rng_state()}
+    torch.cuda.synchronize()
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device)}
+
+
+def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
+    """Set torch's generators to what `random_state` returned; a GPU's may be missing."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
-    """Build the model with weights drawn at random, and its optimizer.
+    """Build the model with weights drawn at random, and its optimizer. Every process must call it.
 
     Frozen parameters are held in the precision of forward and backward, under every engine. The
-    random generators are seeded for what comes after. Every process must call this.
+    random generators are seeded for what comes after.
 
     Raises UsageError: the engine cannot be started, or cannot compile what it needs.
     """

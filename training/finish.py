@@ -70,7 +70,7 @@ def finish(
     adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     say(
         f"loss curve: {run.loss_picture}\n"
-        f"report:     {leave_report(run)}\n"
+        f"report:     {leave_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
         f"      {python()} -m scripts.evaluate {source}\n"
@@ -117,5 +117,5 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     command = "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    print(f"report: {leave_report(run)}")
+    print(f"report: {leave_report([run.path], run.report)}")
     print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)

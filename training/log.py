@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -18,55 +19,37 @@ from training.meter import LossMeter, StepClock
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's that make a warning
 
 
+@dataclass
 class TrainingLog:
     """Report every `log_interval` steps, at the first and at the last step.
 
     Throughput leaves out pauses and the first step of a start, which compiles and fills caches.
-
-    Args:
-        accelerator: as prepared; only its main process writes.
-        path: metrics.jsonl; `open` drops the rows of `first_step` and later.
-        tokens_per_step: of all processes together, on average.
-        flops_per_token: see `Transformer.flops_per_token`.
-        total_steps: of the run.
-        first_step: of this start.
-        parts: names of the means that each micro-batch has besides its loss.
-        name: begins every line, where several runs have a log; there is no progress bar then.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        path: Path,
-        *,
-        log_interval: int,
-        tokens_per_step: float,
-        flops_per_token: float,
-        total_steps: int,
-        first_step: int,
-        parts: tuple[str, ...] = (),
-        name: str = "",
-    ):
-        self.accelerator = accelerator
-        self.path = path
-        self.log_interval = log_interval
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.total_steps = total_steps
-        self.first_step = first_step
-        self.prefix = f"{name}  " if name else ""
-        self.meter = LossMeter(accelerator, parts)
-        self.divergence = DivergenceWatch(path, first_step)
+    accelerator: Accelerator  # as prepared; only its main process writes
+    path: Path  # metrics.jsonl; `open` drops the rows of `first_step` and later
+    _: KW_ONLY
+    log_interval: int
+    tokens_per_step: float  # of all processes together, on average
+    flops_per_token: float
+    total_steps: int  # of the run
+    first_step: int  # of this start
+    parts: tuple[str, ...] = ()  # names of the means that each micro-batch has besides its loss
+    name: str = ""  # begins every line, where several runs have a log and no progress bar
+
+    def __post_init__(self):
+        self.meter = LossMeter(self.accelerator, self.parts)
+        self.divergence = DivergenceWatch(self.path, self.first_step)
         self.clock = StepClock()
         self.bar = progress_bar(
             self.total_steps,
             "step",
             "step",
-            initial=first_step - 1,
-            disable=bool(name) or not accelerator.is_main_process,
+            initial=self.first_step - 1,
+            disable=bool(self.name) or not self.accelerator.is_main_process,
         )
-        precision = matrix_precision(accelerator.mixed_precision)
-        self._peak = peak_flops(device_name(accelerator.device), precision)
+        precision = matrix_precision(self.accelerator.mixed_precision)
+        self._peak = peak_flops(device_name(self.accelerator.device), precision)
         self._file = None
         self._unwritten = b""
 
@@ -94,11 +77,11 @@ class TrainingLog:
         seconds, per_step = self.clock.seconds, self.clock.seconds / self.clock.steps
         left = self.clock.elapsed / self.clock.steps * (self.total_steps - step)
         means, tokens = self.meter.take(self.clock.tokens)
-        speed = utilisation = None
+        skipped, speed, utilisation = self.meter.skipped_steps(), None, None
         timing = f"{per_step:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            processes = self.accelerator.num_processes
             speed = round(tokens / seconds, 1)
+            processes = self.accelerator.num_processes
             utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
             shown = "" if utilisation is None else f"MFU {utilisation:.1%}  "
             timing = f"{speed:,.0f} tokens/s  {shown}left {as_time(left)}"
@@ -109,7 +92,7 @@ class TrainingLog:
             **means,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "skipped_steps": self.meter.skipped_steps(),
+            "skipped_steps": skipped,
             "tokens_per_second": speed,
             "step_seconds": round(per_step, 4),
             "mfu": utilisation,
@@ -117,12 +100,10 @@ class TrainingLog:
         }
         self._write(values, "train")
         shown = "  ".join(f"{name} {_show(mean)}" for name, mean in means.items())
-        if means["loss"] is not None:
-            self.bar.set_postfix_str(f"loss {means['loss']:.3f}", refresh=False)
+        self.bar.set_postfix_str(f"loss {_show(means['loss'])}", refresh=False)
         self.say(
             f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
-            f"grad_norm {grad_norm:.3f}  {timing}"
-            + (f"  skipped {values['skipped_steps']}" if values["skipped_steps"] else "")
+            f"grad_norm {grad_norm:.3f}  {timing}" + f"  skipped {skipped}" * bool(skipped)
         )
         if warning := self.divergence.check(step, means["loss"], step == self.total_steps):
             self.say(warning)
@@ -145,7 +126,7 @@ class TrainingLog:
             with suppress(OSError):  # a log file on a full disk must not end the run
                 if sys.stderr.isatty():
                     self.bar.clear()
-                print(f"{self.prefix}{text}", flush=True)
+                print(f"{self.name}  {text}" if self.name else text, flush=True)
 
     def close(self) -> None:
         self.bar.close()
@@ -164,9 +145,9 @@ class TrainingLog:
         except OSError as error:
             self.say(f"NOT WRITTEN: {error}; kept in memory until there is room in {self.path}")
         step = values.pop("step")
-        known = {k.removeprefix("val_"): v for k, v in values.items() if v is not None}
+        known = {f"{section}/{k.removeprefix('val_')}": v for k, v in values.items()}
         try:
-            self.accelerator.log({f"{section}/{k}": v for k, v in known.items()}, step=step)
+            self.accelerator.log({k: v for k, v in known.items() if v is not None}, step=step)
         except OSError as error:
             self.say(f"NOT LOGGED to the trackers: {error}")
 
@@ -180,7 +161,7 @@ class DivergenceWatch:
     """
 
     def __init__(self, path: Path, first_step: int):
-        losses = [row.get("loss") for row in read_rows(path) if row["step"] < first_step]
+        losses = (row.get("loss") for row in read_rows(path) if row["step"] < first_step)
         self.first_loss = next((loss for loss in losses if loss is not None), None)
         self.above = 0  # reports in a row above the first loss
         self.warning: str | None = None
@@ -197,8 +178,7 @@ class DivergenceWatch:
             return None
         self.warning = (
             f"WARNING: the loss is {_show(loss)} at step {step} and was {self.first_loss:.4f} at "
-            "first: the model does not learn; try lower rates (--learning_rate, "
-            "--muon_learning_rate)"
+            "first: try lower rates (--learning_rate, --muon_learning_rate)"
         )
         return self.warning
 

@@ -21,11 +21,11 @@ class LossMeter:
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
-        self.names = ("loss", *parts)
+        self.names = ("loss", *parts, "weight")
         device = accelerator.device
         # Weighted sums of the loss and the parts, and the sum of the weights: of the step under
         # way, and of the steps since the last report.
-        self._step = torch.zeros(len(self.names) + 1, device=device)
+        self._step = torch.zeros(len(self.names), device=device)
         self._sums = torch.zeros_like(self._step)
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
         self._bad_in_row = torch.zeros_like(self._skipped)
@@ -37,7 +37,7 @@ class LossMeter:
             weight: its targets that count, as a share of a full micro-batch's.
             means: detached mean of the loss and of each part over these targets.
         """
-        self._step[:-1].add_(torch.stack([means[name] for name in self.names]), alpha=weight)
+        self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
         self._step[-1] += weight
 
     def end_step(self, grad_norm: float | Tensor) -> None:
@@ -66,11 +66,11 @@ class LossMeter:
         *totals, weight, tokens = sums.tolist()
         self._sums.zero_()
         means = [total / weight if weight else None for total in totals]
-        return dict(zip(self.names, means, strict=True)), tokens
+        return dict(zip(self.names[:-1], means, strict=True)), tokens
 
     def state(self) -> dict[str, float]:
         """Return what a resumed run goes on with."""
-        sums = dict(zip((*self.names, "weight"), self._sums.tolist(), strict=True))
+        sums = dict(zip(self.names, self._sums.tolist(), strict=True))
         return sums | {"skipped_steps": self.skipped_steps()}
 
     def load_state(self, states: list[dict[str, float]], rank: int) -> None:
@@ -78,11 +78,12 @@ class LossMeter:
 
         Another number of processes shares their sum equally.
         """
-        names, processes = (*self.names, "weight"), self.accelerator.num_processes
-        if len(states) == processes:
-            sums = [states[rank][name] for name in names]
+        share = 1
+        if len(states) == self.accelerator.num_processes:
+            states = [states[rank]]
         else:
-            sums = [sum(each[name] for each in states) / processes for name in names]
+            share = self.accelerator.num_processes
+        sums = [sum(state[name] for state in states) / share for name in self.names]
         self._sums.copy_(torch.tensor(sums))
         self._skipped.fill_(int(states[0]["skipped_steps"]))
 

@@ -32,8 +32,7 @@ from training.settings import saved_arguments
 from training.sft_arguments import SFTArguments
 from training.trackers import require_trackers
 
-KINDS = TrainingArguments, SFTArguments, DistillationArguments
-PROGRAMS = {kind.program: kind for kind in KINDS}
+PROGRAMS = {kind.program: kind for kind in (TrainingArguments, SFTArguments, DistillationArguments)}
 
 
 def check_launch(
@@ -55,9 +54,8 @@ def check_launch(
     check_precision(args, torch.cuda.is_available())
     if sequences:  # of all of them the global batch is made, however they are divided
         args = replace(args, batch_size=sequences, accumulation_steps=1)
-    uses_deepspeed = read_launch(config_file, args)
     deepspeed = None
-    if uses_deepspeed:
+    if uses_deepspeed := read_launch(config_file, args):
         os.environ["WORLD_SIZE"] = processes
         deepspeed = deepspeed_plugin(args).deepspeed_config
     prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
@@ -69,8 +67,12 @@ def check_launch(
         prepared.initial.load()
     if not sequences:
         return args
-    size = saved_micro_batch(prepared) or fitting_micro_batch(prepared, deepspeed, int(processes))
-    args = replace(args, batch_size=size, accumulation_steps=sequences // size)
+    saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
+    if saved and sequences % saved == 0:  # sums in another order would end in other bits
+        print(f"micro-batch: {saved} of {sequences} sequences, as saved")
+    else:
+        saved = fitting_micro_batch(prepared, deepspeed, int(processes))
+    args = replace(args, batch_size=saved, accumulation_steps=sequences // saved)
     if uses_deepspeed:
         deepspeed_plugin(args)  # its file may hold a micro-batch as well
     return args
@@ -101,25 +103,9 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
-def saved_micro_batch(prepared: Prepared) -> int | None:
-    """Return the micro-batch of a run that goes on, whatever memory is free now: sums in another
-    order would end in other bits. None for a new run, and where it does not divide the sequences.
-    """
-    start, sequences = prepared.start, prepared.args.batch_size * prepared.args.accumulation_steps
-    size = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
-    if not isinstance(size, int) or size < 1 or sequences % size:
-        return None
-    print(f"micro-batch: {size} of {sequences} sequences, as saved")
-    return size
-
-
 def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
     """Return the largest divisor of a process's sequences that fits on the GPU with the least free
-    memory, as --batch_size.
-
-    Args:
-        deepspeed: its configuration; None without DeepSpeed.
-    """
+    memory, as --batch_size."""
     sequences = prepared.args.batch_size
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
@@ -141,7 +127,6 @@ if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
         program, config_file, processes, sequences, *flags = sys.argv[1:]
         with redirect_stdout(sys.stderr):
-            kind = PROGRAMS[program]
-            args = check_launch(config_file, processes, flags, int(sequences), kind)
+            args = check_launch(config_file, processes, flags, int(sequences), PROGRAMS[program])
         if int(sequences):
             print(f"--batch_size {args.batch_size} --accumulation_steps {args.accumulation_steps}")

@@ -47,7 +47,6 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    asked: TrainingArguments  # as typed
     args: TrainingArguments  # with data, teacher and the accumulation of a resumed run filled in
     start: StartingPoint
     initial: InitialWeights
@@ -93,18 +92,21 @@ def prepare(
     model_settings: dict,
     engine: Engine | None,
     *,
-    processes: int,
-    deepspeed: dict | None,
+    processes: int = 1,
+    deepspeed: dict | None = None,
 ) -> Prepared:
     """Find and check everything that a run needs. With an engine all processes must call this.
 
     Args:
         model_settings: those that were typed.
         engine: None for the check before a launch.
-        deepspeed: its configuration; None without DeepSpeed.
+        processes: of the launch that is checked.
+        deepspeed: the configuration of that launch; None without DeepSpeed.
 
     Raises UsageError, ConfigError, DataError: this cannot be trained.
     """
+    if engine:
+        processes, deepspeed = engine.processes, engine.deepspeed
 
     def decide() -> tuple:
         start = find_starting_point(args, quiet=engine is None)
@@ -126,9 +128,9 @@ def prepare(
         return train_set, val_set, config, teacher and teacher.source.sha256()
 
     start, initial, teacher, data = on_main_process(engine, decide)
-    named = deepspeed and file_of(args) != "none"
-    file = read_config(file_of(args)) if named else None
-    filled, schedule_note = take_schedule(file, args, source=file_of(args))
+    source = file_of(args)
+    file = read_config(source) if deepspeed and source != "none" else None
+    filled, schedule_note = take_schedule(file, args, source=source)
     filled = replace(filled, data=args.data or data)  # each process keeps its own path
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
@@ -143,7 +145,6 @@ def prepare(
     if start.checkpoint:
         filled, identity = resumed_arguments(start, filled, config, identity, processes)
     return Prepared(
-        asked=args,
         args=filled,
         start=start,
         initial=initial,

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UsageError
-from common.numbers import counted
 from data.dataset import TokenStream
 from model import LMConfig
 from report.history import read_rows
@@ -42,15 +41,63 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
     run would fall on an old one.
     """
     try:
-        if args.resume == "auto":
-            return _newest(args, quiet) or _new_run(args, may_exist=True)
-        if args.resume is None:
-            return _new_run(args, may_exist=False)
-        start = _named(Path(args.resume))
-        _require_program(start.folder, args, "that goes on with it, in run_accelerate.sh by STAGE")
+        if args.resume not in (None, "auto"):
+            start = _named(Path(args.resume))
+            _require_program(start, args, "that goes on with it, in run_accelerate.sh by STAGE")
+            return start
+        if args.resume and (start := _newest(args, quiet)):
+            return start
+        name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
+        start = StartingPoint(RunFolder(Path(args.out_dir) / name))
+        _require_program(start, args, "choose another run_name")
+        if start.folder.metrics.exists() and not args.resume:
+            raise UsageError(
+                f"{start.folder.path} holds a run: pass --resume auto to go on with it, or another "
+                "run_name"
+            )
         return start
     except OSError as error:
         raise UsageError(f"the run folder cannot be used: {error}") from error
+
+
+def _require_program(start: StartingPoint, args: TrainingArguments, otherwise: str) -> None:
+    run = start.folder
+    if run.settings.exists() and (program := program_of(run)) != args.program:
+        raise UsageError(f"{run.path} holds a run of {program}: {otherwise}")
+
+
+def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
+    """Return the newest sound checkpoint of the run named, or of the run that saved last."""
+    out = Path(args.out_dir)
+    run = run_to_resume(out, args.program, args.run_name)
+    if run is None:
+        if not quiet:
+            print(
+                f"--resume auto: no checkpoint in {out / (args.run_name or '')}, a new run starts"
+            )
+        return None
+    sound, problems = newest_sound(run)
+    for path, problem in problems.items():
+        if not quiet:
+            print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before", flush=True)
+    if sound is None:
+        raise UsageError(f"every checkpoint of {run.path} is damaged; a new --run_name starts anew")
+    return StartingPoint(run, sound, read_state(sound))
+
+
+def _named(path: Path) -> StartingPoint:
+    """Return a run's newest checkpoint, or the checkpoint that was named; refuse a damaged one."""
+    checkpoints = RunFolder(path).all_checkpoints()
+    checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
+    if not (checkpoint / STATE).is_file() and not checkpoints:
+        raise UsageError(f"--resume {path}: neither a run with checkpoints nor a checkpoint")
+    path, here = checkpoint.parent.parent, Path.cwd()
+    run = RunFolder(path.relative_to(here) if here in path.parents else path)  # as --out_dir is
+    checkpoint = run.path / checkpoint.parent.name / checkpoint.name
+    if problem := damage(checkpoint):
+        advice = "--resume auto takes the newest sound one"
+        raise UsageError(f"checkpoint {checkpoint} is damaged: {problem}; {advice}")
+    return StartingPoint(run, checkpoint, read_state(checkpoint))
 
 
 def claim(start: StartingPoint) -> None:
@@ -82,55 +129,6 @@ def with_own_teacher(args: TrainingArguments, start: StartingPoint) -> TrainingA
     return dataclasses.replace(args, teacher=own) if named else args
 
 
-def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
-    """Return the newest sound checkpoint of the run named, or of the run that saved last."""
-    out = Path(args.out_dir)
-    run = run_to_resume(out, args.program, args.run_name)
-    if run is None:
-        where = out / args.run_name if args.run_name else out
-        if not quiet:
-            print(f"--resume auto: no checkpoint in {where}, a new run starts", flush=True)
-        return None
-    sound, problems = newest_sound(run)
-    for path, problem in problems.items():
-        if not quiet:
-            print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before", flush=True)
-    if sound is None:
-        raise UsageError(f"every checkpoint of {run.path} is damaged; a new --run_name starts anew")
-    return StartingPoint(run, sound, read_state(sound))
-
-
-def _named(path: Path) -> StartingPoint:
-    """Return a run's newest checkpoint, or the checkpoint that was named; refuse a damaged one."""
-    checkpoints = RunFolder(path).all_checkpoints()
-    checkpoint = (checkpoints[-1] if checkpoints else path).resolve()
-    if not (checkpoint / STATE).is_file() and not checkpoints:
-        raise UsageError(f"--resume {path}: neither a run with checkpoints nor a checkpoint")
-    path, here = checkpoint.parent.parent, Path.cwd()
-    run = RunFolder(path.relative_to(here) if here in path.parents else path)  # as --out_dir is
-    checkpoint = run.path / checkpoint.parent.name / checkpoint.name
-    if problem := damage(checkpoint):
-        sound, _ = newest_sound(run)
-        advice = f"the newest sound one is {sound}" if sound else "no other is sound"
-        raise UsageError(f"checkpoint {checkpoint} is damaged: {problem}; {advice}")
-    return StartingPoint(run, checkpoint, read_state(checkpoint))
-
-
-def _require_program(run: RunFolder, args: TrainingArguments, otherwise: str) -> None:
-    if run.settings.exists() and (program := program_of(run)) != args.program:
-        raise UsageError(f"{run.path} holds a run of {program}: {otherwise}")
-
-
-def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
-    run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
-    _require_program(run, args, "choose another run_name")
-    if run.metrics.exists() and not may_exist:
-        raise UsageError(
-            f"{run.path} holds a run: pass --resume auto to go on with it, or another run_name"
-        )
-    return StartingPoint(run)
-
-
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
@@ -159,7 +157,7 @@ def resumed_arguments(
     Raises UsageError: another model, tokenizer, data set, global batch, seed, optimizer or teacher;
     lists the differences.
     """
-    saved = start.state["identity"]
+    saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     batch = saved["global_batch"]
     if processes != start.state["processes"] and batch != identity["global_batch"]:
         steps, rest = divmod(batch, args.batch_size * processes)
@@ -171,49 +169,28 @@ def resumed_arguments(
             )
         args = dataclasses.replace(args, accumulation_steps=steps)
         identity = identity | {"global_batch": batch}
-    saved = LMConfig.from_dict(start.state["model"]).shape() | saved
-    if lines := _differences(start, args, saved, config.shape() | identity):
-        raise UsageError(f"cannot resume {start.checkpoint}: {'; '.join(lines)}")
+    now = config.shape() | identity
+    different = [
+        f"{key}: {saved.get(key)} in the checkpoint, {now.get(key)} now"
+        for key in sorted(saved | now)
+        if saved.get(key) != now.get(key)
+    ]
+    if different:
+        raise UsageError(
+            f"cannot resume {start.checkpoint}: {'; '.join(different)}; the flags that go on with "
+            f"it stand in {start.folder.settings}"
+        )
     return args, identity
 
 
-def _differences(
-    start: StartingPoint, args: TrainingArguments, saved: dict, current: dict
-) -> list[str]:
-    """Return where two runs differ, and what to type instead; empty if they are the same."""
-    before = saved_arguments(start.folder)
-    different = [k for k in sorted(saved | current) if saved.get(k) != current.get(k)]
-    lines, advice = [], [f"the flags that go on with it stand in {start.folder.settings}"]
-    for key in different:
-        there, now = saved.get(key), current.get(key)
-        if key in ("data", "teacher") and before.get(key):  # paths say more than checksums
-            there, now = f"{before[key]} ({there})", f"{getattr(args, key)} ({now})"
-        lines.append(f"{key}: {there} in the checkpoint, {now} now")
-    if "data" in different and before.get("data"):
-        advice = [f"--data {before['data']} goes on with it"]
-    if "optimizer" in different and saved["optimizer"] == "muon":
-        advice = ["--optimizer muon goes on with it, under every engine but ZeRO-3 and offload"]
-    if args.resume == "auto":
-        advice.append("--resume out/runs/NAME names another run")
-    return [*lines, *advice] if lines else []
-
-
 def say_what_changed(
-    start: StartingPoint,
-    asked: TrainingArguments,
-    args: TrainingArguments,
-    *,
-    processes: int,
-    engine: str,
+    start: StartingPoint, args: TrainingArguments, *, processes: int, engine: str
 ) -> None:
     """Print what differs from the run when it was stopped, asked for or not."""
-    if args.accumulation_steps != asked.accumulation_steps:
-        print(
-            f"{counted(processes, 'processes')} instead of {start.state['processes']}: "
-            f"--accumulation_steps is {args.accumulation_steps} now, the global batch stays",
-            flush=True,
-        )
-    for line in changed_arguments(start.folder, args, engine):
+    lines = changed_arguments(start.folder, args, engine)
+    if processes != start.state["processes"]:
+        lines.append(f"processes {start.state['processes']} → {processes}, the global batch stays")
+    for line in lines:
         print(f"changed since the run was stopped: {line}", flush=True)
 
 
