@@ -4,10 +4,10 @@ import subprocess
 
 import pytest
 import torch
+from training.engine.gpu import require_usable_gpus
 
 from common.errors import UsageError
 from training.engine import gpu
-from training.engine.gpu import require_usable_gpus
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
