@@ -89,7 +89,7 @@ class TrainingState:
         return whole
 
     def moments(self) -> dict[str, Tensor]:
-        """Return name.exp_avg and name.exp_avg_sq → AdamW's moments, name.momentum_buffer → Muon's."""
+        """Return name.exp_avg, name.exp_avg_sq (AdamW's) or name.momentum_buffer (Muon's)."""
         whole = {}
         for name, parameter, held in self._shards():
             for key, part in held.moments.items():

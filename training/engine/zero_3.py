@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-
 from common.errors import UsageError
 from model import Transformer
 from runs.lock import lock
