@@ -206,8 +206,9 @@ def _kept_by_block(work: Workload, compiled: bool) -> tuple[float, float, float,
     scores = 0.0
     if work.keeps_scores:  # softmax in fp32, and its copy in 16 bits
         scores = config.n_heads * config.max_seq_len * (4 if h == 4 or compiled else 6)
-    elif work.on_cpu:  # blocks of rows keep the past alone
-        scores = config.n_heads * h * (config.max_seq_len + 64) / 2
+    elif work.on_cpu:  # blocks of rows keep the past alone, see model/cpu_attention.py
+        rows = max(64, 128 * config.n_kv_heads // config.n_heads)
+        scores = config.n_heads * h * (config.max_seq_len + min(rows, config.max_seq_len)) / 2
     if config.dropout:  # masks, which a CPU has as numbers; in fp32 also the scores that are left
         mask = 4 if work.on_cpu and not compiled else 1
         attention += 2 * min(mask, h) * config.dim
