@@ -25,7 +25,7 @@ def main(weights: str, folder: str) -> None:
         return gathered(*parameters, **how)
 
     zero_inference.gathered = noted
-    zero = ZeroInference.of_launch(None)
+    zero = ZeroInference.of_launch(None, None)
     model: Transformer = load_trained(weights, zero.load).model
     shares = [p.ds_tensor for p in model.parameters()]
     facts = {
