@@ -6,8 +6,7 @@
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
 #   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model on questions, so that it answers
 #   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  on your own conversations
-#   STAGE=distill bash run_accelerate.sh            teach a smaller model what that one expects
-#   TEACHER=out/runs/NAME STAGE=distill bash run_accelerate.sh    or another one
+#   STAGE=distill bash run_accelerate.sh            teach a smaller model what that one (or TEACHER=out/runs/NAME) expects
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
@@ -19,13 +18,13 @@
 # NUM_MACHINES=N    how many; NUM_PROCESSES counts those of all of them
 # MACHINE_RANK=R    which of them this is, from 0
 # MASTER_ADDR=HOST  where the others reach machine 0, at MASTER_PORT (default: 29500)
+#
+# Training flags: python train_pretrain_accelerate.py --help, or README.md
 set -euo pipefail
-case ${1:-} in -h | --help)
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
-  echo "Training flags: python train_pretrain_accelerate.py --help, or README.md"
   exit
-  ;;
-esac
+fi
 wrong() {
   echo "run_accelerate.sh: error: $1" >&2
   exit 2
@@ -37,50 +36,33 @@ machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
 [[ $machine =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((machine < machines)) ||
   wrong "MACHINE_RANK must be a number from 0 to NUM_MACHINES - 1 = $((machines - 1)), not $machine"
 [[ $port =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((port < 65536)) || wrong "MASTER_PORT must be a number below 65536, not $port"
-meeting=() # what the launcher is told of the other machines
+meeting= # the launcher's flags for several machines
 if ((machines > 1)); then
   ((port > 0)) || port=29500
-  meeting=(
-    --num_machines "$machines" --machine_rank "$machine" --main_process_ip "${MASTER_ADDR:-}"
-    --deepspeed_multinode_launcher standard
-  )
+  meeting="--num_machines $machines --machine_rank $machine --main_process_ip ${MASTER_ADDR:-} --deepspeed_multinode_launcher standard"
 fi
 stage=${STAGE:-pretrain}
-[ "$stage" = distill ] || [ -z "${TEACHER:-}" ] || wrong "TEACHER names a run to learn from: give STAGE=distill with it"
 case $stage in
-  pretrain)
-    program=train_pretrain_accelerate.py
-    [ -z "${CHAT:-}" ] || wrong "CHAT names conversations to fine-tune on: give STAGE=sft with it"
-    given='[[:space:]]--(data|out)[=[:space:]]'
-    [[ ! " ${PREPARE_FLAGS:-} " =~ $given ]] ||
-      wrong "PREPARE_FLAGS says how text is prepared: leave out --${BASH_REMATCH[1]}, DATA names the text, and the folder is named after it"
-    ;;
-  sft)
-    program=train_sft_accelerate.py
-    [ -z "${DATA:-}" ] || wrong "DATA names text to pretrain on: with STAGE=sft, CHAT=$DATA names conversations"
-    ;;
-  distill)
-    program=train_distillation_accelerate.py
-    [ -z "${DATA:-}${CHAT:-}${PREPARE_FLAGS:-}" ] ||
-      wrong "STAGE=distill reads what its teacher was trained on, or --data, prepared with the teacher's tokenizer: leave out DATA, CHAT and PREPARE_FLAGS"
-    ;;
+  pretrain) program=train_pretrain_accelerate.py unused="CHAT TEACHER" ;;
+  sft) program=train_sft_accelerate.py unused="DATA TEACHER" ;;
+  distill) program=train_distillation_accelerate.py unused="DATA CHAT PREPARE_FLAGS" ;;
   *) wrong "STAGE must be pretrain, sft or distill, not $stage" ;;
 esac
+for name in $unused; do
+  [ -z "${!name:-}" ] ||
+    wrong "STAGE=$stage does not use $name: DATA names text to pretrain on, CHAT conversations for STAGE=sft, TEACHER a run for STAGE=distill, which reads that run's data"
+done
 folder=$(dirname "${BASH_SOURCE[0]}")
-# DATA, CHAT and TEACHER are found from where they are typed.
-[ "$folder" -ef . ] || [ ! -e "${DATA:-}" ] || DATA=$(realpath "$DATA")
-[ "$folder" -ef . ] || [ ! -e "${CHAT:-}" ] || CHAT=$(realpath "$CHAT")
-[ "$folder" -ef . ] || [ ! -e "${TEACHER:-}" ] || TEACHER=$(realpath "$TEACHER")
+for name in DATA CHAT TEACHER; do # are found from where they are typed
+  [ "$folder" -ef . ] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
+done
 cd "$folder"
 config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
 if [ -n "$engine" ]; then
   [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
   config=configs/$engine.yaml
-  if [[ $engine == */* || ! -f $config ]]; then
-    engines=(configs/*.yaml)
-    engines=("${engines[@]#configs/}")
-    wrong "no ENGINE is called $engine: there are ${engines[*]%.yaml}"
-  fi
+  [[ $engine != */* && -f $config ]] ||
+    wrong "no ENGINE is called $engine: there are $(echo configs/*.yaml | sed 's#configs/##g;s#\.yaml##g')"
 fi
 source scripts/environment.sh requirements.txt
 ((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
@@ -90,16 +72,11 @@ source scripts/environment.sh requirements.txt
 if [ "$stage" = pretrain ]; then
   data=${DATA:-builtin}
   packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
-  prepare=(--data "$data" --out "$packed")
   # Data prepared by hand is used as it is; data with settings given here has a folder of its own.
-  if [ -n "${PREPARE_FLAGS:-}" ]; then
-    read -ra settings <<<"$PREPARE_FLAGS"
-    prepare+=(--overwrite "${settings[@]}")
-  else
-    prepare+=(--reuse)
-  fi
+  read -ra how <<<"--overwrite ${PREPARE_FLAGS:-}"
+  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse)
   if [[ " $* " != *" --data"[=\ ]* ]]; then
-    "$python" -m scripts.prepare_data "${prepare[@]}"
+    "$python" -m scripts.prepare_data --data "$data" --out "$packed" "${how[@]}"
   elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
     wrong "--data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either"
   fi
@@ -109,38 +86,28 @@ gpus=0
 if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 fi
-
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
+text=(--data "${packed:-}")
+[ "$stage" != sft ] || text=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}") # with =: it may begin with --
+[ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}")
 if [ "$stage" = sft ]; then
-  flags=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}" --dtype bfloat16) # with =: a value may begin with --
-  flags+=(--batch_size 16) share=16
+  flags=(--dtype bfloat16 --batch_size 16) share=16
   ((gpus > 0)) || flags+=(--epochs 2 --learning_rate 2e-3) # a small model takes a higher rate than a large one
 elif ((gpus > 0)); then
-  flags=(
-    --epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024
-    --use_flash_attn --dtype bfloat16
-    --learning_rate 2e-4 --grad_clip 1.0
-  )
+  flags=(--epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024)
+  flags+=(--use_flash_attn --dtype bfloat16 --learning_rate 2e-4 --grad_clip 1.0) share=$((24 * 32))
   shape=(--dim 1024 --n_layers 32)
   [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
-  share=$((24 * 32))
 else
   # A small model that two cores train in a few minutes.
-  flags=(
-    --batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16
-    --grad_clip 1.0
-  )
-  shape=(--dim 192 --n_layers 4 --n_heads 4) text=(--data "${packed:-}")
-  [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4) text=(--teacher "${TEACHER:-auto}")
+  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0)
+  shape=(--dim 192 --n_layers 4 --n_heads 4)
+  [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4)
   steps=$("$python" -m training.cpu_steps --config_file "$config" "${text[@]}" "$@")
   flags+=($steps)
 fi
-if [ "$stage" = pretrain ]; then
-  [ "$data" != builtin ] || flags+=(--sample_prompt "def")
-  flags+=(--data "$packed")
-elif [ "$stage" = distill ]; then
-  flags+=(--teacher "${TEACHER:-auto}")
-fi
+flags+=("${text[@]}")
+[[ $stage != pretrain || $data != builtin ]] || flags+=(--sample_prompt "def")
 # Weights to begin with have a shape of their own.
 [ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}")
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
@@ -161,24 +128,22 @@ flags+=($micro_batch)
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
 STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
-for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS; do
+for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS \
+  MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
-((machines == 1)) || printf -v RESUME_WITH 'NUM_MACHINES=%q MACHINE_RANK=%q MASTER_ADDR=%q %s' \
-  "$machines" "$machine" "$MASTER_ADDR" "$RESUME_WITH"
 export STOP_NOTE RESUME_WITH=${RESUME_WITH% }
-session=()
-! command -v setsid >/dev/null || session=(setsid)
-"${session[@]}" "$python" -m training.launcher --config_file "$config" \
-  --num_processes "$processes" --main_process_port "$port" ${meeting[@]+"${meeting[@]}"} \
+session=env
+! command -v setsid >/dev/null || session=setsid
+"$session" "$python" -m training.launcher --config_file "$config" \
+  --num_processes "$processes" --main_process_port "$port" $meeting \
   "$program" "${flags[@]}" &
 launcher=$!
 trap 'kill -TERM "$launcher"' INT TERM HUP USR1
-code=0
-wait "$launcher" || code=$?
-while kill -0 "$launcher" 2>/dev/null; do # a trapped signal has ended `wait`, not the launcher
+while :; do
   code=0
   wait "$launcher" || code=$?
+  kill -0 "$launcher" 2>/dev/null || break # else a trapped signal has ended `wait`, not the launcher
 done
 [ ! -e "$STOP_NOTE" ] || code=0
 rm -f "$STOP_NOTE"

@@ -1,8 +1,4 @@
-"""What this machine reaches on matrix products alone: the yardstick where no data sheet is known.
-
-One product says little: which size is fastest depends on caches and cores, and machines are shared.
-The peak is the best over several sizes of the median of repeated runs.
-"""
+"""Matrix products alone: the yardstick of a machine whose data sheet is not known."""
 
 import statistics
 import time
@@ -12,47 +8,31 @@ import torch
 from training.engine.cpu_settings import use_all_cores
 
 REPEATS = 5
-# (m, k, n) of an (m, k) by (k, n) product. The second is a feed-forward layer of the 26m model, the
-# third its output layer.
+# (m, k, n) of an (m, k) by (k, n) product; which is fastest depends on caches and cores. The second
+# is a feed-forward layer of the 26m model, the third its output layer.
 SHAPES = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
-GPU_SHAPES = (*SHAPES, (8192, 8192, 8192), (16384, 8192, 1280))
 
 
-class MatrixProducts:
-    """Products in one precision, to be measured again and again."""
-
-    def __init__(self, dtype: torch.dtype):
-        use_all_cores()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        on_gpu = self.device.type == "cuda"
-        # A GPU is asked for several products at once, to hide the time it takes to ask.
-        self._at_once = 10 if on_gpu else 1
-        self._operands = {}
-        for m, k, n in GPU_SHAPES if on_gpu else SHAPES:
-            a = torch.randn(m, k, device=self.device).to(dtype)
-            b = torch.randn(k, n, device=self.device).to(dtype)
-            # Written into the same memory every time, so that no page faults are measured.
-            self._operands[m, k, n] = a, b, torch.empty(m, n, device=self.device, dtype=dtype)
-
-    def peak(self) -> tuple[float, str]:
-        """FLOP/s of the fastest size, and that size as text."""
-        flops, shape = max((self._measure(shape), shape) for shape in self._operands)
-        return flops, " × ".join(map(str, shape))
-
-    def _measure(self, shape: tuple[int, int, int]) -> float:
-        """Median FLOP/s; a product of (m, k) and (k, n) takes 2·m·k·n."""
-        a, b, out = self._operands[shape]
-        m, k, n = shape
+def matrix_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest shape, each by the median of its repeats."""
+    use_all_cores()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for m, k, n in SHAPES:
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(k, n, device=device).to(dtype)
+        # Written into the same memory every time, so that no page faults are measured.
+        out = torch.empty(m, n, device=device, dtype=dtype)
         torch.mm(a, b, out=out)
         seconds = []
         for _ in range(REPEATS):
-            synchronize(self.device)
+            synchronize(device)
             start = time.perf_counter()
-            for _ in range(self._at_once):
-                torch.mm(a, b, out=out)
-            synchronize(self.device)
-            seconds.append((time.perf_counter() - start) / self._at_once)
-        return 2 * m * k * n / statistics.median(seconds)
+            torch.mm(a, b, out=out)
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        found.append(2 * m * k * n / statistics.median(seconds))
+    return max(found)
 
 
 def synchronize(device: torch.device) -> None:

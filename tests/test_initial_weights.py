@@ -43,6 +43,10 @@ def weights(packed, tmp_path) -> Path:
     return folder
 
 
+def with_room(weights: Path, vocab_size: int) -> None:
+    save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": vocab_size}), {})
+
+
 def find(typed: str, weights: Path) -> InitialWeights:
     args, given = parse_arguments([*typed.split(), "--init_from", str(weights)])
     return InitialWeights.find(args.init_from, given)
@@ -61,45 +65,31 @@ def test_without_the_flag_the_shape_is_that_of_flags_and_data(packed):
 
 
 def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, packed):
-    shape = CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}
-    assert config("", weights, packed).to_dict() == shape
-
-
-def test_flags_that_say_the_same_as_the_weights_are_accepted(weights, packed):
+    found = config("", weights, packed)
+    assert found.to_dict() == CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}
     typed = "--dim 48 --n_layers 1 --n_heads 6 --n_kv_heads 3 --no-tie_embeddings --norm_eps 1e-6"
-    assert config(typed, weights, packed) == config("", weights, packed)
+    assert config(typed, weights, packed) == found
+    changed = config("--dropout 0.1 --no-use_flash_attn --max_seq_len 64", weights, packed)
+    assert (changed.dropout, changed.use_flash_attn, changed.max_seq_len) == (0.1, False, 64)
+    assert "max_seq_len is 64 now and 24 there" in find("--max_seq_len 64", weights).describe()
+    assert "max_seq_len" not in find("--max_seq_len 24", weights).describe()
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--dim 64", ["--dim 64 (there 48)"]),
-        ("--n_heads 8", ["--n_heads 8 (there 6)"]),  # 8 would not even divide dim
-        ("--tie_embeddings", ["--tie_embeddings True (there False)"]),
-        ("--rope_theta 1e6 --hidden_dim 96", ["--rope_theta 1000000.0 (there 10000.0)", "80"]),
-        ("--n_kv_heads 2", ["--n_kv_heads 2 (there 3)"]),  # LMConfig's own value counts as typed
+        ("--n_heads 8", "--n_heads 8 (there 6)"),  # 8 would not even divide dim
+        ("--tie_embeddings", "--tie_embeddings True (there False)"),
+        ("--rope_theta 1e6 --hidden_dim 96", "--rope_theta 1000000.0 (there 10000.0)"),
+        ("--n_kv_heads 2", "--n_kv_heads 2 (there 3)"),  # LMConfig's own value counts as typed
+        ("--max_seq_len 0", "max_seq_len"),
+        ("--dropout 1", "dropout"),
     ],
 )
 def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(typed, says, weights):
-    with pytest.raises(UsageError) as error:
+    with pytest.raises((UsageError, ConfigError)) as error:
         find(typed, weights)
-    assert all(part in str(error.value) for part in [*says, str(weights)])
-
-
-def test_dropout_attention_and_context_may_be_others(weights, packed):
-    changed = config("--dropout 0.1 --no-use_flash_attn --max_seq_len 64", weights, packed)
-    assert (changed.dropout, changed.use_flash_attn, changed.max_seq_len) == (0.1, False, 64)
-
-
-def test_another_context_is_said(weights):
-    assert "max_seq_len is 64 now and 24 there" in find("--max_seq_len 64", weights).describe()
-    assert "max_seq_len" not in find("--max_seq_len 24", weights).describe()
-
-
-@pytest.mark.parametrize("typed", ["--max_seq_len 0", "--dropout 1"])
-def test_a_value_that_cannot_work_is_refused_here_too(typed, weights):
-    with pytest.raises(ConfigError, match=typed.split()[0].strip("-")):
-        find(typed, weights)
+    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -116,32 +106,20 @@ def test_another_tokenizer_is_refused_with_the_command_that_prepares_the_data(
         find("", weights).config(train_set)
 
 
-def test_without_a_tokenizer_sizes_are_compared_and_that_is_said(weights, packed):
-    (weights / TOKENIZER_FILE).unlink()
-    assert config("", weights, packed).vocab_size == 400
-    assert "no tokenizer there" in find("", weights).describe()
-    save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": 416}), {})
-    with pytest.raises(DataError, match=r"vocabulary of 400.* one of 416"):
-        config("", weights, packed)
-
-
 def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fewer(
     weights, packed
 ):
-    save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": 416}), {})
+    with_room(weights, 416)
     assert config("", weights, packed).vocab_size == 416
-    save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": 300}), {})
+    with_room(weights, 300)
     with pytest.raises(DataError, match=r"400 pieces.* only 300"):
         config("", weights, packed)
-
-
-def test_what_is_loaded_are_the_weights(weights):
-    torch.manual_seed(0)
-    saved = dict(Transformer(CONFIG).named_parameters())
-    loaded = find("", weights).load()
-    assert loaded.keys() == saved.keys()
-    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
-    assert not any(weight.requires_grad for weight in loaded.values())
+    (weights / TOKENIZER_FILE).unlink()  # then sizes are compared, and that is said
+    with pytest.raises(DataError, match=r"vocabulary of 400.* one of 300"):
+        config("", weights, packed)
+    with_room(weights, 400)
+    assert config("", weights, packed).vocab_size == 400
+    assert "no tokenizer there" in find("", weights).describe()
 
 
 @pytest.mark.parametrize("form", ["old", "new"])
@@ -164,14 +142,3 @@ def test_a_checkpoint_serves_as_weights_do(packed, tmp_path, form):
         assert initial.describe() == f"{checkpoint}, with a new optimizer"
         assert config("", given, packed).dim == 48
         assert torch.equal(initial.load()["norm.weight"], model.norm.weight)
-
-
-def test_a_folder_without_weights_is_refused_by_name(tmp_path):
-    with pytest.raises(UsageError, match=f"^{tmp_path} has neither"):
-        find("", tmp_path)
-
-
-def test_a_damaged_shape_is_refused_by_name(weights):
-    (weights / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"^{weights}: no readable config.json"):
-        find("", weights)

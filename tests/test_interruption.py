@@ -1,6 +1,4 @@
-import errno
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -21,6 +19,7 @@ from training.interruption import (
     SIGNALS,
     TIME_LIMIT,
     StopRequest,
+    end_stopped,
     how_to_resume,
     leave,
     python,
@@ -55,11 +54,10 @@ def left(monkeypatch) -> list[int]:
 def request_of(clock):
     """Makes a StopRequest; signals are put back in the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    alone = Engine(SimpleNamespace(num_processes=1, is_main_process=True), "single process", None)
 
-    def make(
-        time_limit: float | None = None, engine: Engine = alone, save_minutes: float = 0
-    ) -> StopRequest:
+    def make(time_limit: float | None = None, save_minutes: float = 0, rank: int = 0):
+        place = {"num_processes": 1 + rank, "is_main_process": rank == 0}
+        engine = Engine(SimpleNamespace(**place), "any engine", None)
         return StopRequest(engine, time_limit, save_minutes, since=clock.now)
 
     yield make
@@ -68,33 +66,21 @@ def request_of(clock):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, left, number):
+def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, clock, left, number):
     stop = request_of()
     assert stop.reason() is None
     signal.raise_signal(number)
+    clock.now += SAME_REQUEST_SECONDS
+    signal.raise_signal(signal.SIGTERM)  # from another side: the same request
     assert [stop.reason(), stop.reason()] == [signal.Signals(number).name] * 2
     assert left == []
-
-
-def test_the_same_signal_from_two_sides_is_one_request(request_of, clock, left):
-    stop = request_of()
-    signal.raise_signal(signal.SIGINT)
-    clock.now += SAME_REQUEST_SECONDS
-    signal.raise_signal(signal.SIGTERM)
-    assert stop.reason() == "SIGINT"
-    assert left == []
-
-
-def test_a_second_request_ends_the_process_at_once(request_of, clock, left):
-    request_of()
-    signal.raise_signal(signal.SIGINT)
-    clock.now += SAME_REQUEST_SECONDS + 0.1
+    clock.now += 0.1
     signal.raise_signal(signal.SIGTERM)
     assert left == [128 + signal.SIGTERM]
 
 
 def test_the_time_limit_counts_minutes_from_the_programs_start(request_of, clock):
-    stop, never = request_of(1.5), request_of(None)
+    stop, never = request_of(1.5), request_of()
     clock.now += 90
     assert stop.reason() is None
     clock.now += 0.1
@@ -103,87 +89,65 @@ def test_the_time_limit_counts_minutes_from_the_programs_start(request_of, clock
     assert never.reason() is None
 
 
-def test_all_ranks_stop_for_what_one_of_them_was_told(request_of, monkeypatch):
-    """And for the time limit rather than for a signal, where both have come."""
-    engine = Engine(SimpleNamespace(num_processes=2, is_main_process=False), "DDP", None)
-    others = []
-    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others))
-    stop = request_of(engine=engine)
-    for told, reason in ((0, None), (signal.SIGTERM, "SIGTERM"), (TIME_LIMIT, "the time limit")):
-        others[:] = [0, int(told)]
-        assert stop.reason() == reason
-
-
 def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, clock):
     stop, never = request_of(save_minutes=0.5), request_of()
     for _ in range(2):
         clock.now += 30
-        assert stop.reason() is None
-        assert not stop.time_to_save
+        assert (stop.reason(), stop.time_to_save) == (None, False)
         clock.now += 0.1
-        assert stop.reason() is None
-        assert stop.time_to_save
+        assert (stop.reason(), stop.time_to_save) == (None, True)
         stop.saved()
         assert not stop.time_to_save
     clock.now += 1e9
-    assert never.reason() is None
-    assert not never.time_to_save
+    assert (never.reason(), never.time_to_save) == (None, False)
 
 
-def test_the_main_process_decides_for_all_when_to_save(request_of, clock, monkeypatch):
-    rank_1 = Engine(SimpleNamespace(num_processes=2, is_main_process=False), "DDP", None)
+def test_all_ranks_stop_and_save_for_what_one_of_them_was_told(request_of, clock, monkeypatch):
     others = [0]
     monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others, 0))
-    stop = request_of(engine=rank_1, save_minutes=0.5)
-    clock.now += 1e9
-    assert stop.reason() is None
-    assert not stop.time_to_save
-    others[:] = [SAVE]
-    assert stop.reason() is None
-    assert stop.time_to_save
-    others[:] = [SAVE, signal.SIGINT]  # which saves as well
-    assert stop.reason() == "SIGINT"
-
-
-@pytest.mark.parametrize(
-    ("typed", "again"),
-    [
-        (["train.py", "--dim", "8"], "train.py --dim 8 --resume 'my runs/a'"),
-        (["train.py", "--resume", "auto", "--dim", "8"], "train.py --dim 8 --resume 'my runs/a'"),
-    ],
-)
-def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, typed, again):
-    monkeypatch.delenv("RESUME_WITH", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(sys, "argv", typed)
-    assert how_to_resume(Path("my runs/a")) == f"{python()} {again}"
-
-
-def test_python_is_named_as_short_as_it_can_be_typed(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for executable, found, typed in (
-        ("/usr/bin/python", "/usr/bin/python", "python"),
-        ("/usr/bin/python", "/other/python", "/usr/bin/python"),
-        ("/usr/bin/python", None, "/usr/bin/python"),
-        (f"{tmp_path}/.venv/bin/python", None, ".venv/bin/python"),
-        # run_accelerate.sh puts it on its own PATH; the user's may have another.
-        (f"{tmp_path}/.venv/bin/python", f"{tmp_path}/.venv/bin/python", ".venv/bin/python"),
+    stop = request_of(save_minutes=0.5, rank=1)
+    clock.now += 1e9  # the main process alone decides when to save
+    for told, reason, saves in (
+        ([0], None, False),
+        ([SAVE], None, True),
+        ([SAVE, signal.SIGINT], "SIGINT", False),  # which saves as well
+        ([signal.SIGTERM, TIME_LIMIT], "the time limit", False),
     ):
-        monkeypatch.setattr(sys, "executable", executable)
-        monkeypatch.setattr(shutil, "which", lambda name, found=found: found)
-        assert python() == typed
+        others[:] = map(int, told)
+        assert (stop.reason(), stop.time_to_save) == (reason, saves)
 
 
-@pytest.mark.parametrize("name", ["RANK", "ACCELERATE_MIXED_PRECISION"])  # of several, of one
-def test_a_launchers_command_is_named_where_it_is_known(monkeypatch, name):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv(name, "no")
-    monkeypatch.delenv("RESUME_WITH", raising=False)
-    assert how_to_resume(Path("runs/a")) == "the same command with --resume runs/a"
-    for earlier in ("", " --resume auto", r" --resume=my\ runs/a", r" --resume my\ runs/a"):
-        monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 64")
-        assert how_to_resume(Path("runs/a")) == "bash run_accelerate.sh --dim 64 --resume runs/a"
+def test_a_run_that_has_saved_leaves_a_note_and_one_that_has_not_an_exit_code(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("STOP_NOTE", str(tmp_path / "note"))
+    engine = SimpleNamespace(accelerator=Mock(is_local_main_process=True))
+    with pytest.raises(SystemExit) as ended:
+        end_stopped([engine], saved=False)
+    assert ended.value.code == 1
+    assert not (tmp_path / "note").exists()
+    end_stopped([engine], saved=True)
+    assert (tmp_path / "note").exists()
+    assert engine.accelerator.end_training.call_count == 2
+
+
+EARLIER = ("", " --resume auto", r" --resume=my\ runs/a", " --resume 'my runs/a'")
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier):
+    for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    again = "--dim 8 --resume 'my runs/b'"
+    before = ["--resume", "my runs/a"] if earlier else []
+    monkeypatch.setattr(sys, "argv", ["train.py", *before, "--dim", "8"])
+    assert how_to_resume(Path("my runs/b")) == f"{python()} train.py {again}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert how_to_resume("my runs/b") == f"CUDA_VISIBLE_DEVICES=1,2 {python()} train.py {again}"
+    monkeypatch.setenv("RANK", "0")  # of a launcher, whose flags are not known
+    assert how_to_resume("my runs/b") == "the same command with --resume 'my runs/b'"
+    monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 8")
+    assert how_to_resume("my runs/b") == f"bash run_accelerate.sh {again}"
 
 
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
@@ -198,30 +162,14 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
     assert left == codes
 
 
-def test_a_rank_leaves_without_a_word_where_its_output_cannot_be_written(monkeypatch, left):
-    monkeypatch.setenv("RANK", "0")
-    full = OSError(errno.ENOSPC, "no space left")
-    monkeypatch.setattr(sys, "stdout", None)  # closed
-    monkeypatch.setattr(sys, "stderr", Mock(flush=Mock(side_effect=full)))
-    leave()
-    assert left == [0]
-    sys.stderr.flush.assert_called_once()
-
-
-def test_a_rank_leaves_when_its_checkpoint_is_written(monkeypatch, left):
+def test_a_rank_waits_for_its_checkpoint_and_for_no_library(monkeypatch, left):
     monkeypatch.setenv("RANK", "0")
     written = threading.Event()
     writer = threading.Timer(0.01, written.set)
     writer.name = CHECKPOINT_WRITER
-    writer.start()
-    leave()
-    assert written.is_set()
-    assert left == [0]
-
-
-def test_a_rank_that_leaves_waits_for_no_library(monkeypatch, left):
-    monkeypatch.setenv("RANK", "0")
-    with ThreadPoolExecutor() as pool:  # whose threads end when they are told, in here never
+    with ThreadPoolExecutor() as pool:  # its thread ends when it is told, in here never
         pool.submit(int).result()
+        writer.start()
         leave()
+        assert written.is_set()
         assert left == [0]

@@ -10,17 +10,16 @@ from conftest import REPOSITORY
 
 NOTEBOOK = nbformat.read(REPOSITORY / "notebooks" / "pretrain.ipynb", as_version=4)
 CODE = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
-TEXT = [cell.source for cell in NOTEBOOK.cells if cell.cell_type == "markdown"]
+TEXT = "\n".join(cell.source for cell in NOTEBOOK.cells if cell.cell_type == "markdown")
 PROGRAM = "train_pretrain_accelerate"
+IN_A_RUN = {"metrics.jsonl", "report.html"}
 
 
-def words_of(cell) -> set[str]:
-    """Every string in the code of a cell."""
-    return {node.value for node in ast.walk(ast.parse(cell.source)) if is_text(node)}
-
-
-def is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def flags_in(cell) -> set[str]:
+    """Every string in the code of a cell that is a flag."""
+    nodes = ast.walk(ast.parse(cell.source))
+    words = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    return {w for w in words if isinstance(w, str) and re.fullmatch(r"--\w+", w)}
 
 
 def programs_of(cell) -> list[str]:
@@ -28,10 +27,6 @@ def programs_of(cell) -> list[str]:
     scripts = re.findall(r"from scripts import (\w+)", cell.source)
     trains = f"from {PROGRAM} import main" in cell.source
     return [f"scripts.{name}" for name in scripts] + [PROGRAM] * trains
-
-
-def commands_in(text: str) -> list[str]:
-    return re.findall(r"`((?:python|bash) [^`]+)`", text)
 
 
 def module_of(command: str) -> str:
@@ -42,59 +37,29 @@ def module_of(command: str) -> str:
     return words[2] if words[1] == "-m" else words[1].removesuffix(".py")
 
 
-@pytest.fixture
-def help_of(capsys):
-    def ask(module: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            importlib.import_module(module).main(["--help"])
-        assert ended.value.code == 0
-        return capsys.readouterr().out
-
-    return ask
-
-
-def knows(help_text: str, flag: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", help_text) is not None
-
-
-def test_the_notebook_is_valid():
+def test_the_notebook_is_valid_and_comes_without_outputs():
     assert list(nbformat.validator.iter_validate(NOTEBOOK)) == []
-
-
-def test_the_notebook_comes_without_outputs():
     assert [cell.id for cell in CODE if cell.outputs or cell.execution_count is not None] == []
-
-
-def test_the_parameters_come_before_all_other_code():
     tagged = [cell for cell in CODE if "parameters" in cell.metadata.get("tags", [])]
     assert tagged == [CODE[0]]
 
 
-def test_every_flag_in_the_code_belongs_to_the_program_that_gets_it(help_of):
-    given = {cell.id: {w for w in words_of(cell) if re.fullmatch(r"--\w+", w)} for cell in CODE}
+def test_programs_flags_and_files_are_there_as_code_and_text_name_them(capsys):
+    def help_of(module: str) -> str:
+        with pytest.raises(SystemExit):
+            importlib.import_module(module).main(["--help"])
+        return capsys.readouterr().out
+
+    commands = re.findall(r"`((?:python|bash) [^`]+)`", TEXT)
+    in_text = {module_of(command) for command in commands}
+    called = {program for cell in CODE for program in programs_of(cell)}
+    assert len(called) == 4
+    assert called - {PROGRAM} <= in_text  # a command for everything that the code calls
+    helps = {module: set(re.findall(r"--\w+", help_of(module))) for module in called | in_text}
     for cell in CODE:
-        known = [help_of(program) for program in programs_of(cell)]
-        assert [f for f in given[cell.id] if not any(knows(text, f) for text in known)] == []
-    assert len(given["text"]) == 3
-    assert len(given["train"]) > 15
-
-
-def test_every_command_in_the_text_can_be_given_with_its_flags(help_of):
-    for text in TEXT:
-        known = [help_of(module_of(command)) for command in commands_in(text)]
-        flags = set(re.findall(r"--\w+", text))
-        assert [f for f in flags if not any(knows(text, f) for text in known)] == []
-
-
-def test_the_text_names_a_command_for_every_program_that_the_code_calls():
-    called = {program for cell in CODE for program in programs_of(cell)} - {PROGRAM}
-    named = {module_of(command) for text in TEXT for command in commands_in(text)}
-    assert len(called) == 3
-    assert called <= named
-
-
-def test_every_file_named_in_the_text_is_there():
-    named = {n for t in TEXT for n in re.findall(r"`([\w/]+(?:\.\w+|/))`", t)}
-    named -= {"metrics.jsonl", "report.html"}  # in the run folder
-    assert {"README.md", "model/"} <= named
-    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+        assert flags_in(cell) <= set().union(*(helps[name] for name in programs_of(cell)))
+    assert set(re.findall(r"--\w+", TEXT)) <= set().union(*helps.values())
+    assert sum(len(flags_in(cell)) for cell in CODE) > 18
+    files = set(re.findall(r"`([\w/]+(?:\.\w+|/))`", TEXT)) - IN_A_RUN
+    assert {"README.md", "model/"} <= files
+    assert [name for name in files if not (REPOSITORY / name).exists()] == []

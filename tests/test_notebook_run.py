@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from conftest import TINY
 
 from runs.checkpoint import read_state
@@ -16,7 +15,7 @@ from runs.lock import lock
 from train_pretrain_accelerate import main
 from training import interruption
 from training.interruption import SAME_REQUEST_SECONDS
-from training.notebook import in_notebook, leave_as_found
+from training.notebook import leave_as_found
 from training.run import Run
 
 
@@ -31,34 +30,30 @@ def flags(packed, tmp_path):
     return of
 
 
-@pytest.fixture
-def handlers():
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-
 def saved_steps(run: Path) -> int:
     return read_state(max((run / "checkpoints").glob("step-*[0-9]")))["step"]
 
 
-def test_a_second_run_may_have_another_precision(flags, tmp_path):
+def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_path, capsys):
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    command, environ = list(sys.argv), os.environ.copy()
+    Accelerator(mixed_precision="no", cpu=True)  # made by others in the process
     main(flags("a", "--dtype", "bfloat16"))
+    with pytest.raises(SystemExit) as ended:
+        main(flags("b", "--dim", "33"))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "dim 33 is not divisible by n_heads 4" in said
     main(flags("b", "--dtype", "float32"))
+    main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
+    assert saved_steps(tmp_path / "a") == 3
     assert (tmp_path / "b" / "weights").exists()
-    assert not AcceleratorState._shared_state
-
-
-def test_the_engine_of_a_run_is_not_that_of_the_next(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"HOME": "/"})
-    with leave_as_found("train.py", ["--deepspeed", "ds_config.json"]):
-        os.environ |= {"RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"}
-        del os.environ["HOME"]
-    assert os.environ == {"HOME": "/"}
-
-
-def test_what_others_in_the_process_have_made_of_accelerate_is_no_obstacle(flags, tmp_path):
-    Accelerator(mixed_precision="no", cpu=True)
-    main(flags("a", "--dtype", "bfloat16"))
-    assert (tmp_path / "a" / "weights").exists()
+    lock(tmp_path / "a" / "lock")  # by others, once it is over
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert (sys.argv, os.environ) == (command, environ)
+    settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
+    assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
+    assert sys.argv[0] not in settings
 
 
 def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
@@ -77,47 +72,6 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
     assert len(compiled) == 2
 
 
-def test_a_process_is_one_that_lives_on_only_while_flags_were_given_to_it():
-    assert not in_notebook()
-    with leave_as_found("program", ["--flag"]):
-        assert in_notebook()
-        assert sys.argv == ["program", "--flag"]
-    assert not in_notebook()
-    with leave_as_found("program", None):
-        assert not in_notebook()
-
-
-def test_a_run_may_be_gone_on_with_in_the_same_process(flags, tmp_path):
-    main(flags("a"))
-    main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
-    assert saved_steps(tmp_path / "a") == 3
-    lock(tmp_path / "a" / "lock")  # and by others, once it is over
-
-
-def test_signals_and_the_command_line_are_what_they_were(flags, handlers):
-    command = list(sys.argv)
-    main(flags("a"))
-    assert {number: signal.getsignal(number) for number in handlers} == handlers
-    assert sys.argv == command
-
-
-def test_a_mistake_is_one_line_and_the_next_run_starts(flags, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(flags("a", "--dim", "33"))
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "dim 33 is not divisible by n_heads 4" in line
-    main(flags("a"))
-    assert (tmp_path / "a" / "weights").exists()
-
-
-def test_the_settings_tell_the_flags_and_not_the_hosts_command_line(flags, tmp_path):
-    main(flags("a"))
-    settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
-    assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
-    assert sys.argv[0] not in settings
-
-
 class Clock:
     """In place of the module `time` where signals are noted: stands still until told otherwise."""
 
@@ -129,28 +83,24 @@ class Clock:
 
 @pytest.fixture
 def press(monkeypatch):
-    """Has Ctrl-C pressed within a step; returns the steps that were begun.
-
-    Args:
-        step: which one.
-        apart: for every further time, how many seconds after the one before.
-    """
+    """Has Ctrl-C pressed within a step, and again so many seconds later; returns the steps that
+    were begun."""
     clock, steps = Clock(), []
     monkeypatch.setattr(interruption, "time", clock)
 
     def at(step: int, *apart: float) -> list:
-        update = Run.update
+        clip = Run.clip_gradients
 
-        def interrupted(run: Run) -> None:
+        def interrupted(run: Run):
             steps.append(run)
             if len(steps) == step:
                 signal.raise_signal(signal.SIGINT)
                 for seconds in apart:
                     clock.now += seconds
                     signal.raise_signal(signal.SIGINT)
-            update(run)
+            return clip(run)
 
-        monkeypatch.setattr(Run, "update", interrupted)
+        monkeypatch.setattr(Run, "clip_gradients", interrupted)
         return steps
 
     return at
@@ -159,7 +109,7 @@ def press(monkeypatch):
 def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     flags, tmp_path, capsys, press
 ):
-    run, steps = tmp_path / "a", press(3)
+    run, steps = tmp_path / "a", press(3, SAME_REQUEST_SECONDS)  # twice at once is one
     main(flags("a", "--max_steps", "100000"))
     assert len(steps) == saved_steps(run) == 3
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
@@ -168,13 +118,6 @@ def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
     main(flags("a", "--max_steps", "4", "--resume", str(run)))
     assert saved_steps(run) == 4
-
-
-def test_an_interrupt_that_comes_twice_at_once_is_one(flags, tmp_path, press):
-    """From the terminal and from a launcher, say."""
-    steps = press(2, SAME_REQUEST_SECONDS)
-    main(flags("a", "--max_steps", "100000"))
-    assert len(steps) == saved_steps(tmp_path / "a") == 2
 
 
 def test_a_second_interrupt_ends_the_run_and_not_the_process(flags, press):

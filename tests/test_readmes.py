@@ -12,12 +12,17 @@ from conftest import REPOSITORY
 from flag_table import flag_table
 from readme_blocks import anchors, code_blocks, code_spans, flags_in, links, rows, typed
 
-from common.parser import DEEPSPEED_LAUNCHER_FLAGS, LAUNCHER_FLAGS
-
 ENGLISH, CHINESE = "README.md", "README_zh.md"
 TEXTS = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE)}
 # tensorboard's, pip's, pytest's (tests/conftest.py) and torchrun's; and `--no-`, which switches
 # flags off.
+LAUNCHER_FLAGS = (
+    *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
+    *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
+    *("--num_machines", "--machine_rank", "--main_process_ip"),
+    *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_local_rank"),
+    *("--master_addr", "--master_port", "--node_rank", "--no_ssh"),
+)
 OTHER_FLAGS = {"--logdir", "--no-deps", "--all", "--no", "--nproc_per_node"}
 HAN = r"[\u4e00-\u9fff]"
 
@@ -90,7 +95,7 @@ def test_every_module_exists_and_takes_the_flags_that_stand_after_it(name):
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_flag_that_is_named_is_a_flag_of_something(name):
     modules = {module for module, _ in module_commands(TEXTS[name])} - {"training.arguments"}
-    known = {*LAUNCHER_FLAGS, *DEEPSPEED_LAUNCHER_FLAGS, *OTHER_FLAGS}
+    known = {*LAUNCHER_FLAGS, *OTHER_FLAGS}
     for program in ("pretrain", "sft", "distillation", "several"):
         known |= flags_of(f"train_{program}_accelerate")
     known = known.union(*map(flags_of, modules))

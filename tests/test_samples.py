@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from data.dataset import PackedDataset
 from data.shards import TEXT
 from data.tokenizer import Tokenizer
 from model import LMConfig, Transformer
-from report.history import read_rows
 from training import samples
 from training.arguments import TrainingArguments
 from training.log import TrainingLog
@@ -24,10 +22,8 @@ def text(packed) -> PackedDataset:
 @pytest.fixture
 def model(text) -> Transformer:
     torch.manual_seed(0)
-    config = LMConfig(
-        dim=32, n_layers=2, n_heads=4, max_seq_len=32, vocab_size=text.vocab_size, dropout=0.5
-    )
-    return Transformer(config).train()
+    shape = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32, "dropout": 0.5}
+    return Transformer(LMConfig(**shape, vocab_size=text.vocab_size)).train()
 
 
 @pytest.fixture
@@ -37,7 +33,15 @@ def writer_of(accelerator, text, model, tmp_path):
 
     def make(first_step: int = 1, **flags) -> SampleWriter:
         args = TrainingArguments(**{"sample_tokens": 8} | flags)
-        log = TrainingLog(accelerator, tmp_path / "metrics.jsonl", 1, 64, 1, 10, first_step)
+        log = TrainingLog(
+            accelerator,
+            tmp_path / "metrics.jsonl",
+            log_interval=1,
+            tokens_per_step=64,
+            flops_per_token=1,
+            total_steps=10,
+            first_step=first_step,
+        )
         logs.append(log)
         shutil.copy(text.tokenizer_path, tmp_path)
         writer = SampleWriter(args, tmp_path / "samples.jsonl", lambda: model, text, log)
@@ -49,22 +53,24 @@ def writer_of(accelerator, text, model, tmp_path):
         log.close()
 
 
-def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in read_rows(folder / "samples.jsonl")]
-
-
-def test_every_sample_has_step_prompt_and_text(writer_of, tmp_path, capsys):
+def test_every_sample_has_step_prompt_and_text_by_the_weights_of_its_step(
+    writer_of, model, tmp_path, capsys
+):
     writer = writer_of(sample_prompt="第1句")
-    for step in (2, 4, 6):
-        writer.write(step)
-    assert steps(tmp_path) == [2, 4, 6]
+    writer.write(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    writer.write(4)
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    row = json.loads(lines[-1])
-    assert row.keys() == {"step", "prompt", "text"}
-    assert row["prompt"] == "第1句"
+    first, second = map(json.loads, lines)
+    assert second.keys() == {"step", "prompt", "text"}
+    assert (first["step"], second["step"], second["prompt"]) == (2, 4, "第1句")
     assert "第1句" in lines[-1]  # readable in the file too
-    assert row["text"]
-    assert f"step 6/10  sample {(row['prompt'] + row['text'])[:80]!r}" in capsys.readouterr().out
+    assert second["text"]
+    assert first["text"] != second["text"]
+    shown = (second["prompt"] + second["text"])[:80]
+    assert f"step 4/10  sample {shown!r}" in capsys.readouterr().out
 
 
 def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, model):
@@ -74,89 +80,11 @@ def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, mod
     assert prompt
     assert tokenizer.decode(text[0][0].tolist()).startswith(prompt)
     assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
-
-
-def test_that_prompt_does_not_end_within_a_character(text, model):
-    tokenizer = Tokenizer(text.tokenizer_path)
+    # It does not end within a character.
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
     assert len(ids) == 33  # four bytes each, of which PROMPT_TOKENS takes 11
     data = type("Text", (list,), {"kind": TEXT})([(ids, None)])
-    prompt, _ = prompt_and_continuation(model, TrainingArguments(), tokenizer, data)
-    assert prompt == "🤗🤗"
-
-
-def test_training_goes_on_as_if_nothing_had_been_written(writer_of, model, text):
-    writer = writer_of()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tokens, targets = (torch.stack([text[0][i]]) for i in (0, 1))
-    random = torch.get_rng_state()
-    losses = []
-    for interrupted in (False, True):
-        torch.set_rng_state(random)
-        model.zero_grad()
-        loss = model(tokens, targets).loss
-        loss.backward()
-        if interrupted:
-            writer.write(2)
-        losses += [loss.item(), model(tokens, targets).loss.item()]
-        gradients = [p.grad.clone() for p in model.parameters()]
-    assert losses[:2] == losses[2:]
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
-    assert model.training
-    assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
-
-
-def test_a_sample_is_by_the_weights_of_its_step(writer_of, model, tmp_path):
-    writer = writer_of(sample_prompt="sum")
-    writer.write(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    writer.write(4)
-    first, second = read_rows(tmp_path / "samples.jsonl")
-    assert first["text"] != second["text"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_samples_are_computed_in_the_precision_of_training(writer_of, monkeypatch, dtype):
-    used = []
-
-    def continuation(decoder, *rest):
-        used.append(decoder.dtype)
-        return "", ""
-
-    monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
-    writer_of(dtype=str(dtype).removeprefix("torch.")).write(2)
-    assert used == [dtype]
-
-
-def test_a_resumed_run_drops_what_it_writes_again(writer_of, tmp_path):
-    writer = writer_of()
-    for step in (2, 4, 6):
-        writer.write(step)
-    with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write('{"step": 8, "pro')
-    resumed = writer_of(first_step=4)
-    assert steps(tmp_path) == [2]
-    resumed.write(4)
-    assert steps(tmp_path) == [2, 4]
-
-
-def test_other_processes_write_nothing(writer_of, tmp_path, monkeypatch, capsys):
-    writer = writer_of()
-    capsys.readouterr()
-    monkeypatch.setattr(type(writer.accelerator), "is_main_process", False)
-    writer.write(2)
-    assert not (tmp_path / "samples.jsonl").exists()
-    assert capsys.readouterr().out == ""
-
-
-def test_a_disk_that_refuses_is_reported_and_training_goes_on(writer_of, tmp_path, capsys):
-    writer = writer_of()
-    (tmp_path / "samples.jsonl").mkdir()
-    writer.write(2)
-    assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out
+    assert prompt_and_continuation(model, args, tokenizer, data)[0] == "🤗🤗"
 
 
 def test_a_space_at_the_end_of_the_prompt_begins_the_text(text, model):
@@ -165,3 +93,27 @@ def test_a_space_at_the_end_of_the_prompt_begins_the_text(text, model):
     prompt, written = prompt_and_continuation(model, args, tokenizer, text)
     assert prompt == "sum"
     assert written.startswith(" ")
+
+
+def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_refuse(
+    writer_of, tmp_path, monkeypatch, capsys
+):
+    used = []
+
+    def continuation(decoder, *rest):
+        used.append(decoder.dtype)
+        return "", ""
+
+    monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
+    for dtype in ("float32", "bfloat16"):
+        writer_of(dtype=dtype).write(2)
+    assert used == [torch.float32, torch.bfloat16]
+    writer = writer_of()
+    (tmp_path / "samples.jsonl").unlink(missing_ok=True)
+    (tmp_path / "samples.jsonl").mkdir()
+    writer.write(2)
+    assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out
+    monkeypatch.setattr(type(writer.log.accelerator), "is_main_process", False)
+    writer.write(2)
+    assert len(used) == 3
+    assert capsys.readouterr().out == ""

@@ -1,7 +1,7 @@
 """Every flag of the training programs: default, meaning and check in one place.
 
-The model's flags come from `LMConfig`, the others from `TrainingArguments` or a program's own kind
-of it; `--help` and the tables in README.md (`python tests/flag_table.py` prints them) are made of
+The model's flags come from `LMConfig`, the others from `TrainingArguments` or the subclass of a
+program. `--help` and the tables in README.md (`python tests/flag_table.py` prints them) are made of
 the same fields.
 """
 
@@ -28,9 +28,9 @@ TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
 
 
 class Must(NamedTuple):
-    """What a value must be."""
+    """A check of a flag's value."""
 
-    be: str  # in words
+    be: str  # what the value must be, in words
     holds: Callable[[Any], bool]
 
 
@@ -59,20 +59,22 @@ TRACKER_LIST = Must(
 
 
 def split(names: str) -> list[str]:
-    """The parts between commas."""
+    """Split at commas."""
     return [name.strip() for name in names.split(",")]
 
 
 @dataclass
 class TrainingArguments:
-    """How to train. Intervals and durations count optimizer steps. Raises UsageError: a value that
-    cannot work; the message names the flag."""
+    """How to train. Intervals and durations count optimizer steps.
+
+    Raises UsageError: a value that cannot work; the message names the flag.
+    """
 
     program: ClassVar[str] = PRETRAINING
     about: ClassVar[str] = "Pretrain a small Llama-like model on packed tokens."
     dataset: ClassVar[type] = PackedDataset  # which reads --data
-    teacher = None  # whose expectations are learned; with a type it would come before its group
-    logged: ClassVar[tuple[str, ...]] = ()  # what the log has the mean of, besides the loss
+    teacher = None  # a flag of distillation; with a type it would be a flag of every program
+    logged: ClassVar[tuple[str, ...]] = ()  # means in the log besides the loss
 
     data: str = setting(
         "out/data/builtin", "folder made by scripts.prepare_data", group="data and output"
@@ -174,7 +176,7 @@ class TrainingArguments:
 
     @property
     def mixed_precision(self) -> str:
-        """Accelerate's name of --dtype."""
+        """--dtype by Accelerate's name."""
         return {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}[self.dtype]
 
     def global_batch(self, processes: int) -> int:
@@ -182,7 +184,7 @@ class TrainingArguments:
         return self.batch_size * self.accumulation_steps * processes
 
     def adapt(self, model: Transformer) -> None:
-        """Change a model in place as soon as it is there, before it has its weights."""
+        """Change a new model in place, before it has its weights."""
 
     @property
     def trackers(self) -> list[str]:
@@ -190,7 +192,7 @@ class TrainingArguments:
 
 
 def changed(name: str, default):
-    """A field of TrainingArguments with another default."""
+    """Return a field of TrainingArguments with another default."""
     (item,) = (item for item in fields(TrainingArguments) if item.name == name)
     return field(default=default, metadata=item.metadata)
 
@@ -199,7 +201,7 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 def flags_of(dataclass_type):
-    """(field, group title) of every field that is a flag."""
+    """Yield (field, group title) of every field that is a flag."""
     group = "model"
     for item in fields(dataclass_type):
         group = item.metadata.get("group", group)
@@ -210,7 +212,7 @@ def flags_of(dataclass_type):
 def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
-    """Of all flags of a program, or of `only` these and those of the model's shape."""
+    """Return a parser of all flags of a program, or of the flags in `only` and the model's."""
     parser = OneLineParser(
         prog=f"python {kind.program}", description=kind.about, allow_abbrev=False
     )
@@ -218,7 +220,7 @@ def build_parser(
     training = [each for each in flags_of(kind) if not only or each[0].name in only]
     for item, title in [*training, *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
-        # Defaults stay in the dataclasses, so that what comes back is what was typed.
+        # Defaults stay in the dataclasses, so that the parser returns what was typed.
         options = {"default": argparse.SUPPRESS, "help": _help(item)}
         if item.type is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -230,7 +232,7 @@ def build_parser(
         if (alone := item.metadata.get("alone")) is not None:  # the value of a flag without one
             options |= {"nargs": "?", "const": alone, "action": UnlessGiven}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
-    # What DeepSpeed's launcher appends; the environment says it too.
+    # DeepSpeed's launcher appends it; the environment says the same.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 
@@ -249,17 +251,17 @@ def show_default(value) -> str:
 def parse_arguments(
     argv: list[str] | None = None, kind: type[Arguments] = TrainingArguments
 ) -> tuple[Arguments, dict]:
-    """The arguments of a program, and those settings of the model that were given; the others are
-    LMConfig's, or with --init_from those of the weights, and the vocabulary comes with the data.
+    """Return the arguments of a program, and the settings of the model that were typed.
 
-    Raises UsageError: unknown flags or values that cannot work. ConfigError: a model shape that
-    cannot work.
+    The other settings are LMConfig's, or with --init_from those of the weights; the vocabulary
+    comes with the data. Raises UsageError: unknown flags or values that cannot work. ConfigError: a
+    model shape that cannot work.
     """
     return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 
 
 def as_arguments(values: dict, kind: type[Arguments] = TrainingArguments) -> tuple[Arguments, dict]:
-    """`parse_arguments` of flags that are parsed already; those of the model are taken out."""
+    """Do as `parse_arguments` with parsed flags; take the model's out of `values`."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}

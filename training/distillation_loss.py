@@ -1,10 +1,10 @@
-"""What a student learns from: the token that follows, and all that its teacher expected there.
+"""The loss of distillation: the text gives the next token, the teacher gives probabilities.
 
 Both models' logits are divided by a temperature T before the softmax, and T² makes up for gradients
 that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Everything is computed
-in fp32, of so many tokens at a time that their logits are CHUNK_LOGITS at most; where these are not
-all, backward computes them again, and no fp32 copy of all logits is ever there. It is a large part
-of a small student's step; compiled it takes half the time.
+in fp32, in chunks of at most CHUNK_LOGITS logits. With several chunks backward computes each of
+them again, so that no fp32 copy of all logits exists. The loss is a large part of a small student's
+step; compiled it takes half the time.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
 KL = ("forward", "reverse")
-CHUNK_LOGITS = 1 << 25  # 128 MB in fp32, some six times that with all that they take
+CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six times as much
 
 
 class Distilled(NamedTuple):
-    """The mean over the targets that count, in fp32; nothing, where none does. Only the loss has a
+    """Means over the targets that count, in fp32; 0 where none counts. Only the loss has a
     gradient."""
 
     loss: Tensor  # alpha * hard + (1 - alpha) * soft
     hard: Tensor  # cross-entropy with the targets
     soft: Tensor  # T² times the divergence
-    agreement: Tensor  # how often both models' likeliest piece is the same
+    agreement: Tensor  # share of positions at which both models' likeliest token is the same
 
 
 def distillation_loss(
@@ -43,18 +43,18 @@ def distillation_loss(
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> Distilled:
-    """The student's loss.
+    """Return the student's loss and its parts.
 
     Args:
         logits: (B, T, vocab_size or more), the student's, in any precision.
         theirs: (B, T, vocab_size), the teacher's.
         targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one out.
         alpha: share of the hard loss, from 0 to 1.
-        kl: "forward" is KL(teacher || student), by which the student covers all that the teacher
-            expects; "reverse" KL(student || teacher), by which it says what the teacher would.
-        vocab_size: pieces of the text, if the student has room for more: those that no text has are
-            known to the hard loss alone. None: all of the student's.
-        compiled: by torch.compile, at the first call.
+        kl: "forward" is KL(teacher || student): the student covers all that the teacher expects;
+            "reverse" is KL(student || teacher): it says only what the teacher would.
+        vocab_size: of the text's tokenizer; the student's further outputs are in the hard loss
+            alone. None: the student has no further outputs.
+        compiled: whether torch.compile compiles it, at the first call.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     compute = _compiled() if compiled else _sums
@@ -79,7 +79,7 @@ def _sums(
     kl: str,
     vocab_size: int | None,
 ) -> Tensor:
-    """(3,): cross-entropy, T² times the divergence, and agreements of some tokens, summed."""
+    """Return sums over a chunk: (cross-entropy, T² times the divergence, agreements)."""
     counts = targets != IGNORE_INDEX
     logits = logits.float()  # (tokens, vocab_size or more)
     hard = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")

@@ -1,4 +1,4 @@
-"""The weights that a new run begins with: drawn at random, or with --init_from another run's."""
+"""The weights that a new run begins with: drawn at random, or those of --init_from."""
 
 from dataclasses import dataclass
 
@@ -13,12 +13,34 @@ from model.config import HOW_IT_COMPUTES
 from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
 
-# Settings that may differ from those of the weights. Rotary positions have no weights.
+# Settings in which a run may differ from its weights. Rotary positions have no weights.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
+
+
+def require_same_tokenizer(source: WeightsFolder, config: LMConfig, data: TokenStream) -> None:
+    """Raise DataError where a trained model cannot read this data."""
+    tokenizer, room = source.tokenizer, config.vocab_size
+    if not tokenizer.is_file():
+        if data.vocab_size != room:
+            raise DataError(
+                f"{data.folder} has a vocabulary of {data.vocab_size}, the model in {source.path} "
+                f"one of {room}: prepare the text with the model's tokenizer"
+            )
+    elif tokenizer_hash(tokenizer) != data.description["tokenizer_sha256"]:
+        raise DataError(
+            f"{data.folder} has another tokenizer than the model in {source.path}: "
+            f"{data.prepare_with(tokenizer)}"
+        )
+    elif data.vocab_size > room:
+        raise DataError(
+            f"{tokenizer} has {data.vocab_size} pieces, the model beside it only {room}"
+        )
 
 
 @dataclass
 class InitialWeights:
+    """Where the weights are, and the settings of the model that they decide."""
+
     settings: dict  # of the model; without a source the vocabulary is missing
     source: WeightsFolder | None = None  # None: drawn at random
     source_config: LMConfig | None = None
@@ -61,22 +83,7 @@ class InitialWeights:
         tokenizer than the weights."""
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
-        tokenizer, room = self.source.tokenizer, self.settings["vocab_size"]
-        if not tokenizer.is_file():
-            if train_set.vocab_size != room:
-                raise DataError(
-                    f"{train_set.folder} has a vocabulary of {train_set.vocab_size}, the model in "
-                    f"{self.source.path} one of {room}: prepare the text with the model's tokenizer"
-                )
-        elif tokenizer_hash(tokenizer) != train_set.description["tokenizer_sha256"]:
-            raise DataError(
-                f"{train_set.folder} has another tokenizer than the model in {self.source.path}: "
-                f"{train_set.prepare_with(tokenizer)}"
-            )
-        elif train_set.vocab_size > room:
-            raise DataError(
-                f"{tokenizer} has {train_set.vocab_size} pieces, the model beside it only {room}"
-            )
+        require_same_tokenizer(self.source, self.source_config, train_set)
         return LMConfig(**self.settings)
 
     def load(self) -> dict[str, Tensor]:

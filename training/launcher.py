@@ -1,8 +1,8 @@
-"""`accelerate launch` for run_accelerate.sh: no page of its own below what its processes have said.
+"""`accelerate launch` for run_accelerate.sh, without a page of its own below a process's error.
 
     python -m training.launcher [flags of accelerate launch] SCRIPT [flags of the script]
 
-Ends with the exit code of the first process that failed.
+It ends with the exit code of the first process that failed.
 """
 
 import logging
@@ -22,12 +22,12 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """The exit code."""
+    """Launch and wait; return the exit code."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Its processes have ended together, and another machine's launcher that was told to stop never
-    # comes to where this one would wait five minutes for it.
+    # The processes have ended together. A launcher on another machine that was told to stop never
+    # comes to this barrier, at which this launcher would wait five minutes.
     SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()

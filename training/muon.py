@@ -1,16 +1,15 @@
 """Muon for the matrices of a network's hidden layers, with AdamW for everything else.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
-matrix by the nearest orthogonal one: each direction of the update becomes equally long, which lifts
-those that a few large ones would have drowned. It computes what `torch.optim.Muon` does, and two
-things more: matrices of one shape are orthogonalised together, in one batched product, and under
-ZeRO, where a process steps a flat partition that begins and ends within matrices, whole matrices
-are put together first.
+matrix by the nearest orthogonal matrix: every direction of the update becomes equally long, so that
+a few large directions do not drown the others. It computes what `torch.optim.Muon` does, with two
+additions. Matrices of one shape are orthogonalised together, in one batched product. Under ZeRO a
+process steps a flat partition that begins and ends within matrices; these are made whole first.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +18,20 @@ from torch.optim.adamw import adamw
 from training.engine.partition import Part, Partition
 from training.engine.state import state_of
 
-# (a, b, c) of every iteration. These five take singular values between 0.0015 and 1 to between 0.68
-# and 1.20, which trains as well as all ones would.
+# (a, b, c) of every iteration. Five iterations take singular values between 0.0015 and 1 to between
+# 0.68 and 1.20, which trains as well as all ones would.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 EPS = 1e-7
 # Elements orthogonalised at once: on a CPU as many as stay in its caches, on a GPU as many as keep
-# it busy, and no more, for the workspace is three times as large.
+# it busy. More would cost memory: the workspace is three times as large.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """The nearest matrices with orthonormal rows or columns, approximately, in the dtype of x.
+    """Return nearly the nearest matrices with orthonormal rows or columns, in the dtype of x.
 
     The quintic Newton-Schulz iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X acts on singular values as the
-    polynomial aσ + bσ³ + cσ⁵. XXᵀ is taken from the shorter side.
+    polynomial aσ + bσ³ + cσ⁵. XXᵀ is of the shorter side.
 
     Args:
         x: (batch, rows, cols).
@@ -47,41 +46,31 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
-def update_scale(rows: int, cols: int) -> float:
-    """The factor of an orthogonalised update of a (rows, cols) matrix, torch's "original".
-
-    The rows of a tall matrix with orthonormal columns have lengths of sqrt(cols / rows) in the root
-    mean square; this makes them 1, as a square one's are.
-    """
-    return max(1, rows / cols) ** 0.5
-
-
-@dataclass
-class Update:
+class Update(NamedTuple):
     """A matrix's update before it is orthogonalised, and the weights that it is for."""
 
     matrix: Tensor  # (rows, cols), whole
-    weights: Tensor  # those that this process steps, flat
-    inside: slice  # where they are in the flattened matrix
+    weights: Tensor  # the weights that this process steps, flat
+    inside: slice  # their place in the flattened matrix
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps groups with "algorithm": "muon" by Muon, overwriting their gradients, and the others as
+    """Step groups with "algorithm": "muon" by Muon, overwriting their gradients, and the others as
     torch.optim.AdamW(fused=True) does, to the bit.
 
     Args:
         groups: parameter groups. Muon's hold matrices, "momentum" and "weight_decay", the others
             "betas", "eps" and "weight_decay". Weight decay is decoupled in both.
-        lr: learning rate of groups without one of their own.
-        dtype: in which to orthogonalise.
+        lr: learning rate of groups without a learning rate.
+        dtype: precision in which to orthogonalise.
 
-    Raises ValueError: something for Muon that is no matrix.
+    Raises ValueError: a parameter for Muon is not a matrix.
     """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__(groups, {"lr": lr, "algorithm": "adamw"})
         self.dtype = dtype
-        self.layout: dict[Tensor, Partition] = {}  # under ZeRO, what lies in the tensors it steps
+        self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → what lies in it
         for group in self.param_groups:
             for p in group["params"]:
                 if group["algorithm"] == "muon" and p.dim() != 2:
@@ -89,11 +78,11 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Under ZeRO collective: all processes step the same groups in the same order.
+        """Step all groups. Under ZeRO every process must call it.
 
-        Nothing changes where `found_inf` is set, a tensor, and not zero. That is AdamW's protocol;
-        but AdamW's kernel looks at it, and here asking waits for the GPU. (Kernels that left out a
-        step would have to keep NaN out of every momentum.)
+        Nothing changes where the tensor `found_inf` is set and not zero, as with AdamW. (AdamW's
+        kernel reads the tensor; here asking waits for the GPU. Kernels that left out a step would
+        have to keep NaN out of every momentum.)
         """
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf:
@@ -139,6 +128,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(stepped, 1 - group["lr"] * group["weight_decay"])
         for batch in _batches([update for p in stepped for update in self._updates(p)]):
             rows, cols = shape = batch[0].matrix.shape
+            # torch's "original" scale: rows of a tall result have a root mean square of 1, too
+            scale = max(1, rows / cols) ** 0.5
             x = batch[0].matrix.new_empty((len(batch), *shape), dtype=self.dtype)
             torch._foreach_copy_(list(x.unbind()), [update.matrix for update in batch])
             torch._foreach_add_(
@@ -147,11 +138,11 @@ class Muon(torch.optim.Optimizer):
                     matrix.flatten()[update.inside]
                     for matrix, update in zip(orthogonalize(x), batch, strict=True)
                 ],
-                alpha=-group["lr"] * update_scale(rows, cols),
+                alpha=-group["lr"] * scale,
             )
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Those of which this process steps any weights."""
+        """Yield the updates of matrices in p of which this process steps any weights."""
         weights = p.view(-1)
         gradient = p.grad
         if p not in self.layout:
@@ -166,7 +157,7 @@ class Muon(torch.optim.Optimizer):
                 yield Update(matrix, weights[part.in_partition], part.in_parameter)
 
     def _gather(self, parts: list[Part], gradient: Tensor) -> Sequence[Tensor]:
-        """The whole of matrices that are split, flat. There are fewer of them than processes."""
+        """Return flat copies of the matrices that ZeRO splits (at most processes - 1)."""
         if not parts:
             return []
         sizes = [part.parameter.numel() for part in parts]
@@ -174,12 +165,12 @@ class Muon(torch.optim.Optimizer):
         matrices = whole.split(sizes)
         for part, matrix in zip(parts, matrices, strict=True):
             matrix[part.in_parameter] = gradient[part.in_partition]
-        torch.distributed.all_reduce(whole)  # exact: all but one of the summands are zeros
+        torch.distributed.all_reduce(whole)  # exact: all but one of the summands are zero
         return matrices
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
-    """Matrices of one shape together, as many as should be orthogonalised at once."""
+    """Yield matrices of one shape, as many as should be orthogonalised at once."""
     by_shape = defaultdict(list)
     for update in updates:
         by_shape[update.matrix.shape].append(update)

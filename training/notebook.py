@@ -15,7 +15,7 @@ _active = False
 
 
 def in_notebook() -> bool:
-    """Whether this process is to outlive the run."""
+    """Return whether this process lives on after the run."""
     return _active
 
 
@@ -23,13 +23,12 @@ def in_notebook() -> bool:
 def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     """Leave the process as it was found, so that it can do other things, another run among them.
 
-    Accelerate keeps its state once per process and refuses another precision, torch.compile stops
-    compiling after eight models, a run folder stays locked as long as its process lives, signals
-    would still go to the run that has ended, and the environment would have the next one use its
-    engine.
+    Accelerate keeps one state per process and refuses another precision; torch.compile stops after
+    eight models; a run folder stays locked while its process lives; signals would still go to the
+    run that has ended; and the environment would give the next run this run's engine.
 
-    Meanwhile sys.argv is what a person would start to get the same run. Without argv the flags came
-    from there: the process ends with the run, and nothing is changed.
+    In here sys.argv is the command of the same run at a terminal. With argv None the flags came
+    from the command line: the process ends with the run, and nothing is changed.
     """
     global _active
     if argv is None:

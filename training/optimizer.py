@@ -1,4 +1,4 @@
-"""AdamW, whoever makes it: this script or DeepSpeed from its configuration file; or Muon."""
+"""The optimizer: AdamW, made here or by DeepSpeed from its configuration file, or Muon."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from training.muon import Muon
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
-    """Matrices decay towards zero; scales of norms, which stay near one, do not."""
+    """Return two groups: matrices decay towards zero; scales of norms, near one, do not."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     groups = [
@@ -28,21 +28,19 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices of the blocks. Embedding and output layer have a vector for every token, used
-    rarely or often, and train better by AdamW (https://kellerjordan.github.io/posts/muon/). With
-    adapters they are A and B, each by itself.
+    """Return the matrices of the blocks; with adapters A and B, each by itself.
+
+    Embedding and output layer have a vector for every token, used rarely or often, and train better
+    by AdamW (https://kellerjordan.github.io/posts/muon/).
     """
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
 def orthogonalizing_dtype(dtype: str) -> torch.dtype:
-    """In which Muon computes: in bf16, or as training does in fp32.
+    """Return Muon's precision for a --dtype: bf16, or fp32 where training is in fp32.
 
-    A GPU without bf16 (V100, T4) takes fp32, which costs time and nothing else: in fp16 the small
-    gradients would be gone before they are normalised.
-
-    Args:
-        dtype: --dtype.
+    A GPU without bf16 (V100, T4) takes fp32, which costs time alone: in fp16 small gradients would
+    be gone before they are normalised.
     """
     if dtype == "float32" or (torch.cuda.is_available() and not has_bf16()):
         return torch.float32
@@ -50,7 +48,7 @@ def orthogonalizing_dtype(dtype: str) -> torch.dtype:
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """What --optimizer asks for, for `accelerator.prepare`; `tell_layout` comes after it.
+    """Return the optimizer of --optimizer for `accelerator.prepare`; call `tell_layout` after it.
 
     AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Where DeepSpeed's file holds an
     "optimizer", a placeholder carries the parameter groups to it.
@@ -77,8 +75,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
 def tell_layout(model: nn.Module, engine: Engine) -> None:
     """Tell Muon what lies where in the flat tensors that DeepSpeed has it step.
 
-    Args:
-        model: as prepared.
+    `model` is as prepared.
     """
     if engine.deepspeed is None:
         return
@@ -89,6 +86,6 @@ def tell_layout(model: nn.Module, engine: Engine) -> None:
 
 
 def set_learning_rate(optimizer, value: float) -> None:
-    """Each group's is this one times the factor it has for its own peak, if any."""
+    """Set each group's learning rate to value * group["lr_factor"] (default: 1)."""
     for group in optimizer.param_groups:
         group["lr"] = value * group.get("lr_factor", 1.0)

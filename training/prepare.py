@@ -122,7 +122,7 @@ def prepare(
         config = initial.config(train_set)
         shapes_of(config, filled)  # a shape that cannot be built is refused here
         if teacher:
-            teacher.require_fit(train_set)
+            teacher.require_fit(train_set, engine)
         return train_set, val_set, config, teacher and teacher.source.sha256()
 
     start, initial, teacher, data = on_main_process(engine, decide)

@@ -1,4 +1,4 @@
-"""What the model writes, while it is trained and at the end."""
+"""Text that the model writes, while it is trained and at the end."""
 
 import json
 from collections.abc import Callable
@@ -27,8 +27,7 @@ SHOWN = 80  # characters of a sample in the log
 def prompt_and_continuation(
     model: Decoder | Transformer, args: TrainingArguments, tokenizer: Tokenizer, data: PackedDataset
 ) -> tuple[str, str]:
-    """The prompt of --sample_prompt, or how `data` begins, and how the model goes on. Of a
-    conversation it is what stands before the first answer."""
+    """Return the prompt (--sample_prompt, or how `data` begins) and how the model goes on."""
     next_ids = []
     if args.sample_prompt is None:
         prompt = first_prompt(data, tokenizer)
@@ -48,7 +47,7 @@ def prompt_and_continuation(
 
 
 def first_prompt(data: PackedDataset, tokenizer: Tokenizer) -> list[int]:
-    """How text begins; of a conversation, all before the first answer."""
+    """Return how text begins, or a conversation up to its first answer."""
     tokens, targets = data[0]
     if data.kind == CONVERSATIONS:
         return tokens[: int((targets != IGNORE_INDEX).nonzero()[0]) + 1].tolist()
@@ -60,52 +59,47 @@ def first_prompt(data: PackedDataset, tokenizer: Tokenizer) -> list[int]:
 
 @dataclass
 class SampleWriter:
-    """Writes samples to samples.jsonl, on the main process.
+    """Write samples to samples.jsonl, on the main process.
 
-    It reads a copy of the weights, in the precision of training's forward pass, and draws from a
-    generator of its own: training goes on as if nothing had happened. On a GPU the copy has to fit
-    beside everything else; under ZeRO-3 it is on the CPU, where a checkpoint is put together too.
+    A sample is made by a copy of the weights, in the precision of training's forward pass, with a
+    random generator of its own: training goes on as if nothing had happened. On a GPU the copy has
+    to fit beside everything else; under ZeRO-3 it is on the CPU.
     """
 
-    args: TrainingArguments  # sample_prompt, sample_tokens and seed count here
-    path: Path  # samples.jsonl of a run; rows of steps that this start takes again are dropped
+    args: TrainingArguments
+    path: Path  # samples.jsonl of a run; rows of steps that are trained again are dropped
     whole_model: Callable[[], Transformer | None]  # see `TrainingState`
-    prompt_from: PackedDataset  # whose beginning is the prompt, if there is no other
-    log: TrainingLog  # tells what was written
-
-    def __post_init__(self):
-        self.accelerator = self.log.accelerator
+    prompt_from: PackedDataset  # whose beginning is the prompt where none was given
+    log: TrainingLog  # says what was written
 
     def open(self) -> None:
-        """Make room for the rows of this start; before the first one."""
-        if self.accelerator.is_main_process:
+        """Make room for the rows of this start; call it before the first sample."""
+        if self.log.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's own, for --data may be prepared anew meanwhile."""
+        """The run's own copy, because --data may be prepared anew meanwhile."""
         return open_tokenizer(self.path.parent)
 
     def write(self, step: int) -> None:
-        """All must call this. A disk that is full or refuses does not stop training."""
-        args = self.args
+        """Write a sample; every process must call this. A full disk does not stop training."""
         model = self.whole_model()
-        if not self.accelerator.is_main_process:  # the others go on and wait at their next exchange
+        if not self.log.accelerator.is_main_process:  # the others wait at their next exchange
             return
-        decoder = Decoder(model, getattr(torch, args.dtype))
+        decoder = Decoder(model, getattr(torch, self.args.dtype))
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
-            prompt, text = prompt_and_continuation(decoder, args, self.tokenizer, self.prompt_from)
+            prompt, text = prompt_and_continuation(
+                decoder, self.args, self.tokenizer, self.prompt_from
+            )
         row = {"step": step, "prompt": prompt, "text": text}
+        markdown = "\n".join(f"    {line}" for line in (prompt + text).splitlines())
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            self._to_tensorboard(step, prompt + text)
+            for tracker in self.log.accelerator.trackers:
+                if tracker.name == "tensorboard":
+                    tracker.log({"sample": markdown}, step=step)
         except OSError as error:
             self.log.say(f"SAMPLE NOT WRITTEN: {error}")
         self.log.say(f"step {step}/{self.log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
-
-    def _to_tensorboard(self, step: int, text: str) -> None:
-        block = "\n".join(f"    {line}" for line in text.splitlines())  # it reads Markdown
-        for tracker in self.accelerator.trackers:
-            if tracker.name == "tensorboard":
-                tracker.log({"sample": block}, step=step)

@@ -10,7 +10,7 @@ MAX_DEFAULT_WARMUP = 2000
 
 
 def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
-    """Optimizer steps of the whole run: --max_steps, or what --epochs take."""
+    """Return the optimizer steps of the whole run: --max_steps, or those of --epochs."""
     return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
 
 
@@ -51,6 +51,7 @@ class LearningRate:
 
     @classmethod
     def from_arguments(cls, args: TrainingArguments, total_steps: int) -> "LearningRate":
+        """Return the schedule of a run. Raises UsageError: warm-up beyond the last step."""
         warmup = args.warmup_steps
         if warmup is None:
             warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)

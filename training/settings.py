@@ -21,8 +21,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 def write_settings(
     run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
 ) -> None:
-    """Write settings.json, the tokenizer of the run, and the chat template of a model that learns
-    to answer."""
+    """Write settings.json, the run's tokenizer, and a chat template if it learns to answer."""
     packages = {name: version(name) for name in PACKAGES} | {"python": platform.python_version()}
     settings = {
         "program": args.program,
@@ -41,7 +40,7 @@ def write_settings(
     for name in (*TOKENIZER_FILES, run.template.name):
         if name in files:
             write_whole(run.path / name, files[name])
-        else:  # of another run that was begun here
+        else:  # left by another run that was begun here
             (run.path / name).unlink(missing_ok=True)
 
 

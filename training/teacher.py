@@ -13,7 +13,6 @@ from torch import Tensor
 
 from common.errors import UsageError
 from data.dataset import TokenStream
-from data.tokenizer import tokenizer_hash
 from model import LMConfig, Transformer
 from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
@@ -24,6 +23,7 @@ from training.engine.kinds import DDP, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.zero_inference import ZeroInference
+from training.initial_weights import require_same_tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,29 +72,21 @@ class TeacherWeights:
         """Return the FLOPs of a forward pass, a third of what training takes."""
         return self.shapes.flops_per_token(seq_len) / 3
 
-    def require_fit(self, data: TokenStream) -> None:
-        """Raise UsageError where the teacher cannot read what the student reads."""
-        path, tokenizer = self.source.path, self.source.tokenizer
-        if self.zero and not torch.distributed.is_initialized():
+    def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
+        """Raise UsageError where the teacher cannot read what the student reads, or would have to
+        be divided without a launcher. Before a launch there is no engine."""
+        path = self.source.path
+        if self.zero and engine and not torch.distributed.is_initialized():
             raise UsageError(
-                "--teacher_config divides the teacher among a launcher's processes, and here is no "
-                "launcher: leave it out, or accelerate launch --config_file accelerate_config.yaml"
+                "--teacher_config divides the teacher among the processes of a launcher: leave it "
+                "out, or accelerate launch --config_file accelerate_config.yaml"
             )
-        if not tokenizer.is_file():
+        if not self.source.tokenizer.is_file():
             raise UsageError(
                 f"the teacher in {path} has no tokenizer beside it: nothing tells whether it is "
                 f"that of {data.folder}"
             )
-        if tokenizer_hash(tokenizer) != data.description["tokenizer_sha256"]:
-            raise UsageError(
-                f"{data.folder} has another tokenizer than the teacher in {path}: "
-                f"{data.prepare_with(tokenizer)}"
-            )
-        if self.config.vocab_size < data.vocab_size:  # more are room that no token takes
-            raise UsageError(
-                f"the teacher in {path} has an output of {self.config.vocab_size} pieces, its "
-                f"tokenizer {data.vocab_size}: they do not belong together"
-            )
+        require_same_tokenizer(self.source, self.config, data)
         if self.config.max_seq_len < data.seq_len:
             raise UsageError(
                 f"the teacher in {path} reads {self.config.max_seq_len} tokens at most, the "
@@ -109,8 +101,7 @@ class Teacher:
     Making it draws random numbers. Every process must make it and call it.
 
     Args:
-        vocab_size: pieces of the text; where the teacher's output has room for more, the others
-            are cut off.
+        vocab_size: of the text's tokenizer; further outputs of the teacher are cut off.
 
     Raises UsageError, ConfigError: its weights cannot be read.
     """
@@ -131,7 +122,7 @@ class Teacher:
 
     @property
     def held(self) -> int:
-        """Bytes of weights that this process holds, on whatever device."""
+        """Return the bytes of weights that this process holds."""
         shares = (getattr(p, "ds_tensor", p) for p in self.model.parameters())
         return sum(share.numel() * share.element_size() for share in shares)
 

@@ -13,7 +13,7 @@ from training.arguments import TrainingArguments
 
 
 def require_trackers(names: list[str]) -> None:
-    """Raises UsageError: a tracker's package is not installed."""
+    """Raise UsageError where a tracker's package is not installed."""
     for name in names:
         if name != "none" and importlib.util.find_spec(name) is None:
             raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")
@@ -24,7 +24,7 @@ def start_trackers(
 ) -> None:
     """Give the accelerator its trackers; `accelerator.log` then reaches all of them.
 
-    TensorBoard is told to forget what an interrupted run wrote for `first_step` and later.
+    TensorBoard forgets what an interrupted run wrote for `first_step` and later.
     """
     names = [name for name in args.trackers if name != "none"]
     if not names:

@@ -15,19 +15,21 @@ from model import IGNORE_INDEX
 def validation_loader(
     dataset: PackedDataset, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """This process's batches of at most max_samples sequences (0: all), spread over the split."""
+    """Return this process's batches of at most max_samples sequences (0: all), evenly spread."""
     chosen = spread(len(dataset), max_samples)
-    if getattr(dataset, "lengths", None) is not None:  # so that little is padding
+    if getattr(dataset, "lengths", None) is not None:  # equal lengths need little padding
         chosen.sort(key=lambda i: dataset.lengths[i])
-    # With a generator of its own the loader draws nothing from the global one, which drives
-    # dropout.
-    how = {"generator": torch.Generator(), "collate_fn": getattr(dataset, "collate", None)}
-    loader = DataLoader(Subset(dataset, chosen), batch_size, **how)
+    loader = DataLoader(
+        Subset(dataset, chosen),
+        batch_size,
+        collate_fn=getattr(dataset, "collate", None),
+        generator=torch.Generator(),  # without it the loader draws from dropout's generator
+    )
     return accelerator.prepare_data_loader(loader)
 
 
 def spread(n: int, most: int) -> list[int]:
-    """At most `most` (0: all) of the numbers below n, in order and evenly spread."""
+    """Return at most `most` (0: all) of the numbers below n, in order and evenly spread."""
     return np.linspace(0, n - 1, n if most == 0 else min(n, most)).astype(int).tolist()
 
 
@@ -35,27 +37,25 @@ def spread(n: int, most: int) -> list[int]:
 def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Mean loss over every target of the loader that counts, whichever process read it.
+    """Measure the mean loss over every target that counts, of all processes.
 
     Args:
-        bytes_per_token: of the text behind the tokens. Begin and end markers count as tokens but
-            not as bytes, so the text pays for them.
+        bytes_per_token: of the text. Begin and end markers count as tokens but not as bytes.
 
     Returns:
         "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 /
-        bytes_per_token, which compares models with different tokenizers, and "samples", how many
-        sequences were read.
+        bytes_per_token, which compares models with different tokenizers, and "samples", the number
+        of sequences.
     """
     model.eval()
     total, weight, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        # Compiled for training alone: a second compilation would cost more than it gains here.
+        # A second compilation would cost more than it gains here.
         with torch.compiler.set_stance("force_eager"):
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         counted = (targets != IGNORE_INDEX).sum(dim=1)
         per_sample = per_token.sum(dim=1), counted  # (B,) each
-        # gather_for_metrics drops the samples that were repeated to give every process a whole
-        # batch
+        # It drops the samples that were repeated to give every process a whole batch.
         losses, counts = accelerator.gather_for_metrics(per_sample)
         total += losses.double().sum().item()
         weight += counts.sum().item()

@@ -8,18 +8,15 @@ import json
 import os
 import shutil
 import sys
-import weakref
 from pathlib import Path
 
 import torch
 import yaml
 from accelerate import Accelerator
 from torch import distributed
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import train_distillation_accelerate
-from formats.portable import TensorFile
-from training import teacher as teachers
+from training import start
 from training.engine.partition import gathered, shape_of
 from training.interruption import leave
 from training.teacher import Teacher
@@ -29,46 +26,17 @@ LINEAR = torch.nn.functional.linear
 TEACHERS = []
 
 
-class Watch:
-    """`most` is how many bytes of weights this process has had in here at one time, not counting
-    its shares: as they were made, gathered and read."""
-
-    def __enter__(self) -> "Watch":
-        self.most, self._seen = 0, []
-        self._hook = register_module_parameter_registration_hook(
-            lambda module, name, parameter: self._note(parameter)
-        )
-        self._read = TensorFile.__getitem__
-        TensorFile.__getitem__ = lambda file, name: self._note(self._read(file, name))
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._hook.remove()
-        TensorFile.__getitem__ = self._read
-
-    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._seen.append(weakref.ref(tensor))
-        alive = {
-            id(x): x.nbytes for ref in self._seen if (x := ref()) is not None and not x.is_meta
-        }
-        self.most = max(self.most, sum(alive.values()))
-        return tensor
-
-
 class Noted(Teacher):
     def __init__(self, *args):
-        with Watch() as self.watch:
-            super().__init__(*args)
+        super().__init__(*args)
         TEACHERS.append(self)
         assert torch.nn.functional.linear is LINEAR, "the student's linear layers are others now"
 
 
 def facts(teacher: Teacher) -> dict:
     """Of a teacher whose student has been trained."""
-    saved, unchanged, named = teacher.found.source.tensors(), True, teacher.model.named_parameters()
-    parameters = dict(named)
-    whole = sum(p.numel() * p.element_size() for p in parameters.values())
-    sizes = [shape_of(p).numel() * p.element_size() for p in parameters.values()]
+    saved, unchanged = teacher.found.source.tensors(), True
+    parameters = dict(teacher.model.named_parameters())
     for name, parameter in parameters.items():
         with gathered(parameter):
             unchanged &= torch.equal(parameter.data, saved[name].to(parameter.dtype))
@@ -76,10 +44,7 @@ def facts(teacher: Teacher) -> dict:
         "unchanged": unchanged,
         "trained": any(p.requires_grad or p.grad is not None for p in parameters.values()),
         "held": teacher.held,
-        "whole": whole,  # what lies in them now
-        "bytes": sum(sizes),
-        "largest": max(sizes),
-        "most": teacher.watch.most,
+        "bytes": sum(shape_of(p).numel() * p.element_size() for p in parameters.values()),
     }
 
 
@@ -91,7 +56,7 @@ def go_back(path: Path, source: Path, step: int) -> None:
 
 
 def main(folder: Path) -> None:
-    teachers.Teacher = Noted
+    start.Teacher = Noted
     # It would take the processes' groups along, and the next run needs them.
     Accelerator.end_training = lambda self: None
     result = {}
@@ -104,7 +69,7 @@ def main(folder: Path) -> None:
             file = REPOSITORY / launch["deepspeed_config"]["deepspeed_config_file"]
             os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
         if "killed" in run and os.environ["RANK"] == "0":
-            go_back(folder / "runs" / name, folder / "runs" / run["killed"], run["after"])
+            go_back(folder / "runs" / name, folder / "runs" / run["killed"], step=3)
         if distributed.is_initialized():
             distributed.barrier()
         flags = ["--out_dir", str(folder / "runs"), "--run_name", name, *run["flags"]]

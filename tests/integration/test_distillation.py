@@ -24,7 +24,7 @@ from training.optimizer import parameter_groups
 
 pytestmark = pytest.mark.slow
 
-DISTIL, RECORD = "train_distillation_accelerate.py", "scripts.teacher_logits"
+DISTIL = "train_distillation_accelerate.py"
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32}  # of TINY
 STEPS, BATCH, ALPHA, TEMPERATURE, RATE = 4, 8, 0.3, 2.0, 1e-2
 FLAGS = (
@@ -34,16 +34,18 @@ FLAGS = (
 PARTS = ("loss", "hard_loss", "soft_loss", "agreement")
 
 
+def save(folder: Path, model: Transformer, tokenizer: Path) -> Path:
+    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
+    copy_tokenizer(tokenizer, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def teacher(packed, tmp_path_factory) -> Path:
-    """Weights of a model that mostly expects the same token again, as a new one does, and the
-    tokenizer of the data."""
-    folder = tmp_path_factory.mktemp("teacher") / "weights"
+    """Weights of a model that mostly expects the same token again, as a new one does."""
     model = opinionated(400, SHAPE["max_seq_len"])
     model.norm.weight.data.fill_(2.0)
-    save_portable(folder, model.config, {name: p.data for name, p in model.named_parameters()})
-    copy_tokenizer(packed, folder)
-    return folder
+    return save(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def conversations(packed, tmp_path_factory) -> Path:
 def by_hand(
     data: PackedDataset | ConversationSet,
     teacher: Transformer,
-    kl: str,
+    kl: str = "forward",
     student: Transformer | None = None,
 ) -> list[dict]:
     """Both models whole in one process, and every global batch at once."""
@@ -102,16 +104,13 @@ def by_hand(
 # How a global batch of 8 is divided: engine of the student, the teacher's file, --batch_size,
 # --accumulation_steps, and what else.
 PAIRS = {
-    "ZeRO-2 and ZeRO-3, 2 x 4": ("zero2", "zero3_inference", 4, 1, ""),
-    "ZeRO-2 and ZeRO-3, 2 x 1 x 4": ("zero2", "zero3_inference", 1, 4, ""),
+    "ZeRO-2 and ZeRO-3": ("zero2", "zero3_inference", 1, 4, ""),
     "ZeRO-2 and ZeRO-3 of answers": ("zero2", "divided", 1, 4, "of answers"),
     "ZeRO-1 and ZeRO-3 on the CPU": ("zero1", "on_cpu", 2, 2, ""),
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
     "ZeRO-2 and a whole one": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("zero3", "divided", 4, 1, ""),
 }
-# What was recorded, in place of a teacher: --accumulation_steps, and of what.
-RECORDED = {"recorded": (4, ""), "recorded of answers": (1, "of answers")}
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
 
 
@@ -136,26 +135,10 @@ def found(packed, conversations, teacher, tmp_path_factory) -> dict:
             flags += ["--teacher_config", str(own) if own.exists() else f"configs/{config}.json"]
         flags += ["--kl", "reverse"] if more == "reverse" else []
         runs[name] = {"student": student, "flags": flags}
-    first = runs["ZeRO-2 and ZeRO-3, 2 x 1 x 4"]
+    first = runs["ZeRO-2 and ZeRO-3"]
     runs["whole"] = first | {"flags": [*first["flags"], *IN_BF16.split()]}
     resumed = [*runs["whole"]["flags"], "--resume", "auto"]
-    runs["resumed"] = first | {"flags": resumed, "killed": "whole", "after": 3}
-    for name, (accumulation, of) in RECORDED.items():
-        data, flags = (conversations, "--max_seq_len 32") if of else (packed, "")
-        out = folder / name
-        record = [*("--data", str(data)), *("--out", str(out)), *f"--k 400 {flags}".split()]
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-        launch += ["--num_processes", "2", "--main_process_port", "0", "-m", RECORD, str(teacher)]
-        ended = run_warm([*launch, *record, "--dtype", "float32", "--batch_size", "5"])
-        assert ended.code == 0, ended.out
-        flags = [*TINY, *FLAGS.split(), "--teacher_logits", str(out)]
-        flags += ["--batch_size", str(4 // accumulation), "--accumulation_steps", str(accumulation)]
-        runs[name] = {"student": "zero2", "flags": flags}
-    first = runs["recorded"]
-    runs["recorded, whole"] = first | {"flags": [*first["flags"], *IN_BF16.split()]}
-    resumed = [*runs["recorded, whole"]["flags"], "--resume", "auto"]
-    killed = {"killed": "recorded, whole", "after": 3}
-    runs["recorded, resumed"] = first | {"flags": resumed} | killed
+    runs["resumed"] = first | {"flags": resumed, "killed": "whole"}
     (folder / "runs.json").write_text(json.dumps(runs))
     return found_by("distilling_engines.py", folder, 2, ()) | {"folder": folder / "runs"}
 
@@ -166,9 +149,9 @@ def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
     text = PackedDataset(packed, "train", seq_len)
     answers = ConversationSet(conversations, "train", seq_len)
     return {
-        "": by_hand(text, model, "forward"),
+        "": by_hand(text, model),
         "reverse": by_hand(text, model, "reverse"),
-        "of answers": by_hand(answers, model, "forward"),
+        "of answers": by_hand(answers, model),
     }
 
 
@@ -183,35 +166,6 @@ def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
     assert_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
 
 
-def assert_nearly_the_same(run: Trained, expected: list[dict]) -> None:
-    """But for the rounding of logarithms to 16 bits, which AdamW's first steps carry on."""
-    for part in (*PARTS, "grad_norm"):
-        wanted, *later = [row[part] for row in expected]
-        ours, *others = run.column(part)
-        assert ours == pytest.approx(wanted, rel=1e-3, abs=1e-3), part
-        assert others == pytest.approx(later, rel=1e-2, abs=1e-2), part
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_what_was_recorded_of_the_whole_vocabulary_teaches_the_same(found, expected, name):
-    assert_nearly_the_same(Trained(found["folder"] / name, ""), expected[RECORDED[name][1]])
-
-
-def test_a_student_with_room_for_more_pieces_learns_from_a_recording(
-    found, teacher, packed, tmp_path
-):
-    """As --init_from may bring one along."""
-    roomy, source = opinionated(448, SHAPE["max_seq_len"]), tmp_path / "roomy"
-    save_portable(source, roomy.config, {name: p.data for name, p in roomy.named_parameters()})
-    copy_tokenizer(packed, source)
-    recorded = found["folder"].parent / "recorded"
-    flags = f"{FLAGS} --init_from {source} --teacher_logits {recorded} --batch_size {BATCH}"
-    run = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
-    data = PackedDataset(packed, "train", SHAPE["max_seq_len"])
-    assert_nearly_the_same(run, by_hand(data, load_portable(teacher), "forward", roomy.train()))
-    assert load_portable(run.path / "weights").config.vocab_size == 448
-
-
 def test_the_loops_by_hand_differ(expected):
     forward, reverse, answers = ([row["loss"] for row in rows] for rows in expected.values())
     for other in (reverse, answers):
@@ -219,34 +173,20 @@ def test_the_loops_by_hand_differ(expected):
     assert all(0.1 < row["agreement"] < 1 for row in expected[""])
 
 
-@pytest.mark.parametrize("name", [*PAIRS, "whole", "resumed"])
-def test_the_teacher_ends_as_it_began(found, name):
-    for process in found[name]:
-        assert process["unchanged"]
-        assert not process["trained"]
-
-
-def test_two_processes_hold_half_a_teacher_each(found):
-    (alone, _), half = found["ZeRO-2 and a whole one"], []
-    assert alone["held"] == alone["whole"] == alone["bytes"]
+def test_the_teacher_ends_as_it_began_and_two_processes_hold_half_of_it_each(found):
+    for name in (*PAIRS, "whole", "resumed"):
+        assert all(each["unchanged"] and not each["trained"] for each in found[name])
+    size = found["ZeRO-2 and a whole one"][0]["bytes"]
+    assert [each["bytes"] for each in found["whole"]] == [size // 2] * 2  # in bf16
     for name, (_, config, *_) in PAIRS.items():
-        if config in ("divided", "on_cpu"):
-            half += [process["held"] + process["whole"] for process in found[name]]
-    assert half == [alone["bytes"] // 2] * len(half)
-    assert [process["bytes"] for process in found["whole"]] == [alone["bytes"] // 2] * 2  # bf16
+        if config != "zero3_inference":  # which keeps small parameters whole
+            held = size // 2 if config else size
+            assert [each["held"] for each in found[name]] == [held] * 2
 
 
-def test_while_it_is_loaded_no_process_has_more_of_a_divided_teacher_than_one_parameter(found):
-    """And what is read for it, both of them in fp32."""
-    for name, (_, config, *_) in PAIRS.items():
-        for process in found[name] if config else ():
-            assert process["most"] == 2 * process["largest"] < process["bytes"], name
-
-
-@pytest.mark.parametrize("of", ["", "recorded, "])
-def test_a_run_goes_on_to_the_bit(found, of):
+def test_a_run_goes_on_to_the_bit(found):
     """With dropout, from the middle of a log line."""
-    whole, resumed = (Trained(found["folder"] / f"{of}{name}", "") for name in ("whole", "resumed"))
+    whole, resumed = (Trained(found["folder"] / name, "") for name in ("whole", "resumed"))
     assert resumed.rows() == [
         row | {key: own[key] for key in ("tokens_per_second", "step_seconds", "memory_gib")}
         for row, own in zip(whole.rows(), resumed.rows(), strict=True)
@@ -276,8 +216,6 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
     assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
-    report = (distilled.path / "report.html").read_text(encoding="utf-8")
-    assert all(f"<h2>{title}</h2>" in report for title in ("Hard loss", "Soft loss", "Agreement"))
     # Validation is that of pretraining.
     val = PackedDataset(packed, "val", SHAPE["max_seq_len"])
     tokens, targets = torch.utils.data.default_collate([val[i] for i in range(len(val))])
@@ -285,11 +223,20 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     assert distilled.rows("val_loss")[-1]["val_loss"] == pytest.approx(loss, abs=1e-4)
 
 
+def test_a_student_with_room_for_more_pieces_learns_the_same(teacher, packed, tmp_path):
+    """As --init_from may bring one along."""
+    roomy = opinionated(448, SHAPE["max_seq_len"])
+    source = save(tmp_path / "roomy", roomy, packed)
+    flags = f"{FLAGS} --init_from {source} --teacher {teacher} --batch_size {BATCH}"
+    run = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
+    data = PackedDataset(packed, "train", SHAPE["max_seq_len"])
+    assert_the_same(run, by_hand(data, load_portable(teacher), student=roomy.train()))
+
+
 def refused(flags: str) -> str:
     """The one line that a start which cannot work ends in."""
     ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
     assert ended.code == 2, ended.out
-    assert "Traceback" not in ended.out
     (line,) = [line for line in ended.out.splitlines() if "error:" in line]
     return line
 
@@ -301,9 +248,8 @@ def test_a_run_goes_on_with_its_own_teacher_alone(distilled, teacher, packed, tm
     save_portable(other, load_portable(teacher).config, weights)
     flags = f"{FLAGS} --batch_size {BATCH} --data {packed} --resume {distilled.path} "
     line = refused(f"{flags} --teacher {other}")
-    digests = [WeightsFolder.find(str(path)).sha256()[:16] for path in (teacher, other)]
-    assert "teacher: {} in the checkpoint, {} now".format(*digests) in line
-    assert f"the teacher was {teacher}, and is {other} now" in line
+    there, now = (WeightsFolder.find(str(path)).sha256()[:16] for path in (teacher, other))
+    assert f"teacher: {teacher} ({there}) in the checkpoint, {other} ({now}) now" in line
 
 
 def test_a_run_may_teach_the_next_one_what_it_was_trained_on(distilled, packed, tmp_path):
@@ -324,9 +270,7 @@ def test_a_run_may_teach_the_next_one_what_it_was_trained_on(distilled, packed, 
 def test_mistakes_are_one_line(packed, teacher, tmp_path):
     out = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
     assert "--alpha must be between 0 and 1, not 2.0" in refused(f"{out} --alpha 2")
-    assert "invalid choice: 'sideways'" in refused(f"{out} --kl sideways")
-    missing = refused(f"{out} --teacher {teacher}s")
-    assert f"{teacher}s: no such folder" in missing
+    assert f"{teacher}s: no such folder" in refused(f"{out} --teacher {teacher}s")
     divided = refused(f"{out} --teacher_config configs/zero3_inference.json")
-    assert "--teacher_config divides the teacher among a launcher's processes" in divided
+    assert "--teacher_config divides the teacher among the processes of a launcher" in divided
     assert list(tmp_path.iterdir()) == []

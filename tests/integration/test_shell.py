@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import (
     REPOSITORY,
@@ -57,11 +56,10 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     return run(command, cwd=clone, **settings(text, **environ))
 
 
-@pytest.mark.parametrize("name", ["generate", "prepare_data", "report"])
-def test_a_script_started_by_its_path_finds_the_rooms_from_any_folder(tmp_path, name):
-    ended = run([sys.executable, str(REPOSITORY / "scripts" / f"{name}.py"), "-h"], cwd=tmp_path)
+def test_a_script_started_by_its_path_finds_the_rooms_from_any_folder(tmp_path):
+    ended = run([sys.executable, str(REPOSITORY / "scripts" / "report.py"), "-h"], cwd=tmp_path)
     assert ended.code == 0
-    assert ended.out.startswith(f"usage: python -m scripts.{name} ")
+    assert ended.out.startswith("usage: python -m scripts.report ")
 
 
 def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
@@ -72,73 +70,20 @@ def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
     assert "dim 7 is not divisible" in ended.out
 
 
-@pytest.mark.variant  # of a rank that dies: test_reliability.py
-def test_a_process_that_the_system_kills_is_named(clone, by_hand):
-    flags = f"{TINY} --max_steps 1000000 --compile off".split()
-    command = ["bash", "run_accelerate.sh", *flags]
-    process = subprocess.Popen(
-        command,
-        cwd=clone,
-        env=clean_environment() | settings(by_hand),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        if line.startswith("step 1/"):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if "RANK" in child.environ():
-                    child.kill()
-    assert process.wait(SAFETY_NET_SECONDS) == 1
-    assert said[-2] == (
-        "run_accelerate.sh: error: process 0 was ended by SIGKILL, as the system does when memory "
-        "runs out; to go on from what it has saved:\n"
-    )
-    assert said[-1].endswith(f"bash run_accelerate.sh {' '.join(flags)} --resume auto\n")
-
-
-OF_PREFLIGHT = pytest.mark.variant  # it says so, tests/test_preflight.py
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "says"),
     [
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
-        pytest.param(
-            "--resume out/runs/none",
-            {},
-            "--resume out/runs/none: neither a run",
-            marks=OF_PREFLIGHT,
-        ),
-        pytest.param("", {"NUM_PROCESSES": "zero"}, "number of processes", marks=OF_PREFLIGHT),
-        pytest.param("", {"CONFIG": "missing.yaml"}, "missing.yaml", marks=OF_PREFLIGHT),
         ("--data out/data/none", {}, "--data is a folder that has been prepared, DATA and"),
-        ("--data out/data/none", {"DATA": ""}, "out/data/none: no prepared data here"),
         ("", {"ENGINE": "zero4"}, "no ENGINE is called zero4: there are ddp fp16"),
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
-        ("--optimizer muon", {"ENGINE": "zero3"}, "under ZeRO-3 no process has any"),
-        pytest.param("", {"ENGINE": "fp16"}, "--dtype float16 needs a GPU", marks=OF_PREFLIGHT),
         ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
-        (
-            "",
-            {"STAGE": "distill"},
-            "STAGE=distill reads what its teacher was trained on, or --data",
-        ),
-        ("", {"TEACHER": "out/runs/my"}, "TEACHER names a run to learn from: give STAGE=distill"),
-        ("", {"STAGE": "sft"}, "DATA names text to pretrain on: with STAGE=sft, CHAT="),
-        ("", {"CHAT": "my.jsonl"}, "CHAT names conversations to fine-tune on: give STAGE=sft"),
-        ("", {"PREPARE_FLAGS": "--vocab_size 300 --data x"}, "leave out --data, DATA names the"),
-        ("", {"PREPARE_FLAGS": "--out=x"}, "leave out --out, DATA names the text, and the folder"),
+        ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA: DATA names text"),
+        ("", {"TEACHER": "out/runs/my"}, "STAGE=pretrain does not use TEACHER: "),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
         ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
-        ("", {"ENGINE": "../accelerate_config"}, "no ENGINE is called ../accelerate_config"),
         ("", {"MACHINE_RANK": "0"}, "say how many by NUM_MACHINES"),
-        ("", {"MASTER_ADDR": "localhost"}, "say how many by NUM_MACHINES"),
         ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "to NUM_MACHINES - 1 = 0, not 1"),
-        ("", {"NUM_MACHINES": "2"}, "MASTER_ADDR must be the address of machine 0"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "which 'no name' is not here"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],
@@ -165,26 +110,17 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Finished:
     return ended
 
 
-def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(
-    clone, pretrained, path_without_compilers
-):
-    for tool in ("cc", "c++", "gcc", "g++", "clang", "ninja", "nvcc"):
-        assert shutil.which(tool, path=path_without_compilers) is None
+def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrained):
     ended = pretrained
-    # a short text gets a smaller vocabulary
-    assert 260 < int(re.search(r"vocabulary (\d+),", ended.out)[1]) < 300
     assert "engine: DeepSpeed ZeRO-2" in ended.out
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     run_folder = clone / "out" / "runs" / "mine"
     assert (run_folder / "weights" / "model.safetensors").is_file()
-    assert (run_folder / "loss.png").is_file()
-    # flags typed win over those of the script
+    # Flags typed win over those of the script.
     written = json.loads((run_folder / "settings.json").read_text(encoding="utf-8"))
-    assert written["arguments"]["max_steps"] == 2
-    assert written["model"]["dim"] == 32
-    # the environment that was active was used as it is
+    assert (written["arguments"]["max_steps"], written["model"]["dim"]) == (2, 32)
+    # The environment that was active was used as it is.
     assert not (clone / ".venv").exists()
-    assert "installing" not in ended.out
 
 
 def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path):
