@@ -34,15 +34,17 @@ def never():
 
 
 def test_the_main_process_decides_for_all(broadcast):
-    assert on_main_process(process(0), lambda: ("an", "answer")) == ("an", "answer")
-    assert on_main_process(process(1), never) == ("an", "answer")
+    first, second = (Engine(process(rank), "DDP", None) for rank in (0, 1))
+    assert on_main_process(first, lambda: ("an", "answer")) == ("an", "answer")
+    assert on_main_process(second, never) == ("an", "answer")
 
 
 @pytest.mark.parametrize("error", [ConfigError, DataError])
 def test_a_mistake_is_raised_on_all(broadcast, error):
-    for rank in (0, 1):
+    for rank, decide in enumerate((fails("the reason", error), never)):
+        engine = Engine(process(rank), "DDP", None)
         with pytest.raises(error, match="the reason"):
-            on_main_process(process(rank), fails("the reason", error) if rank == 0 else never)
+            on_main_process(engine, decide)
 
 
 def exchanged(monkeypatch, *attempts) -> list:
