@@ -41,7 +41,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a process does in a step, as far as memory and traffic depend on it."""
+    """The work of a process in a step, as far as memory and traffic depend on it."""
 
     args: TrainingArguments
     shapes: Transformer  # on the meta device, with adapters
@@ -60,7 +60,7 @@ class Workload:
 
     @cached_property
     def keeps_scores(self) -> bool:
-        """Whether attention keeps all T × T scores. A GPU that is not here has fused attention."""
+        """True if attention keeps all T × T scores. A GPU that is not here has fused attention."""
         if not self.on_cpu and not torch.cuda.is_available():
             return not self.config.use_flash_attn
         return attention_kernel(self.config, getattr(torch, self.args.dtype), self.device)[1]
