@@ -1,4 +1,4 @@
-"""How likely a model finds rows of tokens, computed by all processes together."""
+"""Log-likelihoods of rows of tokens under a model, computed by all processes together."""
 
 import os
 from collections.abc import Hashable, Iterable, Iterator
@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 @dataclass
 class Scorer:
-    """A model on this process's device, and how it is to be run.
+    """A model on this process's device, ready to score rows.
 
     The rows and their order are the same on every process; each computes its share of the batches
     and every process gets all results.

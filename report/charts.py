@@ -105,7 +105,8 @@ def svg(chart: Chart, over_tokens: bool = False) -> str:
         figure.savefig(out, format="svg", metadata=metadata)
     label = escape(f"{chart.title} ({chart.unit})")
     drawn = re.sub(r'<g id="[^"]*">', "<g>", out.getvalue().partition("<svg")[2].partition(">")[2])
-    drawn = re.sub(r"(\.\d)\d+", r"\1", drawn)  # a tenth of a point is fine enough
+    # A tenth of a point is fine enough for coordinates. Behind the numbers of a text comes "<".
+    drawn = re.sub(r"(\.\d)\d+(?=[ \n\")])", r"\1", drawn)
     drawn = re.sub(CURVE.format(r"(\d)"), r"var(--color-\1)", drawn)
     drawn = drawn.replace(INK, "var(--quiet)").replace(RULE, "var(--rule)")
     width, height = (72 * inches for inches in chart.size)

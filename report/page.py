@@ -22,7 +22,6 @@ SAMPLES = 20  # of a run at most
 LARGE = (11.4, 3.4)  # the size of the first chart, in inches
 UNKNOWN = "–"
 
-
 LOSS = Chart("Training loss", "nats per token", "train", "loss", from_zero=False)
 VAL_LOSS = replace(LOSS, title="Validation loss", rows="validation", key="val_loss")
 OTHERS = (

@@ -1,4 +1,4 @@
-"""How good a model is: on prepared data, on raw text, on multiple-choice questions.
+"""Measure how good a model is: on prepared data, raw text, conversations or questions.
 
     python -m scripts.evaluate RUN                          # on the validation split of the run
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window

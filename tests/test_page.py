@@ -126,12 +126,13 @@ def test_a_report_shows_every_number_that_was_logged(tmp_path):
         *("state not finished", "steps 4", "tokens 4,000", "training time 0 min 8 s"),
         *("training loss 2.5000", "validation loss 2.7500", "perplexity 15.64"),
         *("best validation loss 2.5000 at step 2", "bits per byte 1.2500"),
-        *("tokens per second 500", "MFU 40.0%", "peak memory 3.50 GiB"),
+        *("tokens per second 500", "MFU 40.0%", "peak MFU 40", "peak memory 3.50 GiB"),
         *("Loss nats per token training 2.5 validation 2.75", "seconds data 0.1 forward 0.2"),
         *("train.py --sample_prompt 'def x'", "batch_size 3", "run_name –", "dim 77"),
         *("engine DeepSpeed ZeRO-2", '"stage": 2', "torch 2.99"),
     ):
         assert said in page.words
+    assert "0.0002</text>" in page.figures["Learning rate"]
     assert [*page.figures] == [
         *("Loss", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory"),
         "Time of profiled steps",
@@ -206,6 +207,7 @@ def test_text_from_outside_cannot_become_markup_and_the_page_needs_nothing(tmp_p
         sources = [value for name, value in page.attributes if name in ("src", "href", "action")]
         assert sources == ["data:,"]
         assert not re.search(r"https?:|@import|url\((?!#)", page.source)
+        assert "#00ff" not in page.source  # all colors are the page's
 
 
 def test_text_and_curves_stand_out_from_the_paper_as_wcag_aa_asks():
@@ -242,6 +244,7 @@ def test_several_runs_share_charts_and_differ_in_a_table(tmp_path):
         write_run(
             tmp_path / name / "run",
             [train_row(step, loss=loss, tokens=step * tokens) for step in (1, steps)],
+            samples=[{"step": step, "text": f"{name} at {step}"} for step in (1, 2)],
             settings={"arguments": {"seed": 1, "dim": dim}, "command": ["train", name]},
         )
         for name, loss, dim, tokens, steps in (("a", 3.0, 64, 1000, 10), ("b", 2.0, 128, 4000, 5))
@@ -252,6 +255,7 @@ def test_several_runs_share_charts_and_differ_in_a_table(tmp_path):
     assert "dim 64 128" in page.words
     assert "seed" not in page.words
     assert "train a" in page.words
+    assert ("a at 2" in page.words, "a at 1" in page.words) == (True, False)
     tokens, steps = page.figures["Training loss"].split('<div class="steps">')
     assert [color for _, color in LINE.findall(steps)] == ["0", "1"]
     # Over 10 steps a reaches the end and b half; over 20,000 tokens a reaches half and b the end.

@@ -157,6 +157,9 @@ def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
     rows = list(conversation_rows(records, tokenizer, 2 * SEQ_LEN, counts))
     assert counts == {"left_out": 1, "cut": 1}
     assert [(row.unit, row.n_bytes) for row in rows] == [(0, 2), (2, 2)]
+    just_fits = len(rows[0].tokens)
+    for seq_len, n_rows in ((just_fits, 1), (just_fits - 1, 0)):
+        assert len([*conversation_rows(records[:1], tokenizer, seq_len, counts)]) == n_rows
     for row, answer in zip(rows, ("23", "56"), strict=True):
         said = row.targets[row.targets != IGNORE_INDEX].tolist()
         assert tokenizer.decode(said[:-1]) == answer

@@ -25,13 +25,12 @@ def trained(packed, tmp_path_factory) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def data(packed, corpus, tmp_path_factory) -> dict[str, list[str]]:
+def data(packed, tmp_path_factory) -> dict[str, list[str]]:
     """Flags for each kind of data; no number of rows is divisible by 2 × 8."""
     questions = tmp_path_factory.mktemp("questions") / "q.jsonl"
     questions.write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS), encoding="utf-8")
     return {
         "packed": ["--data", str(packed), "--limit", "45"],
-        "text": ["--data", str(corpus), "--limit", "33"],
         "choice": ["--data", str(questions)],
     }
 
@@ -48,7 +47,6 @@ def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> d
     ("kind", "launcher"),
     [
         ("packed", ["--multi_gpu"]),
-        ("text", ["--multi_gpu"]),
         ("choice", ["--config_file", "accelerate_config.yaml"]),  # that of training
     ],
 )
