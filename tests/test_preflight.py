@@ -241,7 +241,9 @@ def room_for(batch_size: int, processes: int) -> int:
     """Bytes that a GPU must have free for a micro-batch of the tiny model under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     device = torch.device("cuda")
-    work = Workload.of(args, CONFIG, processes=processes, device=device, compiled=True)
+    with torch.device("meta"):
+        shapes = Transformer(CONFIG)
+    work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=True)
     needed = estimate(kind_of(read_config("ds_config.json"), CONFIG.dim), work)
     return int(needed.held + needed.teacher + needed.working * MARGIN + OVERHEAD) + 1
 

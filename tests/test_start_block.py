@@ -118,7 +118,7 @@ def test_a_teacher_is_named_and_counted_and_may_be_too_small(run_of):
         config = LMConfig(**shape)
         shapes = shapes_of(config, TrainingArguments())
         source = SimpleNamespace(path="out/runs/mine/weights")
-        beside = Beside(config, DDP)
+        beside = Beside(shapes, DDP)
         return SimpleNamespace(
             shapes=shapes, source=source, beside=beside, config=config, zero=None
         )

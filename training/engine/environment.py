@@ -1,5 +1,4 @@
-"""What `accelerate launch`, `deepspeed` or `torchrun` tell a process by its environment, in one
-form."""
+"""One form of environment for processes of `accelerate launch`, `deepspeed` and `torchrun`."""
 
 import os
 from pathlib import Path
