@@ -123,12 +123,13 @@ def test_llama_3s_scaling_and_heads_of_its_own_come_and_go(packed, tmp_path, ver
     if version == 4:
         base = rope.pop("rope_theta")
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
-        llama = edited(llama, tmp_path / "old", **old)
+        llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)  # the default
     import_weights.main([str(llama), str(tmp_path / "out")])
     # Frequencies are fp32 in both, and the last bit of one grows with the position.
     assert_same_model(tmp_path / "out", llama, atol=1e-4)
     config = load_portable(tmp_path / "out").config
     assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
+    assert config.norm_eps == 1e-6
 
     shutil.copy(packed / "tokenizer.model", tmp_path / "out")
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "hf")])
