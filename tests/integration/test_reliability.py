@@ -368,6 +368,19 @@ def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
     assert "NOT SAVED; nothing has been saved so far" in ended.out
 
 
+def test_a_second_run_in_a_live_runs_folder_is_refused_and_a_dead_one_forgotten(packed, tmp_path):
+    trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --save_interval 5")
+    process = trainer.start("run")
+    assert wait_for(lambda: "saved" in trainer.said("run"), process)
+    second = trainer.finish("run", "--resume auto")
+    assert second.code == 2
+    assert f"is in use by process {process.pid} on " in second.out
+    kill_everything(process)
+    ended = trainer.finish("run", "--resume auto --time_limit 0.01")
+    assert ended.code == 0
+    assert "stopped by the time limit after step" in ended.out
+
+
 def test_every_best_validation_is_saved_and_the_end_says_which_one_it_was(packed, tmp_path):
     flags = "--max_steps 18 --save_interval 0 --eval_interval 2 --keep_last 0"
     rising = " --learning_rate 1 --warmup_steps 18"  # first it learns, then it forgets
