@@ -166,8 +166,6 @@ def test_weights_may_lie_in_shards_and_in_either_format(llama, tmp_path, name, s
         ),
         # transformers lets rope_scaling win where both are there
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is 'linear'"),
-        ({"rope_parameters": 3}, "rope_parameters must be an object"),
-        ({"head_dim": 16}, "wq.weight is (48, 48), the model has (96, 48)"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "48"}, "dim must be a positive whole number, not '48'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
@@ -185,7 +183,6 @@ def test_a_model_with_other_arithmetic_is_refused(llama, tmp_path, capsys, value
         ("model.safetensors", b"cut", "model.safetensors: damaged"),
         ("model.safetensors", None, "no weights (model.safetensors or pytorch_model.bin)"),
         ("config.json", b'{"model_type": ', "no readable config.json"),
-        ("config.json", b"[1]", "config.json: not a JSON object"),
         ("model.safetensors.index.json", b'{"weight_map": [1]}', "index.json: no weight_map"),
         (
             "model.safetensors.index.json",
@@ -322,11 +319,9 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, ca
     ("change", "flags", "says"),
     [
         (lambda s: s, "", "pass --n_heads"),
-        (lambda s: s, "--n_heads 0", "0 heads do not divide"),
         (lambda s: s, "--n_heads 7", "7 heads do not divide a width of 48"),
         (lambda s: {"model": s, "args": {"n_heads": 6}}, "--n_heads 3", "--n_heads 3, but"),
         (lambda s: {"model": s, "args": {"n_heads": "six"}}, "", "must be a number, not 'six'"),
-        (lambda s: [1, 2], "--n_heads 6", "no state dict"),
         (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "norm.weight is no"),
         (lambda s: s | {"norm.weight": torch.ones(48) / 0}, "--n_heads 6", "holds NaN, infinity"),
         (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
@@ -334,11 +329,6 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, ca
             lambda s: s | {"layers.7.attention.wq.weight": torch.ones(48, 48)},
             "--n_heads 6",
             "layers.3.attention.wk.weight is missing",
-        ),
-        (
-            lambda s: s | {"layers.0.gate.weight": torch.ones(2, 2)},
-            "--n_heads 6",
-            "gate.weight is not in this model",
         ),
     ],
 )
