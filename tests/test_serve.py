@@ -89,10 +89,10 @@ def test_it_streams_the_same_in_pieces(client, expected):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
-    ids = [server.tokenizer.bos_id, *server.tokenizer.encode("sum 1:")]
-    whole = server.continues(ids, 20)
+    ids, next_ids = server.tokenizer.encode_prompt("sum 1: ")
+    whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # which the prompt has
     stop = whole[6:9]
-    asked = {"model": "long", "prompt": ["sum 1:"], "temperature": 0, "stop": [stop, "not there"]}
+    asked = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "stop": [stop, "not there"]}
     answer = client.completions.create(**asked, stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
