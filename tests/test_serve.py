@@ -92,8 +92,8 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     ids, next_ids = server.tokenizer.encode_prompt("sum 1: ")
     whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # which the prompt has
     stop = whole[6:9]
-    asked = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "stop": [stop, "not there"]}
-    answer = client.completions.create(**asked, stream=stream)
+    asked = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
+    answer = client.completions.create(**asked, stop=[stop, "not there"], stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"
