@@ -20,7 +20,7 @@ from conftest import (
     train,
     write_corpus,
 )
-from machines import ADDRESSES, CABLE, NAMES, Machine, kill_all, two_machines
+from machines import ADDRESSES, NAMES, Machine, kill_all, two_machines
 
 from data.packing import PackingOptions, prepare
 
@@ -177,9 +177,7 @@ def test_a_slurm_job_prepares_once_meets_and_saves_when_one_machine_is_told_to_s
     assert sum("bytes per token" in words for words in said) == 1
     assert sum(": already prepared from this text" in words for words in said) == 1
     assert [path.name for path in (clone / "out" / "data").glob("[!.]*")] == ["sums"]
-    for name, words in zip(NAMES, said, strict=True):
-        assert f"{name} is 127.0.1.1 to itself, where no other machine finds it" in words
-        assert f"GLOO_SOCKET_IFNAME={CABLE} instead" in words
+    for words in said:
         assert "Traceback" not in words
         assert errors(words) == []
     assert "stopped by SIGTERM after step" in said[0]

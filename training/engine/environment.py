@@ -1,5 +1,4 @@
-"""What `accelerate launch`, `deepspeed` or `torchrun` tell a process by its environment, in one
-form."""
+"""One form of environment for processes of `accelerate launch`, `deepspeed` and `torchrun`."""
 
 import os
 import socket
@@ -17,7 +16,6 @@ ALONE = {
     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
 }
 INTERFACE = "GLOO_SOCKET_IFNAME"
-FAR_AWAY = "192.0.2.1"  # nobody's address (RFC 5737), so where the default route leads
 
 
 def take_launch(*models: TrainingArguments) -> None:
@@ -67,25 +65,15 @@ def name_interface() -> None:
 
     Gloo listens at the address of the machine's own name, which Debian and Ubuntu give as
     127.0.1.1: other machines would then look for this one on themselves.
-
-    Raises UsageError: no route leads away from this machine.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
     if os.environ.get("LOCAL_WORLD_SIZE", processes) == processes or INTERFACE in os.environ:
         return
-    here, own = socket.gethostname(), "unknown"
-    with suppress(OSError):
-        own = socket.gethostbyname(here)
-    if own != "unknown" and not own.startswith("127."):
-        return
-    known = f"{here} is {own} to itself, where no other machine finds it"
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((FAR_AWAY, 9))  # looks for a route and sends nothing
-        address = probe.getsockname()[0]
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # looks for a route and sends nothing
+        here = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
-            if address in {each.address for each in addresses}:
+            if here in {each.address for each in addresses}:
                 os.environ[INTERFACE] = name
-                if os.environ.get("LOCAL_RANK") == "0":
-                    print(f"{known}: {INTERFACE}={name} instead", flush=True)
-                return
-    raise UsageError(f"{known}: export {INTERFACE}=NAME of the interface that leads to the others")

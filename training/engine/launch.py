@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def divides_model(self) -> bool:
-        """Whether no process has all weights: every forward pass needs all processes."""
+        """True if no process has all weights: every forward pass needs all processes."""
         return self.kind.stage == 3
 
     @property
