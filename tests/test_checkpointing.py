@@ -1,7 +1,6 @@
 """Saving behind training, and what is loaded again; the files themselves are in test_checkpoint."""
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,17 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import UsageError
 from model import LMConfig
-from model.lora import LoRA
 from runs.checkpoint import RANDOM, damage, read_state, write_checkpoint
 from runs.folder import RunFolder, step_of
 from training import checkpointing
-from training.checkpointing import Checkpointer, load_checkpoint, require_same_adapters
+from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
-from training.meter import LossMeter
+from training.log import LossMeter
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
 IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
-LORA = LoRA(dim=8, alpha=16.0, module_name="layers", only_lora=True)
 
 
 class FakeState:
@@ -129,20 +126,6 @@ def test_what_was_saved_comes_back(run):
     assert (state.value, state.step) == (5.0, 3)
     assert meter.state() == {"loss": 1.0, "weight": 2.0, "skipped_steps": 0}
     assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "message"),
-    [
-        (LORA, replace(LORA, dim=4), r"^step-1 has other adapters \(LoRA\): dim 8 .* and 4 now$"),
-        (LORA, None, "dim 8 there and None now, alpha 16.0 there and None now, module_name"),
-        (None, LORA, "dim None there and 8 now"),
-    ],
-)
-def test_other_adapters_than_the_checkpoints_are_named(saved, now, message):
-    with pytest.raises(UsageError, match=message):
-        require_same_adapters(saved and vars(saved), now, "step-1")
-    require_same_adapters(saved and vars(saved), saved, "step-1")
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(flags, run_of):
     run = run_of()
     taken = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
     said = refused(ZERO_2, taken)
-    assert f"{run} holds a run: pass --resume auto to go on with it, or another run_name" in said
+    assert f"{run} holds a run: pass --resume auto, or another run_name" in said
     resumed = [*flags, "--resume", str(run)]
     check_launch(ZERO_2, "2", [*resumed, "--batch_size", "2"])
     assert "cannot be made of --batch_size 5" in refused(

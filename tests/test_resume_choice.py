@@ -16,6 +16,7 @@ from runs.folder import RunFolder
 from runs.lock import release_locks
 from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
+from training.prepare import shapes_of
 from training.resume import (
     StartingPoint,
     claim,
@@ -95,7 +96,7 @@ def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
     (run / "settings.json").write_text(json.dumps({"program": SFT}))
     for named in (run, run / "checkpoints" / "step-00000010"):
         said = refused(tmp_path, resume=str(named))
-        assert f"first holds a run of {SFT}: that goes on with it" in said
+        assert f"first holds a run of {SFT}: choose another" in said
 
 
 def test_a_file_in_the_way_is_refused(tmp_path):
@@ -169,21 +170,14 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path):
 
 
 def test_going_back_sets_the_course_not_taken_aside(tmp_path):
-    """The weights of a finished run get the last logged step as their name, and fall on no
-    others."""
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
-    run.metrics.write_text('{"step": 1}\n{"step": 4}\n', encoding="utf-8")
     run.bad_samples.touch()
-    start = find(tmp_path, resume=str(run.checkpoint(1)))
-    for number in "01":  # it goes back twice, and is finished again in between
-        run.weights.mkdir()
-        (run.weights / "number").write_text(number, encoding="utf-8")
-        set_aside(start)
+    run.weights.mkdir()
+    set_aside(find(tmp_path, resume=str(run.checkpoint(1))))
     assert not run.bad_samples.exists()
+    assert not run.weights.exists()
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
-    kept = sorted(run.path.glob("weights-step-*"))
-    assert [path.name.partition(".aside-")[0] for path in kept] == ["weights-step-00000004"] * 2
-    assert [(path / "number").read_text(encoding="utf-8") for path in kept] == ["0", "1"]
+    assert len(list(run.path.glob("weights.aside-*"))) == 1
 
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
@@ -217,7 +211,8 @@ def resumed(
     start: StartingPoint, args: TrainingArguments, config=CONFIG, data=MINE, processes=1
 ) -> TrainingArguments:
     identity = run_identity(data, args, processes, teacher=None)
-    filled, identity = resumed_arguments(start, args, config, identity, processes)
+    shapes = shapes_of(config, args)
+    filled, identity = resumed_arguments(start, args, shapes, identity, processes)
     assert identity == start.state["identity"]
     return filled
 
@@ -272,7 +267,7 @@ def test_another_teacher_is_another_run(tmp_path):
     start.state["identity"]["teacher"] = "1" * 16
     identity = run_identity(MINE, args, 1, teacher="2" * 64)
     with pytest.raises(UsageError, match=r"teacher: 1{16} in the checkpoint, 2{16} now"):
-        resumed_arguments(start, args, CONFIG, identity, 1)
+        resumed_arguments(start, args, shapes_of(CONFIG, args), identity, 1)
 
 
 @FORMS

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from common.errors import UsageError
 from model import Transformer
-from training.engine.compilation import Compilation, compile_blocks
+from model.transformer import flops_per_token
+from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.launch import KEPT, Engine
 from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
@@ -38,7 +39,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators to what `random_state` returned; a GPU's may be missing."""
+    """Set torch's generators to what `random_state` returned, of a GPU perhaps elsewhere."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -54,7 +55,13 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     dtype = getattr(torch, args.dtype)
-    compilation = prepared.compilation(engine)
+    tokens = args.global_batch(1) * prepared.total_steps * prepared.train_set.tokens_per_sample
+    compilation = decide_compilation(
+        args.compile,
+        prepared.start.state.get("compiled"),
+        flops_per_token(config) * tokens,
+        engine,
+    )
     engine.fit_to(config.dim, prepared.n_trained)
     require_buffers(engine.kind, prepared.shapes, engine.processes, dtype.itemsize)
     claim_folders(engine)

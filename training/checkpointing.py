@@ -17,7 +17,6 @@ from torch import Tensor
 from common.atomic import remove
 from common.errors import UsageError
 from formats.portable import TensorFile
-from model.lora import LoRA
 from runs.checkpoint import (
     OPTIMIZER,
     RANDOM,
@@ -34,26 +33,19 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
 from training.interruption import CHECKPOINT_WRITER
-from training.log import TrainingLog
-from training.meter import LossMeter
+from training.log import LossMeter, TrainingLog
 from training.prepare import Prepared
 
 METER = "log."  # begins the names of a rank's unfinished log line in a checkpoint
 
 
 class Checkpointer:
-    """Save checkpoints; keep the newest --keep_last of them and the best by validation loss.
-
-    Args:
-        log: says what was saved; the state of its meter is part of a checkpoint.
-    """
+    """Save checkpoints; keep the newest --keep_last of them and the best by validation loss."""
 
     def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
-        self.folder = prepared.start.folder
-        self.keep_last = prepared.args.keep_last
-        self.engine, self.log = engine, log
-        self.state: TrainingState = built.state
-        lora = prepared.shapes.lora
+        self.folder, self.keep_last = prepared.start.folder, prepared.args.keep_last
+        self.engine, self.state, self.log = engine, built.state, log
+        lora, step = prepared.shapes.lora, prepared.start.step
         self.facts = {
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
@@ -61,9 +53,7 @@ class Checkpointer:
             "compiled": built.compilation.on,  # a run that resumes computes as this one does
         } | ({"lora": vars(lora)} if lora else {})
         # A machine may see the others' files late, and the best checkpoint is the same on all.
-        self.lowest = on_main_process(
-            engine, lambda: lowest_until(self.folder, prepared.start.step)
-        )
+        self.lowest = on_main_process(engine, lambda: lowest_until(self.folder, step))
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
         self._said = ""  # of the last save
@@ -151,27 +141,18 @@ def prune(run: RunFolder, keep_last: int) -> None:
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
     """Load a checkpoint into the prepared model and optimizer. Every process must call it.
 
-    Raises UsageError: files missing or damaged, or of a model of another shape.
+    Raises UsageError: files that cannot be read.
     """
 
     def attempt() -> None:
         try:
             scalars = read_state(path)
-            require_same_adapters(scalars.get("lora"), state.model.lora, str(path))
             state.load(saved_weights(path), TensorFile(path / OPTIMIZER), scalars, str(path))
             _restore_random(load_file(path / RANDOM), scalars["processes"], engine, meter)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
     on_every_process(engine, attempt)
-
-
-def require_same_adapters(saved: dict | None, lora: LoRA | None, source: str) -> None:
-    """Raise UsageError where a checkpoint's adapters differ from the model's."""
-    saved, now = saved or {}, vars(lora) if lora else {}
-    if different := [name for name in saved | now if saved.get(name) != now.get(name)]:
-        said = [f"{name} {saved.get(name)} there and {now.get(name)} now" for name in different]
-        raise UsageError(f"{source} has other adapters (LoRA): {', '.join(said)}")
 
 
 def _restore_random(

@@ -19,7 +19,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
-from training.checkpointing import require_same_adapters
 from training.distillation_arguments import DistillationArguments
 from training.engine.device import require_usable_gpu
 from training.engine.environment import name_configuration
@@ -60,10 +59,7 @@ def check_launch(
         deepspeed = deepspeed_plugin(args).deepspeed_config
     prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
     args, start = prepared.args, prepared.start
-    if start.checkpoint:
-        lora = prepared.shapes.lora
-        require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
-    elif prepared.initial.source:
+    if prepared.initial.source and not start.checkpoint:
         prepared.initial.load()
     if not sequences:
         return args

@@ -15,10 +15,8 @@ from common.errors import SaidError, UsageError
 from data.dataset import TokenStream
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
-from model.transformer import flops_per_token
 from runs.find import data_of
 from training.arguments import TrainingArguments
-from training.engine.compilation import Compilation, decide_compilation
 from training.engine.deepspeed_config import file_of, read_config
 from training.engine.deepspeed_schedule import take_schedule
 from training.engine.estimate import Workload
@@ -75,17 +73,6 @@ class Prepared:
             teacher=self.teacher and self.teacher.beside,
         )
 
-    def compilation(self, engine: Engine) -> Compilation:
-        """Decide whether to compile. Raises UsageError: --compile on, and it does not work."""
-        args, seq_len = self.args, self.train_set.tokens_per_sample
-        tokens = args.batch_size * args.accumulation_steps * self.total_steps * seq_len
-        return decide_compilation(
-            args.compile,
-            self.start.state.get("compiled"),
-            flops_per_token(self.config) * tokens,
-            engine,
-        )
-
 
 def prepare(
     args: TrainingArguments,
@@ -121,11 +108,10 @@ def prepare(
             train_set.scan()
         has_val = filled.dataset.fits(filled.data, "val", initial.max_seq_len)
         val_set = filled.dataset(filled.data, "val", initial.max_seq_len) if has_val else None
-        config = initial.config(train_set)
-        shapes_of(config, filled)  # a shape that cannot be built is refused here
+        shapes = shapes_of(initial.config(train_set), filled)
         if teacher:
             teacher.require_fit(train_set, engine)
-        return train_set, val_set, config, teacher and teacher.source.sha256()
+        return train_set, val_set, shapes, teacher and teacher.source.sha256()
 
     start, initial, teacher, data = on_main_process(engine, decide)
     source = file_of(args)
@@ -134,16 +120,14 @@ def prepare(
     filled = replace(filled, data=args.data or data)  # each process keeps its own path
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
-    train_set, val_set, config, sha256 = on_every_process(engine, open_data)
+    train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes, sha256)
     if engine:
         flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
-        require_the_same(
-            engine,
-            {"engine": engine.name} | flags | config.shape() | identity | (deepspeed or {}),
-        )
+        facts = {"engine": engine.name} | flags | shapes.config.shape() | identity
+        require_the_same(engine, facts | (deepspeed or {}))
     if start.checkpoint:
-        filled, identity = resumed_arguments(start, filled, config, identity, processes)
+        filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
     return Prepared(
         args=filled,
         start=start,
@@ -151,8 +135,8 @@ def prepare(
         teacher=teacher,
         train_set=train_set,
         val_set=val_set,
-        config=config,
-        shapes=shapes_of(config, filled),
+        config=shapes.config,
+        shapes=shapes,
         identity=identity,
         total_steps=count_steps(filled, len(train_set), processes),
         schedule_note=schedule_note,

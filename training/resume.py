@@ -7,8 +7,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from data.dataset import TokenStream
-from model import LMConfig
-from report.history import read_rows
+from model import LMConfig, Transformer
 from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import program_of, run_to_resume
 from runs.folder import RunFolder, step_of
@@ -40,30 +39,22 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
     Raises UsageError: nothing to resume at the path given, a damaged checkpoint was named, or a new
     run would fall on an old one.
     """
-    try:
-        if args.resume not in (None, "auto"):
-            start = _named(Path(args.resume))
-            _require_program(start, args, "that goes on with it, in run_accelerate.sh by STAGE")
-            return start
-        if args.resume and (start := _newest(args, quiet)):
-            return start
-        name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
-        start = StartingPoint(RunFolder(Path(args.out_dir) / name))
-        _require_program(start, args, "choose another run_name")
-        if start.folder.metrics.exists() and not args.resume:
-            raise UsageError(
-                f"{start.folder.path} holds a run: pass --resume auto to go on with it, or another "
-                "run_name"
-            )
-        return start
-    except OSError as error:
-        raise UsageError(f"the run folder cannot be used: {error}") from error
-
-
-def _require_program(start: StartingPoint, args: TrainingArguments, otherwise: str) -> None:
+    name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
+    start = None
+    if args.resume == "auto":
+        start = _newest(args, quiet)
+    elif args.resume:
+        start = _named(Path(args.resume))
+    start = start or StartingPoint(RunFolder(Path(args.out_dir) / name))
     run = start.folder
     if run.settings.exists() and (program := program_of(run)) != args.program:
-        raise UsageError(f"{run.path} holds a run of {program}: {otherwise}")
+        raise UsageError(
+            f"{run.path} holds a run of {program}: choose another run_name, or that program (in "
+            "run_accelerate.sh by STAGE)"
+        )
+    if run.metrics.exists() and not args.resume:
+        raise UsageError(f"{run.path} holds a run: pass --resume auto, or another run_name")
+    return start
 
 
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
@@ -132,12 +123,8 @@ def with_own_teacher(args: TrainingArguments, start: StartingPoint) -> TrainingA
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """Return what a run must have in common with the run that it resumes, besides the model's
-    shape.
-
-    Args:
-        teacher: hash of the teacher's weights, if there is a teacher.
-    """
+    """Return what a run must have in common with the run that it resumes, besides the model;
+    `teacher` is the hash of the teacher's weights."""
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
@@ -149,13 +136,17 @@ def run_identity(
 
 
 def resumed_arguments(
-    start: StartingPoint, args: TrainingArguments, config: LMConfig, identity: dict, processes: int
+    start: StartingPoint,
+    args: TrainingArguments,
+    shapes: Transformer,
+    identity: dict,
+    processes: int,
 ) -> tuple[TrainingArguments, dict]:
     """Return the arguments and the identity with which this run equals the run that saved: on
     another number of processes --accumulation_steps changes, so that the global batch stays.
 
-    Raises UsageError: another model, tokenizer, data set, global batch, seed, optimizer or teacher;
-    lists the differences.
+    Raises UsageError: another model, adapters, tokenizer, data set, global batch, seed, optimizer
+    or teacher; lists the differences.
     """
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     batch = saved["global_batch"]
@@ -169,7 +160,8 @@ def resumed_arguments(
             )
         args = dataclasses.replace(args, accumulation_steps=steps)
         identity = identity | {"global_batch": batch}
-    now = config.shape() | identity
+    saved["lora"] = start.state.get("lora")
+    now = shapes.config.shape() | identity | {"lora": shapes.lora and vars(shapes.lora)}
     different = [
         f"{key}: {saved.get(key)} in the checkpoint, {now.get(key)} now"
         for key in sorted(saved | now)
@@ -186,7 +178,7 @@ def resumed_arguments(
 def say_what_changed(
     start: StartingPoint, args: TrainingArguments, *, processes: int, engine: str
 ) -> None:
-    """Print what differs from the run when it was stopped, asked for or not."""
+    """Print what differs from the run when it was stopped."""
     lines = changed_arguments(start.folder, args, engine)
     if processes != start.state["processes"]:
         lines.append(f"processes {start.state['processes']} → {processes}, the global batch stays")
@@ -195,19 +187,12 @@ def say_what_changed(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename files of the steps that are trained again; the main process does it at the start.
-
-    They are checkpoints after the one that is resumed (damaged ones, or the run goes back), and the
-    weights of a finished run, which get the last logged step as their name. The record of a run
-    that gave up is deleted.
-    """
-    run, aside = start.folder, f".aside-{int(time.time())}"
-    if run.weights.exists():
-        last = max((row["step"] for row in read_rows(run.metrics)), default=start.step)
-        kept = run.path / f"weights-step-{last:08d}"
-        run.weights.rename(kept.with_name(kept.name + aside) if kept.exists() else kept)
-    for path in run.all_checkpoints():
-        if step_of(path) > start.step:
-            path.rename(path.with_name(path.name + aside))
+    """Rename what a run goes back behind: later or damaged checkpoints, and the weights of a
+    finished run. The main process does it at the start."""
+    run = start.folder
+    old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
+    for path in [*old, run.weights]:
+        if path.exists():
+            path.rename(f"{path}.aside-{int(time.time())}")
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
     run.bad_samples.unlink(missing_ok=True)

@@ -244,8 +244,6 @@ class Run:
             config, lora = self.prepared.config, self.prepared.shapes.lora
             prompt_from, say = self.samples.prompt_from, self.log.say
             finish(self.args, self.folder, config, weights, lora, prompt_from, say)
-            if self.log.divergence.warning:
-                say(f"\n{self.log.divergence.warning}")
         if not saved:
             path = self.folder.path
             raise UsageError(f"{path}: the weights are there, the last checkpoint is not")

@@ -148,8 +148,8 @@ def warnings(run: Run) -> list[str]:
     if run.prepared.val_set is None:
         other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
         found.append(
-            f"NO VALIDATION: nothing in the split fits {run.prepared.config.max_seq_len} tokens; "
-            f"prepare the data with a larger --val_fraction, or train with a {other} --max_seq_len"
+            "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
+            f"{other} --max_seq_len than {run.prepared.config.max_seq_len}"
         )
     for name in ("log_interval", "eval_interval", "save_interval"):
         value = getattr(args, name)
