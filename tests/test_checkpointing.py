@@ -224,16 +224,12 @@ def test_training_goes_on_while_the_copy_is_being_written(run, slow_disk):
     checkpointer = checkpointer_of(run, 1.0)
     checkpointer.save(1, None)
     checkpointer.state.value = 2.0
-    checkpointer.poll()
     assert checkpointer.log.lines == []
     assert run.all_checkpoints() == []
     slow_disk.set()
     checkpointer.save(2, None)
-    (line,) = checkpointer.log.lines
-    assert line.startswith(f"saved {run.checkpoint(1)}: ")
-    checkpointer._writer.join()
-    for _ in range(2):
-        checkpointer.poll()
+    assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(1)}: ")
+    assert checkpointer.wait()
     assert len(checkpointer.log.lines) == 2
     assert [load(run, step)[0].value for step in (1, 2)] == [1.0, 2.0]
 

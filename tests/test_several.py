@@ -134,7 +134,6 @@ class FakeRun:
         self.engine = SimpleNamespace(is_main=False)
         self.args, self.total_steps = TrainingArguments(), 9
         self.due, self.done = False, []
-        self.checkpointer = SimpleNamespace(poll=lambda: None)
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         return self.due

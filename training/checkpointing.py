@@ -56,7 +56,6 @@ class Checkpointer:
         self.lowest = on_main_process(engine, lambda: lowest_until(self.folder, step))
         self._writer: threading.Thread | None = None
         self._failure: Exception | None = None  # of the last save
-        self._said = ""  # of the last save
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state now and write it behind training. Every process must call it.
@@ -79,29 +78,23 @@ class Checkpointer:
         self._writer = threading.Thread(target=self._write, args=work, name=CHECKPOINT_WRITER)
         self._writer.start()
 
-    def poll(self) -> None:
-        """Report a save that has ended since the last call."""
-        if self._writer is not None and not self._writer.is_alive():
-            self.wait()
-
     def wait(self) -> bool:
-        """Wait for the save under way and report it; False if the last one failed."""
+        """Wait for the save under way; return False if the last one failed."""
         if self._writer is not None:
             self._writer.join()
-            self._writer = None
-            self.log.say(self._said)
         return self._failure is None
 
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
+        """Write the copy, in the thread, and say how it ended."""
         started, self._failure = time.perf_counter(), None
         try:
             size = write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
             self._failure = error
-            self._said = f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on"
+            self.log.say(f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on")
             return
         speed = size / (time.perf_counter() - started)
-        self._said = (
+        self.log.say(
             f"saved {self.folder.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
             f"{size:.1f} MB written behind it at {speed:.0f} MB/s"
         )

@@ -144,7 +144,6 @@ class Run:
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
             self.save(step, val_loss)
             self.stop.saved()
-        self.checkpointer.poll()
         if reason is None or step == self.total_steps:
             return False
         saved = self.close()
@@ -219,8 +218,8 @@ class Run:
         size = self.batches.samples_per_step
         samples = self.batches.sampler.indices(np.arange((step - 1) * size, step * size)).tolist()
         if self.engine.is_main:
-            row = json.dumps({"step": step, "samples": samples})
-            self.folder.bad_samples.write_text(row + "\n", encoding="utf-8")
+            row = {"step": step, "samples": samples}
+            self.folder.bad_samples.write_text(json.dumps(row) + "\n", encoding="utf-8")
         raise UsageError(
             f"{count} steps in a row had a non-finite gradient and changed nothing; the batch of "
             f"step {step} was samples {', '.join(map(str, samples[:16]))} (all in "

@@ -155,8 +155,6 @@ class Runs:
             for run in self.in_turn():
                 run.save(step, val_losses[run])
             self.stop.saved()
-        for run in self.all:
-            run.checkpointer.poll()
         if reason is None or step == self.first.total_steps:
             return False
         each_saved = [run.close() for run in self.all]
