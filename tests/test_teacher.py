@@ -19,7 +19,7 @@ from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
 from training.engine.launch import Engine
-from training.resume import StartingPoint, with_own_teacher
+from training.resume import StartingPoint, with_own_weights
 from training.teacher import Teacher, TeacherWeights
 
 SEQ_LEN = 32
@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_keeps_its_teacher_though_another_is_newer(tmp_path):
 
     def teacher(checkpoint: Path | None, **flags) -> str:
         args = DistillationArguments(**flags)
-        return with_own_teacher(args, StartingPoint(run, checkpoint)).teacher
+        return with_own_weights(args, StartingPoint(run, checkpoint)).teacher
 
     assert teacher(run.checkpoint(1)) == "its own"
     assert teacher(run.checkpoint(1), teacher="typed") == "typed"

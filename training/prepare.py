@@ -28,8 +28,7 @@ from training.resume import (
     find_starting_point,
     resumed_arguments,
     run_identity,
-    starting_weights,
-    with_own_teacher,
+    with_own_weights,
 )
 from training.schedule import count_steps
 from training.sft_arguments import SFTArguments
@@ -97,8 +96,9 @@ def prepare(
 
     def decide() -> tuple:
         start = find_starting_point(args, quiet=engine is None)
-        initial = InitialWeights.find(starting_weights(args, start), model_settings)
-        teacher = TeacherWeights.find(with_own_teacher(args, start))
+        own = with_own_weights(args, start)
+        initial = InitialWeights.find(own.init_from, model_settings)
+        teacher = TeacherWeights.find(own)
         data = prepared_data(args, initial, teacher)
         return start, initial, teacher, data
 

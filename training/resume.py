@@ -101,23 +101,17 @@ def claim(start: StartingPoint) -> None:
         raise UsageError(f"the run folder cannot be used: {error}") from error
 
 
-def starting_weights(args: TrainingArguments, start: StartingPoint) -> str | None:
-    """Return the weights that give the model's shape and tokenizer; None: drawn at random.
-
-    A run that goes on has its own base or checkpoint: the weights of --init_from may be gone, and
-    'auto' may be another run by now.
-    """
-    if args.init_from is None or start.checkpoint is None:
-        return args.init_from
-    return str(start.folder.base if start.folder.base.exists() else start.checkpoint)
-
-
-def with_own_teacher(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return the arguments of a run that goes on with the teacher that it had, where --teacher is
-    'auto': the newest run may be another one by now."""
-    own = saved_arguments(start.folder).get("teacher") if start.checkpoint else None
-    named = args.teacher == "auto" and isinstance(own, str)
-    return dataclasses.replace(args, teacher=own) if named else args
+def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
+    """Return the arguments by which a run that goes on finds its own shape, tokenizer and teacher:
+    the weights of --init_from may be gone, and 'auto' may be another run by now."""
+    own = {}
+    if start.checkpoint and args.init_from:
+        own["init_from"] = str(
+            start.folder.base if start.folder.base.exists() else start.checkpoint
+        )
+    if start.checkpoint and args.teacher == "auto":
+        own["teacher"] = saved_arguments(start.folder).get("teacher", "auto")
+    return dataclasses.replace(args, **own)
 
 
 def run_identity(

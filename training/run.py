@@ -134,11 +134,8 @@ class Run:
         return norm if getattr(norm, "is_cuda", False) else float(norm)
 
     def end(self, step: int, grad_norm: float | Tensor) -> bool:
-        """Log the step; validate, write a sample and save where it is time.
-
-        Returns whether the run was asked to stop; it is saved then. Raises UsageError: see
-        `report`.
-        """
+        """Do as `report` does, and save where it is time. Return whether the run was asked to stop;
+        it is saved then. Raises UsageError: see `report`."""
         val_loss = self.report(step, grad_norm)
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):

@@ -85,7 +85,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str =
 
     Raises UsageError, ConfigError: this cannot be trained.
     """
-    args, start, source = prepared.args, prepared.start, prepared.initial.source
+    args, start = prepared.args, prepared.start
     on_main_process(engine, partial(claim, start))
     engine.set_accumulation(args.accumulation_steps)
     if start.checkpoint and engine.is_main:
@@ -102,7 +102,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str =
         vocab_size = prepared.train_set.vocab_size
         teacher = Teacher(prepared.teacher, engine, args.dtype, vocab_size)
     built = build_model(prepared, engine)
-    if source and not start.checkpoint:
+    if prepared.initial.source and not start.checkpoint:
         load_initial_weights(prepared, built, engine)
     run = Run(prepared, engine, built, stop, teacher, name)
     run.log.say(start_block(run))
@@ -112,8 +112,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str =
 
 
 def settle(run: Run) -> None:
-    """Write down what is in use, once nothing can be refused any more. Every process must call
-    it."""
+    """Write down what is in use, once nothing can be refused. Every process must call it."""
     prepared, engine = run.prepared, run.engine
     if engine.is_main:
         set_aside(prepared.start)

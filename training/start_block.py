@@ -101,45 +101,33 @@ def _parameters(number: int, config: LMConfig) -> str:
 
 def _optimizer(run: Run) -> str:
     """Return who steps the parameters, and where."""
-    args = run.args
-    if args.optimizer == "adamw":
-        if run.engine.kind.optimizer_on == GPU:
-            return "AdamW"
-        by_deepspeed = type(run.optimizer.optimizer).__module__.startswith("deepspeed.")
-        return f"AdamW on the CPU, {'DeepSpeed' if by_deepspeed else 'PyTorch'}'s"
-    matrices = muon_matrices(run.prepared.shapes)
-    size = sum(matrix.numel() for matrix in matrices)
-    return (
-        f"Muon on {len(matrices)} matrices ({size / 1e6:.2f} million parameters) at learning rate "
-        f"{args.muon_learning_rate:g}, AdamW on the rest"
-    )
+    if run.args.optimizer == "muon":
+        matrices = muon_matrices(run.prepared.shapes)
+        rate = run.args.muon_learning_rate
+        return f"Muon on {len(matrices)} matrices at learning rate {rate:g}, AdamW on the rest"
+    if run.engine.kind.optimizer_on == GPU:
+        return "AdamW"
+    package = type(run.optimizer.optimizer).__module__.partition(".")[0]
+    return f"AdamW of {package} on the CPU"
 
 
 def _memory(expected: Estimate) -> str:
     """Return the memory that a process is expected to need."""
-    sizes = {
-        "weights and optimizer": expected.held,
-        "the teacher": expected.teacher,
-        "activations and buffers": expected.working,
-        "in RAM": expected.ram,
-        "on NVMe": expected.nvme,
-    }
-    parts = ", ".join(f"{size / GIB:.2f} {name}" for name, size in sizes.items() if size)
-    return (
-        f"about {expected.peak / GIB:.2f} GiB per process expected ({parts}), besides about 1 GiB "
-        "for Python and PyTorch"
-    )
+    sizes = {"weights and optimizer": expected.held, "the teacher": expected.teacher}
+    sizes |= {"activations and buffers": expected.working}
+    sizes |= {"in RAM": expected.ram, "on NVMe": expected.nvme}
+    parts = ", ".join(f"{size / GIB:.2f} {what}" for what, size in sizes.items() if size)
+    said = f"about {expected.peak / GIB:.2f} GiB per process expected ({parts})"
+    return f"{said}, besides about 1 GiB for Python and PyTorch"
 
 
 def _teacher(teacher: Teacher, dtype: str) -> str:
     """Return who teaches, and what this process holds of the teacher."""
     found = teacher.found
     divided = found.beside.kind.name if found.zero else "whole on each process"
-    number = found.shapes.num_parameters()
-    return (
-        f"{found.source.path}: {_parameters(number, found.config)}, {dtype}, never trained; "
-        f"{divided}, {teacher.held / 1e6:,.1f} MB of weights per process"
-    )
+    parameters = _parameters(found.shapes.num_parameters(), found.config)
+    held = f"{divided}, {teacher.held / 1e6:,.1f} MB of weights per process"
+    return f"{found.source.path}: {parameters}, {dtype}, never trained; {held}"
 
 
 def warnings(run: Run) -> list[str]:
