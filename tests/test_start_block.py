@@ -125,10 +125,6 @@ def test_a_teacher_is_named_and_counted(run_of):
             {"val_set": None, "args": SFTArguments(data="x")},
             "NO VALIDATION: .* with a larger --max_seq_len",
         ),
-        (
-            {"args": TrainingArguments(save_interval=5000)},
-            "--save_interval 5000 lies beyond the last",
-        ),
         ({"total_steps": 49}, "49 steps are hardly training"),
     ],
 )

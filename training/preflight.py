@@ -22,7 +22,7 @@ from training.arguments import TrainingArguments, parse_arguments
 from training.distillation_arguments import DistillationArguments
 from training.engine.device import require_usable_gpu
 from training.engine.environment import name_configuration
-from training.engine.estimate import estimate, largest_batch
+from training.engine.estimate import largest_batch
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, available_memory
@@ -110,11 +110,9 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     work = prepared.workload(processes, gpus[0], compiled)
     most = max(1, largest_batch(kind, work, room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
-    needed = estimate(kind, replace(work, args=replace(work.args, batch_size=size))).peak
     print(
         f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
-        f"(up to {needed / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; --batch_size and "
-        "--accumulation_steps override it)"
+        f"({room / GIB:.1f} GiB on a GPU; --batch_size and --accumulation_steps override it)"
     )
     return size
 

@@ -209,7 +209,6 @@ def set_up_several(models: list[Model]) -> Runs | None:
     resumed = on_main_process(engines[0], lambda: resumed_together([each.args for each in models]))
     prepared = []
     for (args, settings), engine, checkpoint in zip(models, engines, resumed, strict=True):
-        take_engine(engine)
         prepared.append(prepare(replace(args, resume=checkpoint), settings, engine))
     batches = {
         (each.config.max_seq_len, each.identity["global_batch"], each.total_steps)

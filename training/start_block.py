@@ -6,7 +6,6 @@ from common.numbers import counted
 from data.shards import CONVERSATIONS
 from model import LMConfig
 from runs.checkpoint import space_warning
-from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
 from training.engine.estimate import Estimate, Workload, advice, estimate, fits
@@ -139,10 +138,6 @@ def warnings(run: Run) -> list[str]:
             "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
             f"{other} --max_seq_len than {run.prepared.config.max_seq_len}"
         )
-    for name in ("log_interval", "eval_interval", "save_interval"):
-        value = getattr(args, name)
-        if value > total_steps and value != getattr(TrainingArguments, name):
-            found.append(f"WARNING: --{name} {value} lies beyond the last optimizer step")
     if total_steps < FEW_STEPS:
         found.append(f"WARNING: {total_steps} steps are hardly training; see --max_steps, --epochs")
     kind, (work, room) = run.engine.kind, _needs(run)
