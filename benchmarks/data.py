@@ -1,30 +1,38 @@
-"""Speed and memory of the way from text to the model: preparation, loader, packing.
+"""Speed of the way from text to the model: preparation and loader.
 
 python -m benchmarks.data --data my.jsonl
-
-Prints Markdown tables; what it is at goes to stderr. Nothing stays on the disk.
 """
 
 import argparse
+import multiprocessing
+import os
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
+from statistics import median
 
-from benchmarks.data_loader import Training, loader_row, train_for_a_while
-from benchmarks.data_padding import padding_table
-from benchmarks.data_preparation import copies, preparation_row
-from benchmarks.flags import at_least, new_parser, numbers
-from benchmarks.markdown import heading, table
+from data.loader import micro_batches
+
+from benchmarks import REPOSITORY
+from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset
+from data.errors import DataError
+from data.order import MicroBatchSampler
+from data.shards import read_description
+from data.tokenizer import TOKENIZER_FILE
 from model import ConfigError
 
 PROGRAM = "benchmarks.data"
 BATCH_SIZE = 8  # sequences in a micro-batch
+WARM_UP_STEPS = 2
 SHAPES = {
     "26m": "--dim 512 --n_layers 8 --n_heads 8",
     "preset": "--dim 192 --n_layers 4 --n_heads 4",  # run_accelerate.sh's where there is no GPU
@@ -39,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
         out = Path("out").absolute()
         out.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix="benchmark-data-") as folder:
-            tables = list(measure(args, Path(folder)))
+            tables = list(measure(args, Path(folder) / "packed"))
         print(heading(PROGRAM, argv), *tables, sep="\n\n", flush=True)
 
 
@@ -47,66 +55,129 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
-    text = "prepare it so many times over, a run for each"
-    add("--repeat", type=numbers(1), default="1,4", help=text)
-    text = "sequence lengths to measure the loader at"
-    add("--loader_seq_lens", type=numbers(2), default="256,512,1024", help=text)
-    text = "as for the training script, a run for each"
-    add("--num_workers", type=numbers(0), default="0,2", help=text)
-    text = "sequence length to compare packing and padding at"
-    add("--seq_len", type=at_least(2), default=512, help=text)
+    add("--loader_seq_lens", type=numbers, default="256,512,1024", help="of the loader")
+    add("--num_workers", type=numbers, default="0,2", help="as in training, a run for each")
     add("--shape", choices=SHAPES, default="26m", help="model to train")
-    add("--steps", type=at_least(1), default=6, help="training steps to time")
+    add("--steps", type=int, default=6, help="training steps to time")
     text = "what training consumes, where that is known; without it, training is timed"
-    add("--model_tokens_per_second", type=at_least(1), help=text)
-    add("--seconds", type=at_least(1), default=2, help="for how long to run the loader alone")
+    add("--model_tokens_per_second", type=int, help=text)
+    add("--seconds", type=int, default=2, help="for how long to run the loader alone")
     return parser.parse_args(argv)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """The three tables; everything is written into the folder."""
-    rows, workers = [], available_cores()
-    for repeat in args.repeat:
-        say(f"preparing the text, {repeat} times over")
-        source = copies(args.data, repeat, folder / f"text-{repeat}")
-        row = preparation_row(source, folder / f"packed-{repeat}", workers)
-        rows.append({"text": f"{repeat} ×"} | row)
+def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
+    """Yield the two tables; the text is prepared into a folder that is not there yet."""
+    workers = available_cores()
+    say("preparing the text")
+    row = preparation_row(args.data, packed, workers)
     yield (
         f"Preparation with {workers} processes, the start of Python and the training of the "
-        "tokenizer included, to which copies of a text add nothing. Peak RAM is the largest sum of "
-        "all processes' Pss, looked at ten times a second; sum of peaks adds up each one's own.\n\n"
-        + table(rows)
+        f"tokenizer included.\n\n{table([row])}"
     )
 
-    packed = folder / f"packed-{args.repeat[0]}"
-    for seq_len in [*args.loader_seq_lens, args.seq_len]:
-        PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
-    rows, trained = [], {}
+    rows = []
     for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
-        training = train(args, packed, seq_len, num_workers)
-        trained.setdefault(seq_len, training)
+        trained, waiting = train(args, packed, seq_len, num_workers)
         say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
-        rows.append(loader_row(packed, BATCH_SIZE, seq_len, num_workers, args.seconds, training))
+        speed = loader_speed(packed, seq_len, num_workers, args.seconds)
+        waiting = trained / (trained + speed) if waiting is None else waiting
+        rows.append(
+            {
+                "max_seq_len": seq_len,
+                "num_workers": num_workers,
+                "loader, tokens/s": f"{speed:,.0f}",
+                "training, tokens/s": f"{trained:,.0f}",
+                "loader / training": f"{speed / trained:,.0f} ×",
+                "waiting for data, share of a step": f"{waiting:.3%}",
+            }
+        )
     yield (
         f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
-        "is what it would be with nothing loaded ahead.\n\n" + table(rows)
+        f"is what it would be with nothing loaded ahead.\n\n{table(rows)}"
     )
 
-    training = trained.get(args.seq_len) or train(args, packed, args.seq_len, num_workers=0)
-    yield padding_table(packed, args.seq_len, BATCH_SIZE, training.tokens_per_second)
+
+def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
+    """Run scripts.prepare_data on a corpus into the folder out.
+
+    Its two phases are told by the times at which it finished its files, the tokenizer and then the
+    description. MB are 10^6 bytes of UTF-8 text, without the JSON around it. Raises DataError: the
+    command refused the text.
+    """
+    source = source if source == BUILTIN else os.path.abspath(source)
+    command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
+    command += ["--segmentations", "1", "--workers", str(workers)]  # what takes time is encoding
+    started = time.time()
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    seconds = time.time() - started
+    if ended.returncode:
+        raise DataError(ended.stderr.split("prepare_data: error: ")[-1].strip())
+    splits = read_description(out)["splits"].values()
+    documents, n_bytes, tokens = (
+        sum(split[key] for split in splits) for key in ("documents", "bytes", "tokens")
+    )
+    tokenizer = (out / TOKENIZER_FILE).stat().st_mtime - started
+    return {
+        "MB": f"{n_bytes / 1e6:.1f}",
+        "documents": f"{documents:,}",
+        "tokens": f"{tokens:,}",
+        "seconds": f"{seconds:.1f}",
+        "tokenizer": f"{tokenizer:.1f}",
+        "MB/s": f"{n_bytes / 1e6 / seconds:.2f}",
+        "MB/s per process": f"{n_bytes / 1e6 / seconds / workers:.2f}",
+    }
 
 
-def train(args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int) -> Training:
-    """As the flags say, or what they say of it."""
+def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -> float:
+    """Return the tokens/s of the training script's own loader with nothing else to do. The clock
+    starts with the first batch, when the workers run."""
+    train_set = PackedDataset(folder, "train", seq_len)
+    batches = micro_batches(train_set, MicroBatchSampler(len(train_set), BATCH_SIZE), num_workers)
+    next(batches)
+    count, start = 0, time.perf_counter()
+    while count == 0 or time.perf_counter() - start < seconds:
+        next(batches)
+        count += 1
+    return count * BATCH_SIZE * seq_len / (time.perf_counter() - start)
+
+
+def train(
+    args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int
+) -> tuple[float, float | None]:
+    """Return what the flags say, or train for a while in a process of its own, because Accelerate
+    and the allocator settle things for a whole process; see `timed_steps`."""
     if args.model_tokens_per_second is not None:
-        return Training(args.model_tokens_per_second)
+        return args.model_tokens_per_second, None
     say(f"training on sequences of {seq_len}, --num_workers {num_workers}")
     flags = f"{SHAPES[args.shape]} --batch_size {BATCH_SIZE} --max_seq_len {seq_len}"
-    return train_for_a_while(packed, f"{flags} --num_workers {num_workers}".split(), args.steps)
+    flags = [*flags.split(), "--num_workers", str(num_workers), "--data", str(packed)]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(timed_steps, flags, args.steps).result()
 
 
-def say(what: str) -> None:
-    print(f"{PROGRAM}: {what}", file=sys.stderr, flush=True)
+def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
+    """Take optimizer steps as the training page does. Return tokens per second, and the share of
+    the time in which the steps waited for a batch."""
+    from benchmarks.ours import start_run
+
+    run = start_run(flags)
+    seconds, waits = [], []
+    for step in range(1, WARM_UP_STEPS + number + 1):
+        start = asked = time.perf_counter()
+        run.begin(step)
+        for batch in run.micro_batches():
+            waits.append(time.perf_counter() - asked)
+            with run.accumulate():
+                run.backward(run.model(batch.tokens, batch.targets).loss, batch)
+            asked = time.perf_counter()
+        norm = run.clip_gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        float(norm)  # waits for a GPU
+        seconds.append(time.perf_counter() - start)
+    tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
+    seconds = seconds[WARM_UP_STEPS:]
+    return tokens / median(seconds), sum(waits[WARM_UP_STEPS:]) / sum(seconds)
 
 
 if __name__ == "__main__":

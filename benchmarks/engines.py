@@ -1,40 +1,47 @@
 """Every engine on the same steps: losses, seconds, memory and traffic beside what is expected.
 
-    python -m benchmarks.engines      # 2 processes on a CPU, all GPUs where there are any
+    python -m benchmarks.engines      # 2 processes on a CPU, all GPUs where there are several
     python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp,zero2
 
-Each engine is launched from its file in configs/, on random tokens, the same for all. On a CPU the
-processes have a network namespace of their own, if that is allowed (as root, on Linux): its
-loopback device counts what they send, and nobody else uses it.
+Each engine is launched from its file in configs/, on the same text. On a CPU the processes have a
+network namespace of their own, if that is allowed (as root, on Linux): its loopback device counts
+what they send, and nobody else uses it.
 """
 
 import argparse
 import json
 import os
 import re
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+import time
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from benchmarks import REPOSITORY
-from benchmarks.contenders import LAUNCHER_VARIABLES
-from benchmarks.engine_worker import WARMUP
-from benchmarks.flags import at_least, names, new_parser
-from benchmarks.markdown import heading, table
-from benchmarks.work import Work
+from benchmarks.cli import clean_environment, heading, names, new_parser, say, table
+from benchmarks.ours import OurStep, synchronize
+from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
+from training.engine.estimate import GIB, estimate
 from training.engine.kinds import DDP, FILES
-from training.engine.memory import GIB
+from training.engine.memory import peak_memory_bytes
+from training.interruption import leave
 
 PROGRAM = "benchmarks.engines"
+ENGINES = [DDP.config, *FILES]
+WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers in them
 NOTE = (
-    "Losses are rank 0's in the last micro-batch of the first and last of {steps} steps, memory "
-    "the peak of the process with most{of}. Bytes are sent per process and step{by}."
+    "Losses are rank 0's in the last micro-batch of the first and last of {} steps, memory the "
+    "peak of the process with most; on a CPU libraries are in both figures. Bytes are sent per "
+    "process and step, as the network device counts them. The last losses lie within {:.1e} of "
+    "each other."
 )
 # In a namespace of one's own the loopback device is there, but down.
 ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -51,132 +58,149 @@ def main(argv: list[str] | None = None) -> None:
             except UsageError as error:
                 failures.append(str(error))
         if rows:
-            print(heading(PROGRAM, argv) + "\n")
-            print(describe(rows, options, on_gpu=torch.cuda.is_available()))
+            print(f"{heading(PROGRAM, argv)}\n\n{describe(rows, options.steps)}")
         if failures:
             raise UsageError("; ".join(failures))
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
-    """Raises UsageError, ConfigError: a value that cannot work."""
-    known = [DDP.config, *FILES]
-    there = [name for name in known if config_file(name).exists()]
+    """Raises ConfigError: a shape that cannot work."""
     parser = new_parser(PROGRAM, __doc__)
-    add, number = parser.add_argument, at_least(1)
-    add("--engines", type=names(known), default=there, help=f"of {', '.join(known)}")
-    add("--processes", type=at_least(2), default=max(2, torch.cuda.device_count()), help="of each")
-    add("--steps", type=at_least(WARMUP + 1), default=20, help=f"{WARMUP} of them to warm up")
-    add("--dim", type=number, default=512, help="as in training, like those below")
-    add("--n_layers", type=number, default=8)
-    add("--n_heads", type=number, default=8)
-    add("--max_seq_len", type=number, default=128)
-    add("--batch_size", type=number, default=4)
-    add("--accumulation_steps", type=number, default=2)
+    add = parser.add_argument
+    processes = torch.cuda.device_count() or 2
+    default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
+    add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
+    add("--processes", type=int, default=processes, help="of each")
+    add("--steps", type=int, default=20, help=f"more than {WARMUP}, which warm up")
+    shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}
+    for name, value in (shape | {"max_seq_len": 128}).items():
+        add(f"--{name}", type=int, default=value, help="as in training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--data", default=DATA, help="folder of prepared text")
     options = parser.parse_args(argv)
-    if missing := [name for name in options.engines if name not in there]:
-        raise UsageError(f"--engines {missing[0]}: there is no {config_file(missing[0])}")
-    same = ("dim", "n_layers", "n_heads", "batch_size", "accumulation_steps", "dtype")
-    work = Work(seq_len=options.max_seq_len, **{name: getattr(options, name) for name in same})
+    given = {name: getattr(options, name) for name in (*shape, "dtype")}
+    work = Work(**given, seq_len=options.max_seq_len)
     _ = work.config  # refuses a shape that cannot work
-    return options, work
+    return options, work.on(options.data)
 
 
-def config_file(name: str) -> Path:
-    return REPOSITORY / "configs" / f"{name}.yaml"
-
-
-def namespace_obstacle() -> str | None:
-    """Why the processes cannot have a network of their own here; None if they can."""
-    try:
-        tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True, check=False)
-    except OSError as error:
-        return f"no program {error.filename}"
-    return (tried.stderr.strip() or "unshare failed").splitlines()[-1] if tried.returncode else None
+def counts_traffic() -> bool:
+    """Return whether processes here can have a network of their own: a CPU's, as root on Linux."""
+    if torch.cuda.is_available() or not shutil.which("unshare"):
+        return False
+    return subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
-    """What `engine_worker.measure` says of the engine of that name. Raises UsageError: it did not
-    come to its end; with the last lines that it printed."""
-    print(f"{name}: {options.steps} steps", file=sys.stderr, flush=True)
+    """Return what `take_steps` writes of an engine. Raises UsageError: it failed."""
+    say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        launch = [sys.executable, "-m", "accelerate.commands.launch"]
-        launch += ["--config_file", str(config_file(name)), "--num_processes"]
-        launch += [str(options.processes), "--main_process_port", "0"]
-        worker = ["-m", "benchmarks.engine_worker", str(out), json.dumps(asdict(work))]
-        command = [*launch, *worker, str(options.steps)]
-        if not torch.cuda.is_available() and namespace_obstacle() is None:
-            command = [*ALONE, *command]
+        command = [*(ALONE if counts_traffic() else []), sys.executable]
+        command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
+        command += ["--config_file", str(REPOSITORY / "configs" / f"{name}.yaml")]
+        command += ["--num_processes", str(options.processes)]
+        command += ["-m", PROGRAM, str(out), str(options.steps)]
         ended = subprocess.run(
-            command,
+            [*command, *work.flags(), "--compile", "off"],
             cwd=REPOSITORY,
-            env=environment(),
+            env=clean_environment() | {"GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
         if ended.returncode or not out.exists():
             said = [line for line in ended.stdout.splitlines() if re.search("[Ee]rror: ", line)]
             raise UsageError(f"{name} ended with {ended.returncode}: {' '.join(said[:1])}")
-        return {"name": name} | json.loads(out.read_text(encoding="utf-8"))
+        return json.loads(out.read_text(encoding="utf-8"))
 
 
-def environment() -> dict[str, str]:
-    """Without what another launcher has set; gloo on the loopback device."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "TORCHELASTIC")) and name not in LAUNCHER_VARIABLES
-    }
-    tools = Path(sys.executable).parent  # DeepSpeed looks for ninja on PATH
-    kept["PATH"] = f"{tools}{os.pathsep}{kept.get('PATH', '')}"
-    return kept | {"GLOO_SOCKET_IFNAME": "lo"}
-
-
-def describe(rows: list[dict], options: argparse.Namespace, on_gpu: bool) -> str:
-    """The table, and what its columns are."""
-    obstacle = "a GPU's traffic passes no network device" if on_gpu else namespace_obstacle()
-    cells = [
-        {
-            "engine": row["engine"].partition(",")[0]
-            if row["engine"].startswith("DDP")
-            else row["engine"],
-            "first loss": f"{row['losses'][0]:.5f}",
-            "last loss": f"{row['losses'][-1]:.5f}",
-            "seconds per step": f"{row['seconds']:.3f}",
-            "memory, GiB": f"{row['peak'] / GIB:.3f}",
-            "expected, GiB": beside(
-                (row["libraries"] + row["peak_expected"]) / GIB, row["peak"] / GIB
-            ),
-            "without libraries": beside(
-                row["peak_expected"] / GIB, (row["peak"] - row["libraries"]) / GIB
-            ),
-            "sent, MB": "n/a" if obstacle else f"{row['sent'] / 1e6:.2f}",
-            "expected, MB": f"{row['sent_expected'] / 1e6:.2f}"
-            if obstacle
-            else beside(row["sent_expected"] / 1e6, row["sent"] / 1e6, digits=2),
-        }
-        for row in rows
-    ]
+def describe(rows: list[dict], steps: int) -> str:
+    """Return the table, and what its columns are."""
+    counted = counts_traffic()
+    cells = []
+    for row in rows:
+        sent, sent_expected = row["sent"] / 1e6, row["sent_expected"] / 1e6
+        cells.append(
+            {
+                "engine": row["engine"],
+                "first loss": f"{row['losses'][0]:.5f}",
+                "last loss": f"{row['losses'][-1]:.5f}",
+                "seconds per step": f"{row['seconds']:.3f}",
+                "memory, GiB": f"{row['peak'] / GIB:.3f}",
+                "expected, GiB": beside(row["peak_expected"] / GIB, row["peak"] / GIB, 3),
+                "sent, MB": f"{sent:.2f}" if counted else "n/a",
+                "expected, MB": beside(sent_expected, sent) if counted else f"{sent_expected:.2f}",
+            }
+        )
     losses = [row["losses"][-1] for row in rows]
-    note = NOTE.format(
-        steps=options.steps,
-        of=""
-        if on_gpu
-        else ", resident, libraries included; expected is what these had before there "
-        "was a model, and the parts of training/engine/memory.py",
-        by=f" ({obstacle})" if obstacle else ", counted by the network device",
-    )
-    spread = f"The last losses lie within {max(losses) - min(losses):.1e} of each other."
-    return f"{table(cells)}\n\n{note} {spread}"
+    return f"{table(cells)}\n\n{NOTE.format(steps, max(losses) - min(losses))}"
 
 
-def beside(expected: float, measured: float, digits: int = 3) -> str:
-    """An expectation, and how far it is from what came."""
+def beside(expected: float, measured: float, digits: int = 2) -> str:
+    """Return an expectation, and how far it is from what was measured."""
     return f"{expected:.{digits}f} ({expected / measured - 1:+.1%})"
 
 
+def meet() -> None:
+    if distributed.is_initialized():
+        distributed.barrier()
+
+
+def loopback_bytes() -> int:
+    """Return the bytes that this network namespace's loopback device has sent since it exists."""
+    table = Path("/proc/self/net/dev").read_text("ascii")
+    lines = (line.split(":") for line in table.splitlines() if ":" in line)
+    return next(int(counts.split()[8]) for name, counts in lines if name.strip() == "lo")
+
+
+def take_steps(out: Path, steps: int, flags: list[str]) -> None:
+    """Be a process of an engine. Rank 0 writes the losses of all steps, seconds of one, bytes that
+    were sent per process and step, and memory in bytes: at most, and as expected."""
+    # What the first step would load does not count as the model's memory.
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3  # noqa: F401
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    torch.optim.AdamW([weight], fused=True).step()
+    libraries = peak_memory_bytes(torch.device("cpu"))
+    task = OurStep(flags)
+    engine, device = task.run.engine, task.device
+    losses, seconds, sent = [], [], 0
+    for step in range(1, steps + 1):
+        if step == WARMUP + 1:
+            meet()
+            sent = loopback_bytes()
+            meet()
+        synchronize(device)
+        started = time.perf_counter()
+        task.step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+        losses.append(task.loss())
+    meet()
+    sent = loopback_bytes() - sent
+    expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
+    on_cpu = device.type == "cpu"
+    measured = {
+        "engine": engine.name.removesuffix(", not DeepSpeed"),
+        "losses": losses,
+        "seconds": statistics.median(seconds[WARMUP:]),
+        "sent": sent / engine.processes / (steps - WARMUP),
+        "sent_expected": expected.sent,
+        "peak": engine.largest(peak_memory_bytes(device)),
+        "peak_expected": expected.peak + (engine.largest(libraries) if on_cpu else 0),
+    }
+    if engine.is_main:
+        out.write_text(json.dumps(measured), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main()
+    if "RANK" not in os.environ:
+        main()
+    else:  # a process that `measure` has launched
+        try:
+            take_steps(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+        finally:
+            leave()

@@ -2,35 +2,34 @@
 untrained weights, in turns in one process, greedy.
 
     python -m benchmarks.generation --sizes 3m,26m
+
+On a CPU ours is measured without oneDNN's layout of weights too (`inference.decoder.Packed`).
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from operator import truediv
 from statistics import median
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.flags import at_least, names, new_parser, numbers
-from benchmarks.markdown import heading, table
-from benchmarks.work import VOCAB_SIZE
+from benchmarks.cli import heading, names, new_parser, numbers, table
+from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
 from formats.hugging_face_names import llama_config, to_llama
+from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
-from model import LMConfig, Transformer
+from model import Transformer
 
 PROGRAM = "benchmarks.generation"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SIZES = {  # dim, layers, heads; 3m is what run_accelerate.sh trains on a CPU
-    "3m": (192, 4, 4),
-    "26m": (512, 8, 8),
-    "104m": (768, 16, 8),
-}
 PROMPT_TOKENS, NEW_TOKENS = 16, 128
 
 
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones, greedy\n", flush=True)
         rows = []
         for size, dtype, batch_size in product(args.sizes, args.dtypes, args.batch_sizes):
-            prompts = torch.randint(3, VOCAB_SIZE, (batch_size, PROMPT_TOKENS))
+            prompts = torch.randint(3, SIZES[size].vocab_size, (batch_size, PROMPT_TOKENS))
             runs = contenders(untrained(size), dtype, prompts)
             row = {"model": size, "precision": dtype, "prompts": batch_size}
             rows.append(row | measure(runs, batch_size, args.rounds))
@@ -53,18 +52,15 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--sizes", type=names(SIZES), default="3m,26m", help=f"of {', '.join(SIZES)}")
     add("--dtypes", type=names(DTYPES), default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
-    add("--batch_sizes", type=numbers(1), default="1,8", help="prompts continued together")
-    add("--rounds", type=at_least(1), default=5, help="turns of each contender")
+    add("--batch_sizes", type=numbers, default="1,8", help="prompts continued together")
+    add("--rounds", type=int, default=5, help="turns of each contender")
     return parser.parse_args(argv)
 
 
 def untrained(size: str) -> Transformer:
-    dim, n_layers, n_heads = SIZES[size]
     torch.manual_seed(0)
-    context = PROMPT_TOKENS + NEW_TOKENS
-    shape = {"n_layers": n_layers, "n_heads": n_heads, "max_seq_len": context}
-    model = Transformer(LMConfig(dim=dim, vocab_size=VOCAB_SIZE, **shape)).eval()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    config = replace(SIZES[size], seq_len=PROMPT_TOKENS + NEW_TOKENS).config
+    return Transformer(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def llama_of(model: Transformer, dtype: str):
@@ -83,12 +79,13 @@ def llama_of(model: Transformer, dtype: str):
 def contenders(
     model: Transformer, dtype: str, prompts: Tensor
 ) -> dict[str, Callable[[], list[list[int]]]]:
-    """name → a function that continues the prompts, (B, T), greedily, and gives the new ids."""
-    decoder, llama = Decoder(model, DTYPES[dtype]), llama_of(model, dtype)
+    """Return name → a function that continues the prompts, (B, T), greedily, and gives the new
+    ids."""
+    llama = llama_of(model, dtype)
     prompts = prompts.to(llama.device)
 
-    def ours() -> list[list[int]]:
-        return generate(decoder, prompts.tolist(), NEW_TOKENS, Sampling(temperature=0))
+    def ours(own: Decoder) -> Callable[[], list[list[int]]]:
+        return lambda: generate(own, prompts.tolist(), NEW_TOKENS, Sampling(temperature=0))
 
     def theirs() -> list[list[int]]:
         ids = llama.generate(
@@ -101,12 +98,16 @@ def contenders(
         )
         return ids[:, prompts.shape[1] :].tolist()
 
-    return {"ours": ours, "transformers": theirs}
+    found = {"ours": ours(Decoder(model, DTYPES[dtype])), "transformers": theirs}
+    if llama.device.type == "cpu":
+        with patch.object(decoder, "_onednn_gains", lambda weight: False):
+            found["ours, plain layout"] = ours(Decoder(model, DTYPES[dtype]))
+    return found
 
 
 def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str, str]:
-    """Cells of a row: medians over rounds in which both take their turn, after one round that does
-    not count; the ratio is taken within a round."""
+    """Return the cells of a row: medians over rounds in which all take their turn, after one round
+    that does not count; ratios are taken within a round."""
     texts = {name: run() for name, run in runs.items()}
     speeds = {name: [] for name in runs}
     for _ in range(rounds):
@@ -114,13 +115,12 @@ def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str
             started = time.perf_counter()
             run()
             speeds[name].append(batch_size * NEW_TOKENS / (time.perf_counter() - started))
-    ours, theirs = speeds.values()
-    return {
-        "ours, tokens/s": f"{median(ours):,.0f}",
-        "transformers": f"{median(theirs):,.0f}",
-        "ratio": f"{median(map(truediv, ours, theirs)):.2f}",
-        "same text": "yes" if texts["ours"] == texts["transformers"] else "no",
-    }
+    ours = speeds.pop("ours")
+    row = {"ours, tokens/s": f"{median(ours):,.0f}"}
+    for name, others in speeds.items():
+        row[name] = f"{median(others):,.0f}"
+        row[f"ours / {name.removeprefix('ours, ')}"] = f"{median(map(truediv, ours, others)):.2f}"
+    return row | {"same text": "yes" if texts["ours"] == texts["transformers"] else "no"}
 
 
 if __name__ == "__main__":

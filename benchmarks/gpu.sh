@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Everything that waits for a GPU, in one call of under nine minutes:
+# Everything that waits for a machine with one GPU, in one call of under half an hour:
 #
-#     bash benchmarks/gpu.sh [FOLDER]
+#     bash benchmarks/gpu.sh [FOLDER [PART...]]
 #
-# First this project's own steps, then the tests that need CUDA, then the peers. All of it goes into
-# FOLDER/gpu.md (default: out/benchmarks/gpu), beside it a trace of a step of each contender of the
-# first part. A part that runs out of time leaves what it has measured; the exit code is 1 if any
+# All of it goes into FOLDER/gpu.md (default: out/benchmarks/gpu), beside it the run that was
+# trained, with a trace. Parts are named below, the most telling ones first; naming some runs only
+# those. A part that runs out of time leaves what it has measured, and the exit code is 1 if any
 # part failed. PYTHON names another Python than scripts/environment.sh would find.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-out/benchmarks/gpu}
+wanted=" ${*:2} "
 python=${PYTHON:-}
 [ -n "$python" ] || source scripts/environment.sh requirements-dev.txt
 mkdir -p "$folder"
@@ -19,41 +20,43 @@ trap 'rm -f "$errors"' EXIT
 export PYTHONUNBUFFERED=1
 : >"$report"
 failed=0
-began=$SECONDS
 
-# Each part has a second by which it ends, counted from the beginning: none takes the time of those
-# after it, and what one does not need they have.
-part() { # that second, title, command...
-  local limit=$(($1 - (SECONDS - began))) title=$2 code why
+part() { # name, seconds at most, command...
+  local name=$1 limit=$2 code why
   shift 2
-  printf '\n# %s\n\n' "$title" | tee -a "$report"
+  [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
+  printf '\n# %s\n\n' "$name" | tee -a "$report"
   # What it prints goes into the report, its progress to the terminal and, for the last words of a
   # part that fails, into $errors. SIGINT has it say what it has measured until then.
   {
-    timeout --signal=INT --kill-after=10 $((limit > 1 ? limit : 1)) "$@" 2>&1 >&3 3>&- | tee "$errors" >&2
+    timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 >&3 3>&- | tee "$errors" >&2
     exit "${PIPESTATUS[0]}"
   } 3>&1 | tee -a "$report"
   code=${PIPESTATUS[0]}
-  ((code)) || return
+  ((code)) || return 0
   failed=1
   why="exit code $code"
   ((code != 124 && code != 137)) || why="out of time"
   printf '\nFAILED (%s): %s\n' "$why" "$(tail -n 5 "$errors")" | tee -a "$report"
 }
 
-throughput() { # that second, title, flags...
-  part "$1" "$2" "$python" -m benchmarks.throughput --keep_compile_cache "${@:3}"
-}
-
-# Batches that leave room for all contenders of a part at once: none waits for another to end.
-small=(--sizes 104m --batch_size 32 --seq_len 1024 --rounds 3)
-large=(--sizes 360m --batch_size 16 --rounds 3 --steps 4)
-throughput 120 "104m" "${small[@]}" --steps 8 --trace "$folder" \
-  --contenders ours-compiled,ours-zero2-compiled,ours-compiled+fused
-throughput 210 "360m" "${large[@]}" --contenders ours-compiled,ours-zero2-compiled
-throughput 290 "104m, accumulation 4" "${small[@]}" --steps 2 --accumulation_steps 4 \
-  --contenders ours-compiled,ours-zero1-compiled,ours-zero2-compiled
-part 420 "Tests on the GPU" "$python" -m pytest -v --durations=10 -m gpu tests
-throughput 520 "104m, peers" "${small[@]}" --steps 8 \
+throughput=("$python" -m benchmarks.throughput --keep_compile_cache --rounds 3)
+small=(--sizes 104m --batch_size 32 --seq_len 1024)
+zero=ours-compiled,ours-zero1-compiled,ours-zero2-compiled
+part steps 120 "${throughput[@]}" "${small[@]}" --contenders ours-compiled,ours-zero2-compiled
+part tests 150 "$python" -m pytest -v --durations=10 -m gpu tests
+part peers 150 "${throughput[@]}" "${small[@]}" \
   --contenders ours-compiled,transformers-compiled,litgpt-compiled
+part training 150 "$python" train_pretrain_accelerate.py --max_steps 60 --batch_size 32 --log_with none \
+  --profile --profile_interval 40 --out_dir "$folder" --run_name "run-$(date +%s)"
+part large 120 "${throughput[@]}" --sizes 360m --batch_size 16 --steps 4 \
+  --contenders ours-compiled,ours-zero2-compiled
+part accumulation 120 "${throughput[@]}" "${small[@]}" --steps 2 --accumulation_steps 4 \
+  --contenders "$zero"
+part muon 120 "${throughput[@]}" "${small[@]}" --contenders ours-compiled,ours-compiled+muon
+part recompute 150 "${throughput[@]}" "${small[@]}" \
+  --contenders ours-compiled,ours-compiled+blocks,ours-compiled+selective
+part generation 120 "$python" -m benchmarks.generation --sizes 26m,104m
+part data 120 "$python" -m benchmarks.data --loader_seq_lens 512
+part engines 300 "$python" -m benchmarks.engines --dtype bfloat16
 exit "$failed"

@@ -5,15 +5,12 @@ Weights and AdamW's averages are fp32, forward runs under autocast, gradients ar
 their loops, which are left out: they would only make the peers slower.
 """
 
-import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.work import VOCAB_SIZE, Work
+from benchmarks.work import Work
 from training.arguments import TrainingArguments
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import ADAM_EPS
@@ -29,7 +26,7 @@ def build_transformers(work: Work) -> nn.Module:
     config = work.config
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=config.vocab_size,
             hidden_size=config.dim,
             intermediate_size=config.hidden_dim,
             num_hidden_layers=config.n_layers,
@@ -62,8 +59,8 @@ def build_litgpt(work: Work) -> nn.Module:
         Config(
             name="llama-like",
             block_size=config.max_seq_len,
-            vocab_size=VOCAB_SIZE,
-            padded_vocab_size=VOCAB_SIZE,  # its default rounds up and adds parameters
+            vocab_size=config.vocab_size,
+            padded_vocab_size=config.vocab_size,  # its default rounds up and adds parameters
             n_layer=config.n_layers,
             n_embd=config.dim,
             n_head=config.n_heads,
@@ -92,15 +89,9 @@ def litgpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) ->
     return chunked_cross_entropy(logits.float(), targets)
 
 
-@dataclass(frozen=True)
-class Peer:
-    build: Callable[[Work], nn.Module]
-    loss: Callable[..., Tensor]  # (model, tokens, targets, precision) → mean over all targets
-
-
-PEERS = {
-    "transformers": Peer(build_transformers, transformers_loss),
-    "litgpt": Peer(build_litgpt, litgpt_loss),
+PEERS = {  # name → (build the model, its mean loss)
+    "transformers": (build_transformers, transformers_loss),
+    "litgpt": (build_litgpt, litgpt_loss),
 }
 
 
@@ -109,23 +100,22 @@ class PeerStep:
 
     Args:
         peer: a key of PEERS.
-        work: what to do.
-        our_allocator: whether it is told to keep freed memory like the training script.
+        our_allocator: keep freed memory, as the training script does.
 
-    Raises:
-        RuntimeError: our allocator settings are asked for and the C library has none.
+    Raises RuntimeError: our allocator settings are asked for and the C library has none.
     """
 
     engine = "single process"
 
-    def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool = False):
+    def __init__(self, peer: str, work: Work, compiled: bool, our_allocator: bool):
         use_all_cores()
         if our_allocator and not keep_freed_memory():
             raise RuntimeError("these allocator settings are glibc's, and this is another library")
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._peer, self._work = PEERS[peer], work
-        torch.manual_seed(work.seed)
-        model = self._peer.build(work).to(self.device).train()
+        build, self._loss_of = PEERS[peer]
+        self._work = work
+        torch.manual_seed(OURS.seed)
+        model = build(work).to(self.device).train()
         self._weights = list(model.parameters())
         # As ours by default; fused is the fastest that PyTorch has.
         self._optimizer = torch.optim.AdamW(
@@ -136,12 +126,15 @@ class PeerStep:
             fused=True,
         )
         self._model = torch.compile(model) if compiled else model
-        self._batches = itertools.cycle(work.batches(0, self.device))
+        self._batches = itertools.cycle(work.batches(self.device))
+        self._loss: Tensor | None = None
 
     def step(self) -> None:
+        autocast = self._work.dtype == "bfloat16"
+        precision = torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
         for _ in range(self._work.accumulation_steps):
             tokens, targets = next(self._batches)
-            loss = self._peer.loss(self._model, tokens, targets, self._precision())
+            loss = self._loss_of(self._model, tokens, targets, precision)
             (loss / self._work.accumulation_steps).backward()
             self._loss = loss.detach()
         nn.utils.clip_grad_norm_(self._weights, OURS.grad_clip)
@@ -149,10 +142,5 @@ class PeerStep:
         self._optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
-        """Of the last micro-batch; waits for the device."""
+        """Return the loss of the last micro-batch; waits for the device."""
         return float(self._loss)
-
-    def _precision(self):
-        if self._work.dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, getattr(torch, self._work.dtype))

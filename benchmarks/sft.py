@@ -1,53 +1,117 @@
-"""Tokens per second of full fine-tuning: this project beside MiniMind's `train_full_sft.py` and
-TRL's `SFTTrainer`, on the same conversations, a model of the same sizes and the same cores.
+"""Tokens per second of full fine-tuning: this project beside TRL's `SFTTrainer`, on the same
+conversations, weights and cores.
 
-    python -m benchmarks.sft --minimind ../minimind --trl ../trl/bin/python
+    python -m benchmarks.sft --trl ../trl/bin/python
 
-Each is a program of its own, as its users start it, that says when a step has ended, and is paused
-while it is not its turn. The first pass over the conversations does not count: imports, reading,
-whatever compiles. Then they take turns of a pass each. The figure is the tokens of these
+Each is a program of its own, as its users start it, that prints a line when a step has ended, and
+is paused while it is not its turn. The first pass over the conversations does not count: imports,
+reading, compiling. Then they take turns of a pass each. The figure is the tokens of these
 conversations in their template, counted once and the same for everybody, by the seconds of such a
-pass: padding, and what a program does between two steps, costs whom it costs.
-
-The sizes are those of a run of pretraining, whose weights and tokenizer ours and TRL begin with.
-MiniMind begins with random weights, and trains in fp32 on a CPU, whatever its --dtype says.
+pass: padding, and what a program does between two steps, costs whom it costs. Both begin with the
+weights and the tokenizer of a run of pretraining.
 """
 
 import argparse
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from operator import truediv
 from pathlib import Path
 from statistics import median
 
-from benchmarks.flags import at_least, new_parser
-from benchmarks.markdown import heading, spread, table
-from benchmarks.sft_programs import MINIMIND, Program, export, programs, race
+from benchmarks import REPOSITORY
+from benchmarks.cli import heading, new_parser, say, spread, table
+from benchmarks.contenders import Contender, environments
+from benchmarks.sft_trl import WAYS
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.chat_template import encode_conversations
 from data.conversations import ASSISTANT, SUFFIXES, conversation_records, parse_conversation
 from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
+from formats.hugging_face_export import write_model, write_tokenizer
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
 from runs.weights import load_trained
+from training.sft_arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")
 NOTE = (
     "Medians over rounds; in brackets the lowest and the highest. Ratios are taken within a round. "
-    "Tokens are those of the conversations, padding is none, the same number for everybody; "
-    "seconds are of a pass over them, and neither loading nor the first pass counts."
+    "Tokens are those of the conversations, without padding; seconds are of a pass over them."
 )
+STEP_ENDED = re.compile(r"step \d+/\d+ +loss ([^\s,]+)")
+EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+@dataclass
+class Program:
+    """Trains, prints a line at the end of each step, and is paused between its turns."""
+
+    name: str
+    command: list  # of what has a str()
+    folder: Path  # where it is run
+    environment: dict[str, str]
+    log: Path  # of its stderr
+    seconds: list[float] = field(default_factory=list)  # of each pass that counts
+    loss: str = ""  # of the last step, as the program prints it
+    process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        with open(self.log, "wb") as errors:
+            self.process = subprocess.Popen(
+                list(map(str, self.command)),
+                cwd=self.folder,
+                env=self.environment | EVERYBODY,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # its helpers are paused with it
+            )
+
+    def take(self, steps: int) -> float:
+        """Return the seconds of so many steps. Raises UsageError: it ended before."""
+        self._signal(signal.SIGCONT)
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._end_of_step()
+        seconds = time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def _end_of_step(self) -> None:
+        for line in self.process.stdout:
+            if ended := STEP_ENDED.search(line):
+                self.loss = ended[1]
+                return
+        code = self.process.wait()
+        said = " ".join(self.log.read_text(encoding="utf-8", errors="replace").split())
+        raise UsageError(f"{self.name} ended with exit code {code}, see {self.log}: {said[-300:]}")
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # all of it has ended
+            os.killpg(self.process.pid, number)
+
+    def end(self) -> None:
+        """End it with its helpers."""
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.stdout.close()
 
 
 def main(argv: list[str] | None = None) -> None:
     stop_in_order()
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         args = parse_options(argv)
-        versions = require_peers(args)
         run = find_run(args.run, program=PRETRAINING).resolve()
         trained = load_trained(str(run))
         shutil.rmtree(OUT, ignore_errors=True)
@@ -55,56 +119,41 @@ def main(argv: list[str] | None = None) -> None:
         number, context = args.steps * args.batch_size, trained.model.config.max_seq_len
         chosen, tokens = choose(args.conversations, trained.tokenizer, number, context)
         (OUT / "conversations.jsonl").write_text(chosen, encoding="utf-8")
-        export(trained, OUT / "exported")
-        print(f"{heading(PROGRAM, argv)}\n\n{versions}.\n", flush=True)
+        # As if the model had learned to chat: its tokenizer has the template then.
+        (exported := OUT / "exported").mkdir()
+        model, tokenizer = trained.model, trained.tokenizer
+        write_model(exported, model, tokenizer, dtype="float32", name="exported", chat=True)
+        write_tokenizer(exported, tokenizer, context, chat=True)
+        print(f"{heading(PROGRAM, argv)}\n", flush=True)
         racing = programs(args, run, OUT.absolute())
-        race(racing, args.steps, args.rounds, OUT)
+        race(racing, args.steps, args.rounds)
         print(
             f"{number:,} conversations of {tokens / number:.0f} tokens on average, at most "
             f"{context}; {args.batch_size} in a step; {trained.n_parameters / 1e6:.2f} million "
             f"parameters. {NOTE}\n"
         )
         print(table([row(program, racing[0], tokens) for program in racing]))
-        print(closing_line(racing))
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--minimind", type=Path, required=True, help="a checkout of MiniMind")
-    text = "a Python that has TRL; MiniMind runs in it too (default: this one, and no TRL)"
+    text = "a Python that has TRL; without it, this project runs alone"
     # Not resolved: an environment's Python is known by its path.
     add("--trl", type=lambda path: Path(path).absolute(), metavar="PYTHON", help=text)
     text = "whose sizes, weights and tokenizer; 'auto' is the newest of pretraining"
     add("--run", default="auto", help=text)
     text = "file or folder of conversations, or 'builtin'"
     add("--conversations", metavar="DATA", default="builtin", help=text)
-    add("--batch_size", type=at_least(1), default=16, help="conversations of a step")
-    add("--steps", type=at_least(1), default=32, help="of a pass, which decide how many there are")
-    add("--rounds", type=at_least(1), default=3, help="passes that count")
+    add("--batch_size", type=int, default=16, help="conversations of a step")
+    add("--steps", type=int, default=32, help="of a pass, which decide how many there are")
+    add("--rounds", type=int, default=3, help="passes that count")
     return parser.parse_args(argv)
 
 
-def require_peers(args: argparse.Namespace) -> str:
-    """Versions of what the peers run on. Raises UsageError: something of theirs is missing."""
-    if not (args.minimind / MINIMIND).is_file():
-        raise UsageError(f"{args.minimind} has no {MINIMIND}")
-    python = args.trl or sys.executable
-    packages = ["torch", "transformers", "datasets", *(["trl"] if args.trl else [])]
-    code = "import sys; from importlib.metadata import version as v; "
-    code += "print(*(f'{name} {v(name)}' for name in sys.argv[1:]), sep=', ')"
-    try:
-        words = [python, "-c", code, *packages]
-        answer = subprocess.run(words, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        lacks = f"{python} cannot be run, or lacks one of {', '.join(packages)}"
-        raise UsageError(f"{lacks}: --trl names a Python that has them") from error
-    return f"The peers': {answer.stdout.strip()}"
-
-
 def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tuple[str, int]:
-    """So many conversations, spread evenly over those that nobody has to cut, in MiniMind's form,
-    and how many tokens they have. Raises DataError: a bad one. UsageError: there are fewer."""
+    """Return so many conversations, spread evenly over those that nobody has to cut, as JSON
+    lines, and their number of tokens. Raises DataError: a bad one. UsageError: there are fewer."""
     records = conversation_records(find_files(source, SUFFIXES))
     found = [parse_conversation(load_json(record), record.place) for record in records]
     lengths = [len(ids) for ids, _ in encode_conversations(tokenizer, found)]
@@ -116,14 +165,58 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
             f"{number} are needed: --steps or --batch_size can be smaller"
         )
     chosen = [whole[i * len(whole) // number] for i in range(number)]
-    lists = ([{"role": t.role, "content": t.content} for t in turns] for turns, _ in chosen)
-    rows = ({"conversations": turns} for turns in lists)
+    turns = ([{"role": t.role, "content": t.content} for t in each] for each, _ in chosen)
+    rows = ({"conversations": each} for each in turns)
     text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
     return text, sum(length for _, length in chosen)
 
 
+def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
+    """Return the programs, ours first. All train a pass more than there are rounds.
+
+    Args:
+        run: whose weights ours begins with, absolute as `out` is.
+        out: where everybody writes, with conversations.jsonl in it, and the model in exported/.
+    """
+    data, exported, passes = out / "conversations.jsonl", out / "exported", args.rounds + 1
+    amount = ["--batch_size", args.batch_size, "--epochs", passes, "--log_interval", 1]
+
+    (folder := out / "ours").mkdir()
+    engine = Contender("ours", compiled=False, engine="zero2")  # that of run_accelerate.sh
+    words = [sys.executable, REPOSITORY / SFTArguments.program, "--init_from", run]
+    words += ["--conversations", data, "--prepare_flags=--val_fraction 0", *amount]
+    words += ["--log_with", "none", "--compile", "auto", *engine.flags()[-2:]]
+    (launched,) = environments(engine, folder)
+    found = [Program("this project", words, folder, launched, out / "ours.log")]
+
+    environment = os.environ | {"HF_DATASETS_CACHE": str(out / "datasets")}
+    for way in WAYS if args.trl else ():
+        words = [args.trl, "-m", "benchmarks.sft_trl", exported, data, out / "trl"]
+        words += [args.batch_size, passes, way]
+        log = out / f"trl-{len(found)}.log"
+        found.append(Program(f"TRL, {way}", words, REPOSITORY, environment, log))
+    return found
+
+
+def race(racing: list[Program], steps: int, rounds: int) -> None:
+    """Let all take a pass of so many steps that does not count, and then `rounds` in turns.
+
+    Raises UsageError: one of them failed.
+    """
+    with ExitStack() as started:
+        for program in racing:
+            program.start()
+            started.callback(program.end)
+            say(f"{program.name}: first pass after {program.take(steps):.1f} s")
+        for number in range(1, rounds + 1):
+            for program in racing:
+                program.seconds.append(program.take(steps))
+            passes = ", ".join(f"{each.name} {each.seconds[-1]:.1f}" for each in racing)
+            say(f"round {number}, seconds: {passes}")
+
+
 def row(program: Program, ours: Program, tokens: int) -> dict[str, str]:
-    ratios = times_as_fast(ours, program)
+    ratios = list(map(truediv, program.seconds, ours.seconds))  # of each round
     return {
         "": program.name,
         "tokens/s": spread([tokens / seconds for seconds in program.seconds], ",.0f"),
@@ -131,17 +224,6 @@ def row(program: Program, ours: Program, tokens: int) -> dict[str, str]:
         "seconds of a pass": f"{median(program.seconds):.1f}",
         "last loss": program.loss,
     }
-
-
-def times_as_fast(ours: Program, peer: Program) -> list[float]:
-    """In each round."""
-    return list(map(truediv, peer.seconds, ours.seconds))
-
-
-def closing_line(racing: list[Program]) -> str:
-    ours, *peers = racing
-    ratio, name = min((median(times_as_fast(ours, peer)), peer.name) for peer in peers)
-    return f"\n**ours / fastest peer: {ratio:.2f} ({name})**"
 
 
 if __name__ == "__main__":

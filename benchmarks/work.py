@@ -1,14 +1,22 @@
-"""What one optimizer step consists of, the same for every contender: shapes, precision, tokens."""
+"""What one optimizer step consists of, the same for every contender: shapes, precision, text."""
 
-from dataclasses import dataclass
+import subprocess
+import sys
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks import REPOSITORY
+from common.errors import UsageError
+from data.dataset import PackedDataset
+from data.shards import read_description
 from model import LMConfig, Transformer
+from training.arguments import TrainingArguments
 
-VOCAB_SIZE = 6400
+DATA = TrainingArguments.data  # the built-in text, of 6,400 pieces
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class Work:
     n_kv_heads: int = 2
     accumulation_steps: int = 1  # micro-batches per optimizer step
     dtype: str = "bfloat16"  # or float32
-    seed: int = 42
+    vocab_size: int = 6400
+    data: str = DATA  # a folder of prepared text
 
     @cached_property
     def config(self) -> LMConfig:
@@ -36,7 +45,7 @@ class Work:
             n_layers=self.n_layers,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             max_seq_len=self.seq_len,
         )
 
@@ -47,31 +56,44 @@ class Work:
             model = Transformer(self.config)
         return model.num_parameters(), model.flops_per_token(self.seq_len)
 
+    def on(self, data: str) -> "Work":
+        """Return the same work on another text, with its vocabulary. The built-in text is prepared
+        if it is not there. Raises UsageError: that failed, or the folder is no prepared text."""
+        path = Path(data).absolute()
+        if data == DATA and not (path := REPOSITORY / DATA).exists():
+            words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]
+            if subprocess.run(words, stdout=sys.stderr, cwd=REPOSITORY).returncode:
+                raise UsageError(f"{path}: the built-in text could not be prepared")
+        return replace(self, data=str(path), vocab_size=read_description(path)["vocab_size"])
+
     @property
     def tokens(self) -> int:
         """Tokens of one optimizer step on one process."""
         return self.batch_size * self.seq_len * self.accumulation_steps
 
-    def batches(self, rank: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """(tokens, targets), each (batch_size, seq_len): random, equal for equal seed and rank.
+    def flags(self) -> list[str]:
+        """Return the flags with which the training script does this work."""
+        same = ("dim", "n_layers", "n_heads", "n_kv_heads", "batch_size", "accumulation_steps")
+        values = {name: getattr(self, name) for name in (*same, "dtype", "data")}
+        values["max_seq_len"] = self.seq_len
+        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
-        Enough of them for one optimizer step and at least four. They are made before the clock
-        starts, so reading data takes no contender any time.
-        """
-        generator = torch.Generator().manual_seed(self.seed + rank)
-        shape = (self.batch_size, self.seq_len + 1)
+    def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+        """Return (tokens, targets), each (batch_size, seq_len), for a peer: made before the clock
+        starts, so that reading takes it no time."""
+        text = PackedDataset(self.data, "train", self.seq_len)
         made = []
-        for _ in range(max(4, self.accumulation_steps)):
-            text = torch.randint(VOCAB_SIZE, shape, generator=generator)
-            tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        for first in range(0, max(4, self.accumulation_steps) * self.batch_size, self.batch_size):
+            samples = [text[i % len(text)] for i in range(first, first + self.batch_size)]
+            tokens, targets = map(torch.stack, zip(*samples, strict=True))
             made.append((tokens.to(device), targets.to(device)))
         return made
 
 
-# "test" is for the tests: a step takes milliseconds. The recipe is Method 1 of the README.
-SIZES = {
+SIZES = {  # run_accelerate.sh's on a CPU and on a GPU, and larger ones
+    "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),
     "360m": Work(dim=1024, n_layers=32, batch_size=24, seq_len=1024),
-    "test": Work(dim=64, n_layers=2, batch_size=2, seq_len=32, n_heads=4),
+    "test": Work(dim=64, n_layers=2, batch_size=2, seq_len=32, n_heads=4),  # for the tests
 }

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from common.errors import UsageError
 
-DOOMED = ".deleting-"  # how names begin of what is being deleted
+DOOMED = ".deleting-"  # begins the names of files and folders that are being deleted
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to. It becomes `path` at the end, or goes if that is not
-    reached."""
+    """Give a name beside `path` to write to; it becomes `path` at the end, or goes after an
+    error."""
     _remove_abandoned(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
@@ -30,15 +30,15 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """The same for what is in memory."""
+    """Write a file by way of `whole_file`."""
     with whole_file(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into. It becomes `out` at the end, in the place of what was
-    there, or goes if that is not reached. What killed processes left of theirs goes as well."""
+    """Give a folder beside `out` to write into; it replaces `out` at the end, or goes after an
+    error. Leftovers of killed processes are deleted as well."""
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(out)
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
@@ -63,9 +63,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """`whole_folder`, where a person may have named a place that holds something else: a folder
-    that exists is only replaced if `is_one` knows it for a `what`, as in "export". Raises
-    UsageError: `out` must not be replaced."""
+    """Call `whole_folder` for a place that a person has named.
+
+    Raises UsageError: something is there that is no `what` (as in "export") by `is_one`, or that
+    must not be replaced without `overwrite`.
+    """
     if out.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise UsageError(f"{out} is the working folder or above it: choose another")
     if out.exists() and not out.is_dir():
@@ -81,44 +83,29 @@ def new_folder(
 
 @contextmanager
 def one_at_a_time(out: Path) -> Iterator[None]:
-    """Around making `out`: whoever else wants to, on any machine that has this disk, waits for its
-    turn. Look for `out` only then."""
+    """Wait until no other process, on any machine with this disk, is making `out`.
+
+    Look for `out` only then. The lock file beside it stays.
+    """
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock(path: Path) -> int:
-    """A descriptor that holds the lock on this file, which its last holder deletes."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with open(path, "w") as file:
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                print(f"waiting for another process, which holds {path}", flush=True)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
-        except FileNotFoundError:
-            pass  # deleted meanwhile: whoever comes now makes a new one
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process, which holds {path}", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             print(f"no locks on this file system ({error.strerror}): start no second such process")
-            return descriptor
-        os.close(descriptor)
+        yield
 
 
 def sync(path: Path) -> None:
-    """Have a file's or folder's contents on the disk, not in the system's memory."""
+    """Force a file's or folder's contents from the system's memory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems know of no such thing for folders
+    except OSError as error:  # some file systems cannot do this for folders
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -126,8 +113,8 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder or a file, as far as the system lets it go. Killed halfway, a folder has lost
-    its name before it lost a file."""
+    """Delete a folder or a file, as far as the system permits. A folder is renamed first: killed
+    halfway, nothing of the old name is there."""
     with suppress(OSError):
         if not path.is_dir():
             path.unlink(missing_ok=True)
@@ -138,16 +125,16 @@ def remove(path: Path) -> None:
 
 
 def _doomed(path: Path) -> Path:
-    """A name that nobody gives to anything, for what is being deleted."""
+    """Return the name of a file or folder while it is being deleted."""
     if path.name.startswith(DOOMED):
         return path
     return path.with_name(f"{DOOMED}{path.name}-{os.getpid()}")
 
 
 def _remove_abandoned(out: Path) -> None:
-    """What processes that no longer run were writing, and what they had not deleted yet."""
+    """Delete what processes that no longer run were writing, or had not deleted yet."""
     leftovers = list(out.parent.glob(f"{escape(out.name)}.partial-*"))
-    if out.exists():  # what is to be replaced goes only when the new one has come
+    if out.exists():  # an old folder goes only when the new one is there
         leftovers += out.parent.glob(f"{DOOMED}{escape(out.name)}-*")
     for leftover in leftovers:
         pid = leftover.name.rpartition("-")[2]

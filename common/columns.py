@@ -2,8 +2,8 @@
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """Rows of a cell by its column's title, the same titles in all; the first column left-aligned,
-    the others right."""
+    """Lay out rows, each of cells by the same column titles; the first column is left-aligned, the
+    others are right-aligned."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_CODE = 2
-STDOUT = 1  # as a file descriptor
-STOPPED = 130  # what shells report of a program that Ctrl-C has ended
-NOT_READ = 141  # ... of one whose output nobody reads any more
+STDOUT = 1  # its file descriptor
+STOPPED = 130  # a shell's exit code for a program that Ctrl-C has ended
+NOT_READ = 141  # a shell's exit code for a program whose output nobody reads any more
 
 
 class UsageError(ValueError):
@@ -21,13 +21,13 @@ class UsageError(ValueError):
 
 
 class SaidError(UsageError):
-    """What another program, started by this one, has said in its own line."""
+    """A failure that a program started by this one has already reported in its own line."""
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
-    """A sys.excepthook: Ctrl-C ends a program with one line and exit code 130.
+    """Be sys.excepthook: Ctrl-C ends a program with one line and exit code 130.
 
-    Only where nobody catches it, so that a notebook's kernel lives on, and `finally` has its turn.
+    A hook acts only where nobody catches the exception: a notebook's kernel lives on.
     """
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
@@ -39,29 +39,30 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> N
 
 
 def stop_in_order() -> None:
-    """Have SIGTERM and SIGINT run every `finally`, where a program ends or deletes what it has
-    begun."""
+    """Let SIGTERM and SIGINT run every `finally`, so that unfinished files are deleted."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # What a shell starts in the background ignores SIGINT unless told otherwise.
+    # A program that a shell starts in the background would ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _nobody_reads() -> bool:
-    """Whether it was the output that broke."""
+    """Return True if the reader of stdout has gone."""
     output = select.poll()
-    output.register(STDOUT, 0)  # errors are always told
+    output.register(STDOUT, 0)  # poll always reports errors
     return bool(output.poll(0))
 
 
 def _drop_output() -> None:
-    """What is left of it goes nowhere, at the interpreter's end too."""
+    """Send the rest of stdout nowhere, at the interpreter's end too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
 
 
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2; end
-    without a word where whoever read the output has seen enough, as `head` does."""
+    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2.
+
+    Where the reader of stdout has gone, as `head` does, the program ends without a word.
+    """
     try:
         yield
         print(end="", flush=True)  # sys.stdout is None where a shell has closed it
@@ -77,8 +78,8 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         except OSError:  # nobody reads it any more, or the disk is full
             _drop_output()
         message = f"no space left on the disk: {error}" if disk_full else str(error)
-        # Most errors are the same on every rank: a machine's first says them and its launcher then
-        # stops the others.
+        # Most errors are the same on every rank: a machine's first rank reports them, and its
+        # launcher then stops the others.
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -87,7 +88,7 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             sys.exit(EXIT_CODE)
         if rank:
             program = f"{program} (rank {rank})"
-        if "Traceback" in message:  # of a worker process; the message comes last
+        if "Traceback" in message:  # from a worker process, with the message at its end
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
         print(f"{program}: error: {message}", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
-"""How a conversation is written: every turn between the begin and the end piece that mark documents
-in pretraining, so that it takes no ids of its own.
+"""The chat template: every turn between the begin and the end piece that mark documents in
+pretraining, so that it takes no ids of its own.
 
     <s>system
     Be brief.</s>
@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from data.conversations import ASSISTANT, Turn
 from data.tokenizer import Tokenizer
 
-# In a folder of weights: they have learned to answer in this template, which stands in it.
+# Lies beside weights that have learned to answer in this template.
 TEMPLATE_FILE = "chat_template.jinja"
-# transformers looks for markers in all that a template wrote, in a user's words as well. So JINJA
-# puts these two noncharacters behind every "<", with which the names of markers begin, and the
-# exported tokenizer takes them out again, between its search for markers and its cutting into
-# pieces. Where the text itself has the two, two more between them make it come out as it was.
+# transformers looks for markers in everything that a template wrote, in a user's words as well. So
+# JINJA puts these two noncharacters behind every "<", with which the names of markers begin. The
+# exported tokenizer removes them after its search for markers. Where the text itself has the two,
+# two more between them preserve it.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -31,8 +31,8 @@ _JINJA = (
     "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
 )
 _TEXT = "message['role'] + '\\n' + message['content']"
-# For programs that remove no escapes, as llama.cpp. Where that renders no Jinja, it knows this
-# template, AlphaMonarch's, by the words "bos_token + message['role']".
+# For programs that remove no escapes. llama.cpp without Jinja knows this template, AlphaMonarch's,
+# by the words "bos_token + message['role']".
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
 # For transformers, with a tokenizer from `formats.tokenizer_json.convert(..., chat=True)`.
 JINJA = _JINJA.format(
@@ -44,13 +44,13 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of the turns, the first of them the begin piece; and of each whether it counts in the
-    loss, as the assistant's content and its end piece do."""
+    """Return the ids of the turns, and for each id whether it counts in the loss: the assistant's
+    content and its end piece do."""
     return encode_conversations(tokenizer, [list(turns)])[0]
 
 
 def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:
-    """Ids of the turns and of the beginning of the assistant's next one."""
+    """Return the ids of the turns and of the beginning of the assistant's next one."""
     ids, _ = encode_conversation(tokenizer, turns)
     return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]
 
@@ -58,7 +58,7 @@ def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]
 def encode_conversations(
     tokenizer: Tokenizer, conversations: list[list[Turn]]
 ) -> list[tuple[list[int], list[bool]]]:
-    """`encode_conversation` of each, in one call of the tokenizer."""
+    """Return `encode_conversation` of each, in one call of the tokenizer."""
     texts = [f"{role}\n{content}" for turns in conversations for role, content, _ in turns]
     encoded = iter(tokenizer.encode_batch(texts))
     prompt, line_end = tokenizer.encode(f"{ASSISTANT}\n"), tokenizer.encode("\n")
@@ -75,6 +75,6 @@ def encode_conversations(
 
 
 def _shared(ids: list[int], others: list[int]) -> int:
-    """How many ids both begin with. (A piece may hold a line end and what comes after it.)"""
+    """Return how many ids both begin with. (A piece may hold a line end and the text behind it.)"""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((at for at, (id, other) in pairs if id != other), len(others))

@@ -1,12 +1,11 @@
-"""From files of conversations to token shards in which it is known where the answers are.
+"""From files of conversations to token shards that tell where the answers are.
 
-They are prepared as text is, see `data/packing.py`; what is different stands here. A conversation
-is stored whole, up to the end of its last answer: how long one may be is known to training only.
+They are prepared like text, see data/packing.py. A conversation is stored whole, up to the end of
+its last answer: only training knows how long one may be.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,23 +13,24 @@ from typing import ClassVar
 import numpy as np
 
 from data.chat_template import encode_conversations
-from data.conversations import Turn, conversation_records, parse_conversation
+from data.conversations import conversation_records, parse_conversation
 from data.corpus import Record, load_json
-from data.encoders import Document, Encoded, loaded
+from data.encoders import Document, Encode, Encoded, loaded
 from data.errors import DataError
 from data.packing import PackingOptions
 from data.shards import CONVERSATIONS, token_dtype
 from data.tokenizer import open_tokenizer
+from data.validation_split import HASHES, hashes
 
 BUILTIN_VAL_FRACTION = 0.1  # some five hundred questions
 
 
 @dataclass(frozen=True)
 class ConversationOptions(PackingOptions):
-    """How conversations are prepared; `vocab_size` and what is about text have no say."""
+    """How conversations are prepared; `vocab_size` and the settings of text have no effect."""
 
     kind: ClassVar[str] = CONVERSATIONS
-    stage_share: float = 1.0  # of all conversations; the rest is for other stages of training
+    stage_share: float = 1.0  # of all conversations; the others are for other stages of training
 
     def share(self, files: list[str]) -> float:
         if self.val_fraction is None and files[0].endswith(".py"):
@@ -40,7 +40,7 @@ class ConversationOptions(PackingOptions):
     def records(self, files: list[str]) -> Iterator[Record]:
         return conversation_records(files)
 
-    def encoder(self, files: list[str], tokenizer: str) -> Callable[[list[Record]], Encoded]:
+    def encoder(self, files: list[str], tokenizer: str) -> Encode:
         return partial(_encode_batch, tokenizer, self.stage_share)
 
     def settings(self, files: list[str]) -> dict:
@@ -48,8 +48,10 @@ class ConversationOptions(PackingOptions):
 
 
 def first_share(text: str) -> float:
-    """0.2 of "2,4,4". Raises ValueError: anything but numbers, of which the first is above 0 and
-    none below."""
+    """Return 0.2 of "2,4,4".
+
+    Raises ValueError: not all are numbers, one is below 0, or the first is not above 0.
+    """
     shares = [float(part) for part in text.split(",")]
     if min(shares) < 0 or shares[0] <= 0 or not 0 < shares[0] / sum(shares) <= 1:
         raise ValueError(f"{text!r} is not like 2,4,4")
@@ -57,7 +59,7 @@ def first_share(text: str) -> float:
 
 
 def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
-    """What falls into the first `share` of all conversations."""
+    """Encode the conversations that belong to the first `share` of all."""
     tokenizer = loaded(open_tokenizer, path)
     conversations, places, bad, elsewhere = [], [], [], 0
     for record in batch:
@@ -66,7 +68,10 @@ def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
         except DataError as error:
             bad.append(str(error))
             continue
-        where, stage = _hashes(turns)
+        # Without weights: in every form a conversation has the same hashes. One decides whether it
+        # is for validation, the other to which stage of training it belongs.
+        said = json.dumps([turn[:2] for turn in turns]).encode()
+        where, stage = (number / HASHES for number in hashes(said, 2))
         if stage < share:
             conversations.append(turns)
             places.append(where)
@@ -76,19 +81,10 @@ def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
     documents = []
     encoded = encode_conversations(tokenizer, conversations)
     for turns, where, (ids, counts) in zip(conversations, places, encoded, strict=True):
-        # Where counting begins and ends. It does not begin at the first id; it may end with the
-        # last, where a tokenizer drops line ends.
+        # The positions at which counting begins or ends. The first id never counts; the last may,
+        # where a tokenizer drops line ends.
         answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
         tokens = np.array(ids[: answers[-1, 1]], dtype)
         n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
         documents.append(Document([tokens], n_bytes, where, answers))
     return Encoded(documents, bad, sum(len(record.raw) for record in batch), elsewhere)
-
-
-def _hashes(turns: list[Turn]) -> tuple[float, float]:
-    """Two numbers in [0, 1): the same conversation always has the same, whatever form it was in.
-    By one it goes to validation or not, by the other to a stage of training."""
-    digest = hashlib.blake2b(
-        json.dumps([turn[:2] for turn in turns]).encode(), digest_size=16
-    ).digest()
-    return tuple(int.from_bytes(half, "little") / 2**64 for half in (digest[:8], digest[8:]))

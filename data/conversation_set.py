@@ -1,6 +1,5 @@
 """Prepared conversations as a PyTorch dataset of (tokens, targets) pairs, one for each."""
 
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,15 +14,15 @@ from data.shards import ANSWER_DTYPE, CONVERSATIONS, read_description
 from data.tokenizer import open_tokenizer
 from model.transformer import IGNORE_INDEX
 
-MEASURED_ROWS = 1 << 18  # by so many the share of padding is told
-READ_ROWS = 1024  # and by so many the bytes of a token, as many as --eval_samples
+MEASURED_ROWS = 1 << 18  # for the share of padding
+READ_ROWS = 1024  # for the bytes of a token; as many as --eval_samples
 
 
 class ConversationSet(TokenStream):
     """Row i is a conversation from its beginning to the end of its last answer.
 
-    Of one that is longer than seq_len targets, the turns after the last answer that fits are left
-    out; where not even the first answer does, all of it is: `summary` says how often.
+    A conversation longer than seq_len targets ends with the last answer that fits. Where not even
+    the first answer fits, it is left out. `summary` says how often.
 
     Raises DataError: see `TokenStream`, or there is not one row.
     """
@@ -33,9 +32,16 @@ class ConversationSet(TokenStream):
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
-        self._map: np.ndarray | None = None
-        answers = self._answers()
-        self._refuse_nonsense(answers)
+        self._answers: np.ndarray | None = read_answers(self.folder, self.description, split)
+        answers = self._answers
+        begin, said, end = answers.T
+        in_order = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
+        after_the_last = (end[:-1] <= said[1:]) & (begin[:-1] <= begin[1:])
+        if not (in_order.all() and after_the_last.all()):
+            raise DataError(
+                f"{folder}: answers in the {split} split lie outside their conversations: the "
+                "files are damaged; prepare the data again"
+            )
         # The answers of row i are those from first[i] to before end[i].
         self._first, self._end = rows_within(answers, seq_len)
         if not len(self):
@@ -43,18 +49,18 @@ class ConversationSet(TokenStream):
                 f"{folder}: no conversation of the {split} split has an answer within {seq_len} "
                 "tokens: use a longer --max_seq_len"
             )
-        begins = answers[self._first, 0]
-        self.lengths = answers[self._end - 1, 2] - begins - 1  # of each row, in targets
-        goes_on = np.append(answers[:, 0], -1)[self._end] == begins
-        self.n_cut = int(goes_on.sum())
-        self.n_left_out = 1 + np.count_nonzero(np.diff(answers[:, 0])) - len(self)
+        begins = begin[self._first]
+        self.lengths = end[self._end - 1] - begins - 1  # of each row, in targets
+        self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
+        self.n_left_out = 1 + np.count_nonzero(np.diff(begin)) - len(self)
         part = self.description["splits"][split]
         self.bytes_per_token = part["bytes"] / part["answers"]["tokens"]
         if self.n_cut + self.n_left_out and self.tokenizer_path.is_file():
             self.bytes_per_token = self._bytes_per_token()
 
     def _bytes_per_token(self) -> float:
-        """In the answers of READ_ROWS, spread evenly: what was cut off has bytes of its own."""
+        """Return the mean over the answers of READ_ROWS, spread evenly: the bytes of the answers
+        that were cut off are not known."""
         tokenizer, n_bytes, n_tokens = open_tokenizer(self.tokenizer_path), 0, 0
         for i in np.unique(np.linspace(0, len(self) - 1, READ_ROWS).astype(int)).tolist():
             _, targets = self[i]
@@ -65,13 +71,13 @@ class ConversationSet(TokenStream):
 
     @staticmethod
     def fits(folder: str | Path, split: str, seq_len: int) -> bool:
-        """Whether the split holds at least one row."""
+        """Return whether the split holds at least one row."""
         answers = read_answers(Path(folder), read_description(folder), split)
         return len(rows_within(answers, seq_len)[0]) > 0
 
     @property
     def summary(self) -> str:
-        """How many rows there are, and what became of longer conversations, for people."""
+        """How many rows there are and how many longer conversations were cut, for people."""
         rows = counted(len(self), CONVERSATIONS)
         if not self.n_cut + self.n_left_out:
             return f"{rows}, all within {self.seq_len:,} tokens"
@@ -84,31 +90,23 @@ class ConversationSet(TokenStream):
         return len(self._first)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), both int64 of shape (lengths[i],), IGNORE_INDEX where a target does
-        not belong to an answer. Raises DataError: a token is outside the vocabulary."""
+        """Return (tokens, targets), both int64 of shape (lengths[i],), IGNORE_INDEX where a target
+        does not belong to an answer. Raises DataError: a token is outside the vocabulary."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
-        answers = self._answers()[self._first[i] : self._end[i]]
+        if self._answers is None:
+            self._answers = read_answers(self.folder, self.description, self.split)
+        answers = self._answers[self._first[i] : self._end[i]]
         begin = answers[0, 0]
         row = self._read(begin, int(self.lengths[i]) + 1)
         targets = torch.full_like(row, IGNORE_INDEX)
-        for said in (slice(*answer) for answer in (answers[:, 1:] - begin).tolist()):
-            targets[said] = row[said]
+        for said, end in (answers[:, 1:] - begin).tolist():
+            targets[said:end] = row[said:end]
         return row[:-1], targets[1:]
 
-    def targets_before(self, i: int) -> int:
-        """How many targets that count the rows before i have, all of them for i = len."""
-        return int(self._counted[i])
-
-    @cached_property
-    def _counted(self) -> np.ndarray:
-        _, said, end = self._answers().T
-        of_answers = np.append(0, np.cumsum(end - said))
-        return np.append(0, np.cumsum(of_answers[self._end] - of_answers[self._first]))
-
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), both (rows, longest rounded up, see `padded`): padded at their ends,
-        where no target counts."""
+        """Return (tokens, targets), both (rows, longest rounded up, see `padded`): padded at their
+        ends, where no target counts."""
         shape = len(rows), int(padded(max(len(tokens) for tokens, _ in rows), self.seq_len))
         all_tokens = torch.zeros(shape, dtype=torch.int64)
         all_targets = torch.full(shape, IGNORE_INDEX)
@@ -118,7 +116,7 @@ class ConversationSet(TokenStream):
         return all_tokens, all_targets
 
     def share_of_padding(self, sampler: MicroBatchSampler) -> float:
-        """How much of the micro-batches in this order is padding, over all processes, in [0, 1)."""
+        """Return the share of padding in micro-batches of this order, all processes, in [0, 1)."""
         size = sampler.batch_size
         batches = max(1, min(len(self), MEASURED_ROWS) // size)
         rows = sampler.indices(np.arange(batches * size)).reshape(batches, size)
@@ -126,27 +124,13 @@ class ConversationSet(TokenStream):
         positions = padded(lengths.max(axis=1), self.seq_len).sum() * size
         return 1 - float(lengths.sum() / positions)
 
-    def _answers(self) -> np.ndarray:
-        if self._map is None:
-            self._map = read_answers(self.folder, self.description, self.split)
-        return self._map
-
-    def _refuse_nonsense(self, answers: np.ndarray) -> None:
-        begin, said, end = answers.T
-        in_order = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
-        after_the_last = (end[:-1] <= said[1:]) & (begin[:-1] <= begin[1:])
-        if not (in_order.all() and after_the_last.all()):
-            raise DataError(
-                f"{self.folder}: answers in the {self.split} split lie outside their "
-                "conversations: the files are damaged; prepare the data again"
-            )
-
     def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_map": None}
+        return super().__getstate__() | {"_answers": None}
 
 
 def read_answers(folder: Path, description: dict, split: str) -> np.ndarray:
-    """Where the answers of a split are, (answers, 3), see `shards.ANSWER_DTYPE`; memory-mapped."""
+    """Return where the answers of a split are, memory-mapped, (answers, 3), see
+    `shards.ANSWER_DTYPE`."""
     listed = description["splits"][split].get("answers")
     if listed is None:  # an empty split
         return np.empty((0, 3), ANSWER_DTYPE)
@@ -154,19 +138,19 @@ def read_answers(folder: Path, description: dict, split: str) -> np.ndarray:
 
 
 def rows_within(answers: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every conversation of which at least one answer ends within seq_len targets: its first
-    answer, and the one after the last that does; int64, (rows,) each."""
+    """Find the conversations of which at least one answer ends within seq_len targets.
+
+    Returns the number of each one's first answer, and of the answer behind the last that fits;
+    int64, (rows,) each.
+    """
     begins, ends = answers[:, 0], answers[:, 2]
-    fitting = np.flatnonzero(ends - begins <= seq_len + 1)  # of each conversation the first ones
-    if not len(fitting):
-        return fitting, fitting
-    others = np.flatnonzero(np.diff(begins[fitting]))  # after these comes another conversation
-    first, last = np.insert(others + 1, 0, 0), np.append(others, len(fitting) - 1)
-    return fitting[first], fitting[last] + 1
+    fitting = np.flatnonzero(ends - begins <= seq_len + 1)  # the first answers of conversations
+    _, first, n_answers = np.unique(begins[fitting], return_index=True, return_counts=True)
+    return fitting[first], fitting[first] + n_answers
 
 
 def padded(longest: int | np.ndarray, seq_len: int) -> np.ndarray:
-    """The length to which rows are padded of which the longest has so many tokens: one of few, so
-    that few shapes are different, and not much longer, whatever the context."""
+    """Return the length to which rows are padded, given the tokens of the longest: a multiple, so
+    that few shapes differ, and at most seq_len."""
     multiple = max(8, min(64, seq_len // 16))
     return np.minimum(-(-longest // multiple) * multiple, seq_len)

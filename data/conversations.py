@@ -1,5 +1,4 @@
-"""Conversations, from the forms in which others keep them: one JSON object each, told apart by
-their keys.
+"""Conversations in the forms of other projects: one JSON object each, told apart by their keys.
 
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
     {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI; "weight": 0 leaves an answer
@@ -40,12 +39,12 @@ class Turn(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it is an answer, and one that counts in the loss."""
+        """True for an answer that counts in the loss."""
         return self.role == ASSISTANT and self.has_weight
 
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
-    """Every conversation of every file, as JSON, in order. Raises DataError: see `read_records`."""
+    """Yield every conversation of every file, as JSON. Raises DataError: see `read_records`."""
     yield from docstring_records(path for path in files if path.endswith(".py"))
     for path in files:
         if path.endswith(".parquet"):
@@ -55,8 +54,11 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """The turns of a conversation with an answer in it. Raises DataError: in none of the forms,
-    roles that are unknown or out of order, an empty answer or none; begins with `where`."""
+    """Return the turns of a conversation that has an answer.
+
+    Raises DataError: it is in none of the forms, has roles that are unknown or out of order, an
+    empty answer or none; the message begins with `where`.
+    """
     turns = _turns(value, where)
     check_turns(turns, where)
     if not any(turn.counts for turn in turns):
@@ -65,8 +67,8 @@ def parse_conversation(value: dict, where: str) -> list[Turn]:
 
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
-    """Raises DataError: unless user and assistant take turns and the user begins, perhaps after a
-    system's turn, every turn is text, and no answer is empty."""
+    """Raises DataError: user and assistant do not take turns, the user first, perhaps after a
+    system's turn; a turn is no text, or an answer is empty."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
@@ -118,7 +120,7 @@ def _listed_turns(turns: object, what: str, where: str) -> list[Turn]:
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
-    """Of the answer, rm-static has the beginning "Assistant:" in the prompt, and a space."""
+    """Take a prompt of several turns apart. In rm-static it ends with the answer's "Assistant:"."""
     if not prompt.startswith(HUMAN):
         return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
     _, *parts = HUMANS_OR_ASSISTANTS.split(prompt)  # "Human", what it says, "Assistant", ...

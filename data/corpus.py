@@ -1,4 +1,4 @@
-"""Raw text: which files a corpus consists of, and the documents in them.
+"""Raw text: the files of a corpus and the documents in them.
 
 - `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: one JSON object per line, the document under "text"
   (MiniMind's format), or under another name.
@@ -10,6 +10,8 @@
   its tests.
 """
 
+import csv
+import gzip
 import json
 import os
 import sysconfig
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from data.readers import csv_rows, open_compressed, parquet_rows
+from data.readers import csv_rows, parquet_rows, zst_lines
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
@@ -29,8 +31,7 @@ WITH_COLUMNS = (*JSONL, ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst", ".parquet")
 SECTION_BYTES = 16 * 1024
 SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
-# Not text that somebody wrote: tests hold deliberate nonsense, the rest is installed packages and
-# caches.
+# Tests hold deliberate nonsense; the others are installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -45,7 +46,7 @@ class Record(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What its file is counted in."""
+        """Unit of `position`: a byte, line or row."""
         if self.path.endswith(".parquet"):
             return "row"
         return "line" if self.path.endswith((*JSONL, ".csv")) else "byte"
@@ -59,7 +60,7 @@ class Reading(NamedTuple):
     """How files become documents."""
 
     text_column: str = TEXT_COLUMN  # of .jsonl, .csv and .parquet
-    section_bytes: int = SECTION_BYTES  # the most of a .txt that is one
+    section_bytes: int = SECTION_BYTES  # longest document of a .txt
 
 
 def is_jsonl(path: str) -> bool:
@@ -67,45 +68,39 @@ def is_jsonl(path: str) -> bool:
 
 
 def text_size(files: Iterable[str]) -> int:
-    """Bytes of text, roughly: compression makes it about four times smaller."""
+    """Return the bytes of text, roughly: compression makes it about four times smaller."""
     return sum(os.path.getsize(path) * (4 if path.endswith(COMPRESSED) else 1) for path in files)
 
 
 def bytes_to_read(files: Iterable[str]) -> int | None:
-    """How many the records of the files have in all; None where that is not known before."""
+    """Return the bytes of all records of the files; None where only reading them would tell."""
     if any(path.endswith((*COMPRESSED, ".csv")) for path in files):
         return None
     return sum(map(os.path.getsize, files))
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """The files of a corpus: of a file, a folder, or "builtin".
+    """Return the files of a corpus: of a file, a folder, or "builtin".
 
     Raises DataError: nothing there, or nothing of a kind that can be read.
     """
     if source == BUILTIN:
         return _builtin_files()
-    path = Path(source)
-    try:
-        path.stat()
-    except OSError as error:
-        raise DataError(f"{source}: no such file or folder ({error.strerror})") from error
-    if path.is_file():
-        if not path.name.endswith(suffixes):
-            raise DataError(
-                f"{source}: cannot read this kind of file; use one of {', '.join(suffixes)}"
-            )
-        return [str(path)]
+    path, kinds = Path(source), ", ".join(suffixes)
     if path.is_dir():
         files = sorted(str(p) for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
         if not files:
-            raise DataError(f"{source}: no {', '.join(suffixes)} file in this folder")
+            raise DataError(f"{source}: no {kinds} file in this folder")
         return files
-    raise DataError(f"{source}: no such file or folder")
+    if not path.is_file():
+        raise DataError(f"{source}: no such file or folder")
+    if not path.name.endswith(suffixes):
+        raise DataError(f"{source}: cannot read this kind of file; use one of {kinds}")
+    return [str(path)]
 
 
 def require_columns(files: Iterable[str], text_column: str | None) -> None:
-    """Raises DataError: the column of the text was named, and none of the files has columns."""
+    """Raises DataError: a column was named, and none of the files has columns."""
     if text_column is not None and not any(path.endswith(WITH_COLUMNS) for path in files):
         raise DataError(
             f"--text_column {text_column}: none of these files has columns, as "
@@ -126,27 +121,32 @@ def _builtin_files() -> list[str]:
 
 
 def read_records(files: Iterable[str], reading: Reading | None = None) -> Iterator[Record]:
-    """Every document of every file, in order, in memory bounded by one line, section or batch of
-    rows. Raises DataError: a file cannot be opened, is damaged or cut short, has no such column, or
-    is of a kind that takes a package which is not installed."""
+    """Yield every document of every file, in order, in memory bounded by one line, section or
+    batch of rows.
+
+    Raises DataError: a file cannot be opened, is damaged or cut short, has no such column, or takes
+    a package that is not installed.
+    """
     column, section_bytes = reading or Reading()
     for path in files:
         try:
             if path.endswith((".csv", ".parquet")):
                 rows = csv_rows if path.endswith(".csv") else parquet_rows
                 yield from (Record(path, *row) for row in rows(path, column))
-                continue
-            with open_compressed(path) as file:
-                if is_jsonl(path):
-                    yield from _lines(path, file, column)
-                else:
-                    yield from _sections(path, file, section_bytes)
-        except (OSError, EOFError, zlib.error) as error:
+            elif path.endswith(".zst"):
+                yield from _lines(path, zst_lines(path), column)
+            else:
+                with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+                    if is_jsonl(path):
+                        yield from _lines(path, file, column)
+                    else:
+                        yield from _sections(path, file, section_bytes)
+        except (OSError, EOFError, zlib.error, csv.Error) as error:
             raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _lines(path: str, file, text_column: str) -> Iterator[Record]:
-    for number, line in enumerate(file, 1):
+def _lines(path: str, lines: Iterable[bytes], text_column: str) -> Iterator[Record]:
+    for number, line in enumerate(lines, 1):
         if line.strip():
             yield Record(path, number, line, text_column=text_column)
 
@@ -168,8 +168,10 @@ def _sections(path: str, file, most: int) -> Iterator[Record]:
 
 
 def parse(record: Record) -> str:
-    """The text of a document. Raises DataError: invalid UTF-8, a line that is not JSON, or no text
-    in it; names file and place."""
+    """Return the text of a document.
+
+    Raises DataError: invalid UTF-8, a line that is not JSON, or no text in it; names the place.
+    """
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
     if not is_jsonl(record.path):
@@ -182,25 +184,24 @@ def parse(record: Record) -> str:
 
 
 def decode(record: Record) -> str:
-    """The record as characters, without a byte order mark at the start of its file. Raises
-    DataError: invalid UTF-8; names file and place."""
+    """Return the record as characters, without a byte order mark at the start of its file.
+
+    Raises DataError: invalid UTF-8; names the place.
+    """
     try:
-        return record.raw.decode(
-            "utf-8-sig" if record.position == is_jsonl(record.path) else "utf-8"
-        )
+        text = record.raw.decode()
     except UnicodeDecodeError as error:
-        start = error.start + len(record.raw) - len(error.object)  # which has no byte order mark
-        if record.unit != "byte":
-            what = f"{record.place}: not valid UTF-8 ({error.reason} at its byte {start})"
-        else:
-            place = f"{record.path}, byte {record.position + start}"
-            what = f"{place}: not valid UTF-8 ({error.reason}): {SAVE_HINT}"
-        raise DataError(what) from error
+        where = f"{record.place}: not valid UTF-8 ({error.reason} {error.start} bytes further)"
+        raise DataError(f"{where}: {SAVE_HINT}") from error
+    at_start = record.position == (1 if is_jsonl(record.path) else 0)
+    return text.removeprefix("\ufeff") if at_start else text
 
 
 def load_json(record: Record) -> Any:
-    """What a line of a .jsonl file holds. Raises DataError: invalid UTF-8 or a line that is not
-    JSON; names file and place."""
+    """Return the value that a line of a .jsonl file holds.
+
+    Raises DataError: invalid UTF-8, or a line that is not JSON; names the place.
+    """
     text = decode(record)
     try:
         return json.loads(text)
@@ -209,7 +210,7 @@ def load_json(record: Record) -> Any:
 
 
 def refuse_half_characters(place: str, text: str) -> None:
-    """Raises DataError: JSON can spell half a surrogate pair, and UTF-8 cannot."""
+    """Raises DataError: half a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

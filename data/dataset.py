@@ -1,16 +1,17 @@
-"""Token shards as a PyTorch dataset of (tokens, targets) pairs."""
+"""Prepared text as a PyTorch dataset of (tokens, targets) pairs, and its micro-batches."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from data.errors import DataError
-from data.shards import CONVERSATIONS, TEXT, kind_of, read_description
+from data.order import MicroBatchSampler
+from data.shards import CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
 
 TRAINED_BY = {
@@ -21,12 +22,10 @@ SCAN_BYTES = 1 << 30  # a split up to this size is checked whole at start, in we
 
 
 class TokenStream(Dataset):
-    """The shards of one split as one stream of tokens, which does not care where one shard ends and
-    the next begins.
+    """The shards of one split as one stream of tokens.
 
-    Shards are memory-mapped: what is read can be dropped again by the system, so memory does not
-    grow with the corpus. They are so from the start: a folder that is moved or deleted during a run
-    takes nothing from it.
+    Shards are memory-mapped, so that memory does not grow with the corpus. They are mapped from the
+    start, so that a folder may be moved or deleted during a run.
 
     Raises DataError: the folder is not sound prepared data (see `read_description`), or of another
     kind.
@@ -41,21 +40,20 @@ class TokenStream(Dataset):
         self.split = split
         self.seq_len = seq_len
         self.description = read_description(folder)
-        if (kind := kind_of(self.description)) != self.kind:
+        if (kind := self.description["kind"]) != self.kind:
             raise DataError(f"{folder} holds {kind}, prepared for {TRAINED_BY[kind]}")
         part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
         self.vocab_size = self.description["vocab_size"]
         self.tokenizer_path = tokenizer_in(self.folder)
-        # starts[i] is the position in the stream at which shard i begins, starts[-1] the length of
-        # the stream
+        # The positions in the stream at which shards begin, and its length.
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
         self._maps: list[np.memmap] | None = None
         self._shards()
 
     def prepare_with(self, tokenizer: Path) -> str:
-        """What to do for the same in pieces of another tokenizer."""
+        """Say how to prepare the same data with another tokenizer."""
         source = "--data TEXT" if self.kind == TEXT else "--conversations FILE"
         return (
             f"prepare the {self.kind} with that one's, in a folder of its own, and train on it: "
@@ -64,14 +62,14 @@ class TokenStream(Dataset):
 
     @property
     def identity(self) -> str:
-        """A hash of all that training reads of this split."""
+        """A hash of everything that training reads of this split."""
         part = self.description["splits"][self.split]
         files = [*part["shards"], *([part["answers"]] if "answers" in part else [])]
         return hashlib.sha256("".join(file["sha256"] for file in files).encode()).hexdigest()[:16]
 
     @property
     def tokens_per_sample(self) -> float:
-        """On average, padding left out."""
+        """The mean over all samples, without padding."""
         return self.seq_len if self.lengths is None else float(self.lengths.mean())
 
     def scan(self) -> None:
@@ -90,16 +88,14 @@ class TokenStream(Dataset):
             )
 
     def _read(self, start: int, length: int) -> Tensor:
-        """So many tokens, int64. Raises DataError: one is outside the vocabulary."""
-        pieces = []
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while length:
-            offset = start - self._starts[shard]
-            piece = self._shards()[shard][offset : offset + length]
-            pieces.append(piece)
-            start = start + len(piece)
-            length = length - len(piece)
-            shard = shard + 1
+        """Return the tokens from position start on, int64 of shape (length,). Raises DataError: one
+        is outside the vocabulary."""
+        end, pieces = start + length, []
+        for i in range(np.searchsorted(self._starts, start, side="right") - 1, len(self._shards())):
+            begin = self._starts[i]
+            if begin >= end:
+                break
+            pieces.append(self._shards()[i][max(start - begin, 0) : end - begin])
         tokens = np.concatenate(pieces)
         self._check(tokens)
         return torch.from_numpy(tokens.astype(np.int64))
@@ -138,29 +134,47 @@ class PackedDataset(TokenStream):
 
     @staticmethod
     def fits(folder: str | Path, split: str, seq_len: int) -> bool:
-        """Whether the split holds at least one sequence."""
+        """Return whether the split holds at least one sequence."""
         return read_description(folder)["splits"][split]["tokens"] > seq_len
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """(tokens, targets), both int64 of shape (seq_len,). Raises DataError: a token is outside
-        the vocabulary."""
+        """Return (tokens, targets), both int64 of shape (seq_len,). Raises DataError: a token is
+        outside the vocabulary."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
         return window[:-1], window[1:]
 
-    def targets_before(self, i: int) -> int:
-        """How many targets that count the samples before i have, all of them for i = len."""
-        return i * self.seq_len
-
     def documents_of(self, samples: Sequence[int], bos_id: int) -> np.ndarray:
-        """The number of the document in which each sample begins, int64 of shape (samples,)."""
+        """Return the number of the document in which each sample begins, int64, (samples,)."""
         begins = [
             start + np.flatnonzero(shard == bos_id)
             for start, shard in zip(self._starts, self._shards(), strict=False)  # one start more
         ]
         positions = np.asarray(samples, np.int64) * self.seq_len
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
+
+
+def micro_batches(
+    dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (tokens, targets) on the CPU without an end, each (batch_size, max_seq_len), or as the
+    data set's own `collate` makes them.
+
+    Args:
+        num_workers: processes that read ahead; 0 reads in this one.
+        pin_memory: for copies to a GPU that wait for nothing.
+    """
+    # The loader draws from a generator of its own, because the global one drives dropout.
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),
+        collate_fn=getattr(dataset, "collate", None),
+    )
+    yield from loader

@@ -1,11 +1,11 @@
-"""Several processes that turn documents into tokens."""
+"""Turn documents into tokens in several processes."""
 
 import multiprocessing
 import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +17,7 @@ import numpy as np
 from data.corpus import Record
 from data.errors import DataError
 
-BATCH_BYTES = 256 * 1024  # what one worker encodes at a time: large against the cost of sending it
+BATCH_BYTES = 256 * 1024  # one call of a worker: large against the cost of sending it
 
 
 class Document(NamedTuple):
@@ -30,47 +30,36 @@ class Document(NamedTuple):
 
 
 class Encoded(NamedTuple):
+    """The documents of a batch of records."""
+
     documents: list[Document]
     bad: list[str]  # one message per document that could not be read
     raw_bytes: int
     elsewhere: int = 0  # documents for other stages of training
 
 
-@contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started in it inherit that Ctrl-C is nothing to them."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+Encode = Callable[[list[Record]], Encoded]
 
 
 @lru_cache(maxsize=1)
 def loaded(load: Callable, path: str):
-    """What `load` makes of the tokenizer at this path, once in a process: again for every batch
-    would take longer than encoding it."""
+    """Return load(path), where `path` is that of a tokenizer. Each process loads it once, because
+    loading takes longer than encoding a batch."""
     return load(path)
 
 
-class Here(Executor):
-    """In place of other processes, which take longer to start than one batch takes to encode."""
-
-    def submit(self, function: Callable, /, *args) -> Future:
-        future = Future()
-        future.set_result(function(*args))
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        loaded.cache_clear()  # the next tokenizer may have the same path
-
-
 @contextmanager
-def encoders(workers: int, n_bytes: int) -> Iterator[Executor]:
-    """Processes that encode so many bytes. Raises DataError: one of them was killed."""
+def encoders(
+    workers: int, n_bytes: int
+) -> Iterator[Callable[[Iterable[Record], Encode], Iterator[Encoded]]]:
+    """Yield a function that encodes records in batches, in several processes where n_bytes are
+    worth starting them, and returns the batches in order.
+
+    Raises DataError: one of the processes was killed.
+    """
     if n_bytes <= BATCH_BYTES:
-        with Here() as here:
-            yield here
+        loaded.cache_clear()  # the tokenizer before may have had the same path
+        yield lambda records, encode: map(encode, _batches(records))
         return
     pool = ProcessPoolExecutor(
         workers,
@@ -79,32 +68,31 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Executor]:
         initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
     )
     try:
-        with deaf_to_interrupts():  # as the processes are while they start, before initializer
-            for _ in range(workers):  # each starts a process
-                pool.submit(os.getpid)
-        yield pool
+        # Processes inherit this while they start, before the initializer runs.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for _ in range(workers):  # each call starts a process
+            pool.submit(os.getpid)
+        signal.signal(signal.SIGINT, handler)
+
+        def encode_all(records: Iterable[Record], encode: Encode) -> Iterator[Encoded]:
+            batches = _batches(records)
+
+            def submit(count: int) -> list[Future]:
+                return [pool.submit(encode, batch) for batch in islice(batches, count)]
+
+            # The window bounds the memory: pool.map would read the whole corpus ahead.
+            window = deque(submit(3 * workers))
+            while window:
+                yield window.popleft().result()
+                window.extend(submit(1))
+
+        yield encode_all
     except BrokenProcessPool as error:
         raise DataError(
             "an encoding process was killed, perhaps for want of memory: try fewer --workers"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def encode_all(
-    records: Iterable[Record], encode: Callable, pool: Executor, workers: int
-) -> Iterator[Encoded]:
-    """Batches of documents, encoded by several processes, in the order of the corpus."""
-    batches = _batches(records)
-
-    def submit(count: int) -> list[Future]:
-        return [pool.submit(encode, batch) for batch in islice(batches, count)]
-
-    # A window of submitted batches bounds the memory: pool.map would read the whole corpus ahead.
-    window = deque(submit(3 * workers))
-    while window:
-        yield window.popleft().result()
-        window.extend(submit(1))
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

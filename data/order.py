@@ -1,7 +1,7 @@
-"""In which order samples are read: a shuffle that needs no list, and its division among processes.
+"""The order in which samples are read: a shuffle that needs no list, divided among processes.
 
 The position in the data is one number, the samples consumed by all processes together since the
-start. What comes at a position depends on it and on the seed alone, so training continues with the
+start. The sample at a position depends on it and on the seed alone, so training continues with the
 same samples after a stop, or on another number of processes.
 """
 
@@ -21,13 +21,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a shuffle of range(n) puts the given positions; the shuffle is a function of (seed,
+    """Return the numbers at the given positions of a shuffle of range(n), a function of (seed,
     epoch).
 
     A Feistel network permutes the numbers below the next power of four, and a result of n or more
     is permuted again until it falls below n (cycle walking; Black and Rogaway, 2002). So a shuffle
-    of a billion samples takes no memory and its middle is reached at once, where a list of it would
-    take gigabytes on every process.
+    of a billion samples takes no memory, and its middle is reached at once.
 
     Args:
         positions: int64 array, each in [0, n).
@@ -61,8 +60,7 @@ class MicroBatchSampler:
     """Endless stream of one process's micro-batches, each a list of sample indices.
 
     Epochs follow each other without a seam: a global batch that reaches past the end of one is
-    filled from the start of the next, so no batch is ever smaller than the others, and none is
-    lost.
+    filled from the start of the next, so that all batches are of one size and no sample is lost.
     """
 
     n_samples: int  # in the data set
@@ -82,7 +80,7 @@ class MicroBatchSampler:
             block += BLOCK * stride
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at these positions of the stream of all epochs."""
+        """Return the samples at these positions of the stream of all epochs."""
         epochs, within = np.divmod(positions, self.n_samples)
         out = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -96,8 +94,8 @@ WINDOW = 32  # global batches that are sorted by length together
 
 @dataclass(kw_only=True)
 class LengthSampler(MicroBatchSampler):
-    """The same for rows of different lengths: those of like length travel together, so that little
-    is padding.
+    """A stream of rows of different lengths, in which rows of like length share a global batch, so
+    that little is padding.
 
     The stream of shuffled epochs is cut into windows, whose samples are sorted by length and cut
     into global batches, which are shuffled. A global batch holds the same samples, in the same
@@ -108,12 +106,12 @@ class LengthSampler(MicroBatchSampler):
     global_batch: int  # samples of one step, of all processes together
 
     def __post_init__(self):
-        # Of a small data set less at once: a window over two epochs would bring copies together.
+        # Smaller for a small data set: a window over two epochs would bring copies together.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """The samples at these positions of the stream of all epochs."""
+        """Return the samples at these positions of the stream of all windows."""
         windows, within = np.divmod(positions, self._shape[0] * self._shape[1])
         out = np.empty_like(positions)
         for window in np.unique(windows):
@@ -122,7 +120,7 @@ class LengthSampler(MicroBatchSampler):
         return out
 
     def _window(self, window: int) -> np.ndarray:
-        """The samples of a window, in the order in which they are read."""
+        """Return the samples of a window, in the order in which they are read."""
         batches, size = self._shape
         first = window * batches * size
         samples = super().indices(np.arange(first, first + batches * size))

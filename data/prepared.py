@@ -1,4 +1,4 @@
-"""What a folder of prepared data was made from: whether it serves again, or may be replaced."""
+"""Folders of prepared data: their names, and when one serves again or may be replaced."""
 
 import hashlib
 from pathlib import Path
@@ -12,11 +12,11 @@ from data.tokenizer import tokenizer_hash
 
 
 def default_out(data: str, flags: str = "") -> Path:
-    """out/data/NAME, NAME being the file's or folder's own without its suffix.
+    """Return out/data/NAME, where NAME is that of the file or folder without its suffix.
 
     Args:
-        flags: how it is prepared. Runs that were trained on the same text prepared in another way
-            keep their data: NAME has a hash of the flags at its end.
+        flags: how it is prepared. Their hash becomes a part of NAME, so that runs that were trained
+            on the same text prepared in another way keep their data.
     """
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
@@ -27,8 +27,8 @@ def default_out(data: str, flags: str = "") -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
-    """The same for conversations: each file, of which many are called train.jsonl, and tokenizer
-    has a folder of its own. Raises DataError: there is no such tokenizer."""
+    """Return the folder for conversations: each file, of which many are called train.jsonl, and
+    tokenizer has one of its own. Raises DataError: there is no such tokenizer."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer} is not there: conversations take the tokenizer of the model")
     words = [tokenizer_hash(tokenizer), flags]
@@ -41,55 +41,41 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
 def find_prepared(
     out: Path, files: list[str], options: PackingOptions, *, reuse: bool, overwrite: bool
 ) -> str | None:
-    """How far `out` holds these files prepared already, in words; None where it is to be written.
+    """Return in words how `out` holds these files prepared already; None if it has to be written.
 
     Args:
         files: from `corpus.find_files`.
-        reuse: whether the same text with other settings serves too.
-        overwrite: whether data from other text may be replaced.
+        reuse: the same text with other settings serves too.
+        overwrite: data from other text may be replaced.
 
-    Raises UsageError: `out` is something that must not be written over. DataError, OSError: the
-    text or tokenizer cannot be read.
+    Raises UsageError: `out` must not be written over. DataError, OSError: the text or tokenizer
+    cannot be read.
     """
     source = describe_sources(files, options)
-    stored = prepared_from(out, source["vocab_size"])
+    stored = _prepared_from(out)
     if stored == source:
         return "already prepared from this text"
     if reuse and stored.get("files_sha256") == source["files_sha256"]:
         return "prepared from this text with other settings, used as it is"
-    refuse_to_replace(out, files)
+    if any(out.resolve() in Path(path).resolve().parents for path in files):
+        raise UsageError(f"--out {out} holds the text itself: choose another folder")
+    if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
+        raise UsageError(f"--out {out} exists and is no prepared data: choose another folder")
     if reuse and stored.get("source", source["source"]) != source["source"]:
-        raise UsageError(
-            f"{out} was prepared from {stored['source']}, another text of that name: rename one of "
-            "them"
-        )
+        other = stored["source"]
+        raise UsageError(f"{out} was prepared from {other}, another text of that name: rename one")
     if out.exists() and not (overwrite or reuse):
         what = "was prepared from other text or with other settings" if stored else "exists"
         raise UsageError(f"{out} {what}: pass --overwrite to replace it, or another --out")
     return None
 
 
-def prepared_from(out: Path, vocab_size: int | None) -> dict:
-    """From what and how the data in `out` was made; empty if there is none, or not whole. If a
-    tokenizer of `vocab_size` pieces was trained, it is as if so many had been asked for."""
+def _prepared_from(out: Path) -> dict:
+    """Return from what and how the data in `out` was made; {} if there is none, or damaged."""
     try:
         description = read_description(out)
-        if description["tokenizer_sha256"] != tokenizer_hash(out):
-            return {}
-        source = description["prepared_from"]
-        if source["tokenizer"] is None and description["vocab_size"] == vocab_size:
-            source["vocab_size"] = vocab_size
-        # Before there was a choice, it was that.
-        return {"text_column": "text", "segmentations": 1} | source
+        if description["tokenizer_sha256"] == tokenizer_hash(out):
+            return description["prepared_from"]
     except (DataError, OSError, KeyError):
-        return {}
-
-
-def refuse_to_replace(out: Path, files: list[str]) -> None:
-    """Raises UsageError: `out` is something that must not be written over."""
-    if any(out.resolve() in Path(path).resolve().parents for path in files):
-        raise UsageError(f"--out {out} holds the text itself: choose another folder")
-    if out.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise UsageError(f"--out {out} is the working folder or above it: choose another")
-    if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
-        raise UsageError(f"--out {out} exists and is no prepared data: choose another folder")
+        pass
+    return {}

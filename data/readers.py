@@ -1,96 +1,71 @@
-"""How files that are more than lines of text are read: compressed ones, and tables with a column of
-text. All of it in memory bounded by one row, or by one batch of rows.
+"""Read compressed files and tables, in memory bounded by one line or one batch of rows.
 
-What is needed for `.zst` (zstandard) and `.parquet` (pyarrow) is not installed with this project.
+`.zst` needs zstandard and `.parquet` needs pyarrow, which are not installed with this project.
 """
 
 import csv
-import gzip
 import importlib
-import io
 import json
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from data.errors import DataError
 
 CHUNK_BYTES = 1 << 17
 BATCH_ROWS = 64  # of Parquet, in memory at once
-# A quote that is never closed takes the rest of the file for one field: it ends here.
+# A quote that is never closed makes one field of the rest of the file: reading stops here.
 LONGEST_FIELD = 1 << 26
 
 
 class Row(NamedTuple):
-    position: int  # .parquet: number of the row; .csv: of the line on which it begins; from 1
-    raw: bytes  # UTF-8, not yet looked at
+    position: int  # the row of a .parquet, or the line on which a row of a .csv begins, from 1
+    raw: bytes  # UTF-8, not yet decoded
     fault: str = ""  # why there is no text in it
 
 
-def open_compressed(path: str) -> BinaryIO:
-    """The contents of a file, which may be .gz or .zst. Raises DataError: nothing here that reads
-    it. The file raises OSError, EOFError or zlib.error where it is damaged or cut short."""
-    if path.endswith(".zst"):
-        return io.BufferedReader(ZstFile(path))
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+def zst_lines(path: str) -> Iterator[bytes]:
+    """Yield the lines of a .zst file, line ends included.
 
+    zstandard's own reader takes a file that was cut short for a whole one.
 
-class ZstFile(io.RawIOBase):
-    """A .zst file, decompressed. (zstandard's own reader takes a file cut short for its end.)"""
-
-    def __init__(self, path: str):
-        self._zstandard = _import("zstandard", path)
-        self._file = open(path, "rb")  # noqa: SIM115, closed in close()
-        self._frame, self._input, self._output = None, b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._output:
-            self._input = self._input or self._file.read(CHUNK_BYTES)
-            if not self._input and self._frame is None:
-                return 0
-            if not self._input:
-                raise EOFError("it ends in the middle of a frame")
-            self._decompress()
-        n = min(len(buffer), len(self._output))
-        buffer[:n], self._output = self._output[:n], self._output[n:]
-        return n
-
-    def _decompress(self) -> None:
-        try:
-            if self._frame is None:  # files may hold several, one after the other
-                largest = {"max_window_size": 1 << 31}  # what `zstd --ultra --long=31` needs
-                self._frame = self._zstandard.ZstdDecompressor(**largest).decompressobj()
-            self._output = memoryview(self._frame.decompress(self._input))
-        except self._zstandard.ZstdError as error:
-            raise OSError(str(error)) from error
-        self._input = self._frame.unused_data
-        if self._frame.eof:
-            self._frame = None
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    Raises DataError: zstandard is not installed. OSError, EOFError: the file is damaged.
+    """
+    zstandard = _import("zstandard", path)
+    # `zstd --ultra --long=31` makes windows of this size.
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame, rest = None, b""
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            while chunk:  # a file may hold several frames
+                frame = frame or decompressor.decompressobj()
+                try:
+                    *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
+                except zstandard.ZstdError as error:
+                    raise OSError(str(error)) from error
+                for line in lines:
+                    yield line + b"\n"
+                chunk = frame.unused_data
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends in the middle of a frame")
+    if rest:
+        yield rest
 
 
 def csv_rows(path: str, column: str) -> Iterator[Row]:
-    """One column of a .csv file with a head. Raises DataError: there is no such column."""
+    """Yield one column of a .csv file with a head.
+
+    Raises DataError: there is no such column. csv.Error: the head is no CSV.
+    """
     csv.field_size_limit(LONGEST_FIELD)
-    # Bytes that are no UTF-8 pass through, to be complained about with the place of their row.
+    # Bytes that are no UTF-8 pass through, so that the error names the place of their row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file, strict=True)
-        try:
-            names = next(rows, None)
-        except csv.Error as error:
-            raise DataError(
-                f"{path}, line {rows.line_num}: no head of a table ({error})"
-            ) from error
+        names = next(rows, None)
         if names is None:
             return
-        if column not in names:
-            raise DataError(_no_column(path, column, names))
+        _require_columns(path, (column,), names)
         index = names.index(column)
         while True:
             begins = rows.line_num + 1
@@ -108,72 +83,54 @@ def csv_rows(path: str, column: str) -> Iterator[Row]:
 
 
 def parquet_rows(path: str, column: str) -> Iterator[Row]:
-    """One column of a .parquet file. Raises DataError: there is no such column, it holds no text,
-    or the file is damaged."""
-    arrow = _import("pyarrow", path)
+    """Yield one column of a .parquet file.
 
-    def choose(schema) -> list[str]:
-        if column not in schema.names:
-            raise DataError(_no_column(path, column, schema.names))
-        kind = schema.field(column).type
-        try:
-            arrow.array([], kind).cast(arrow.large_binary())
-        except arrow.ArrowNotImplementedError as error:
-            what = f"column {column!r} holds {kind}, which is no text"
-            raise DataError(f"{path}: {what}; {_listed(schema.names)}") from error
-        return [column]
-
-    def texts() -> Iterator[bytes | None]:
-        for batch in _parquet_batches(path, choose):
-            yield from batch.column(0).cast(arrow.large_binary()).to_pylist()
-
-    for number, raw in enumerate(texts(), 1):
+    Raises DataError: there is no such column, it holds no text, or the file is damaged.
+    """
+    binary = _import("pyarrow", path).large_binary()
+    texts = _parquet_values(path, (column,), lambda batch: batch.column(0).cast(binary))
+    for number, text in enumerate(texts, 1):
+        raw = text.as_py()
         yield Row(number, raw or b"", "" if raw is not None else "null and no text")
 
 
 def parquet_objects(path: str, keys: tuple[str, ...]) -> Iterator[Row]:
-    """The rows of a .parquet file as JSON objects, of those columns among `keys` that it has.
-    Raises DataError: it has none, or is damaged."""
+    """Yield the rows of a .parquet file as JSON objects, of those columns among `keys` it has.
 
-    def choose(schema) -> list[str]:
-        found = [key for key in keys if key in schema.names]
-        if not found:
-            has = ", ".join(map(repr, schema.names))
-            raise DataError(f"{path}: no column is one of {', '.join(keys)}; it has {has}")
-        return found
-
-    number = 0
-    for batch in _parquet_batches(path, choose):
-        for row in batch.to_pylist():
-            number += 1
-            yield Row(number, json.dumps(row, default=str).encode())
+    Raises DataError: it has none of them, or is damaged.
+    """
+    objects = _parquet_values(path, keys, lambda batch: batch.to_pylist())
+    for number, row in enumerate(objects, 1):
+        yield Row(number, json.dumps(row, default=str).encode())
 
 
-def _parquet_batches(path: str, choose: Callable) -> Iterator:
-    """Of the columns that `choose` names when it has seen the schema."""
+def _parquet_values(path: str, keys: tuple[str, ...], values_of: Callable) -> Iterator:
+    """Yield what `values_of` makes of each batch of the columns that are among `keys`."""
     parquet, arrow = _import("pyarrow.parquet", path), _import("pyarrow", path)
     try:
-        # So a row group, which may be all of the file, is read piece by piece and not ahead.
-        piecewise = {"buffer_size": CHUNK_BYTES, "pre_buffer": False}
-        with parquet.ParquetFile(path, **piecewise) as file:
-            columns = choose(file.schema_arrow)
-            yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+        # With these a row group, which may be the whole file, is read in pieces.
+        with parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            _require_columns(path, keys, names)
+            columns = [key for key in keys if key in names]
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                yield from values_of(batch)
     except DataError:
         raise
     except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _no_column(path: str, column: str, names: list[str]) -> str:
-    return f"{path}: no column {column!r}; {_listed(names)}"
-
-
-def _listed(names: list[str]) -> str:
-    return f"--text_column takes one of {', '.join(map(repr, names))}"
+def _require_columns(path: str, keys: tuple[str, ...], names: list[str]) -> None:
+    """Raises DataError: none of the keys is the name of a column."""
+    if not set(keys) & set(names):
+        has = "--text_column takes one of" if len(keys) == 1 else "it has"
+        known = ", ".join(map(repr, names))
+        raise DataError(f"{path}: no column {' or '.join(map(repr, keys))}; {has} {known}")
 
 
 def _import(module: str, path: str) -> ModuleType:
-    """A package that not everybody needs. Raises DataError: it is not installed."""
+    """Import a package that not everybody needs. Raises DataError: it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

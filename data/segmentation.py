@@ -1,17 +1,17 @@
 """Subword regularisation: the same text cut into pieces in more ways than one.
 
 A small text is read several times, and a model that meets it in one form learns it by heart. Cut
-otherwise at each reading, it also says how words are spelled (BPE-dropout, Provilkov et al., 2020,
-https://arxiv.org/abs/1910.13267). There merges are left out while a text is encoded; SentencePiece
-draws them from a generator that is another in each process. Here finished pieces are split again.
+differently each time, it also shows how words are spelled (BPE-dropout, Provilkov et al., 2020,
+https://arxiv.org/abs/1910.13267). BPE-dropout skips merges while a text is encoded; SentencePiece
+draws them from another generator in each process. Here finished pieces are split again.
 """
 
 import numpy as np
 
 from data.tokenizer import Tokenizer
 
-SHARE = 0.1  # of the pieces that are split, in each of the rounds
-ROUNDS = 2  # what was split may be split again
+SHARE = 0.1  # of the pieces that are split in each round
+ROUNDS = 2  # a piece that was split may be split again
 
 
 class Splitter:
@@ -29,7 +29,7 @@ class Splitter:
         }
 
     def split(self, ids: list[int], rng: np.random.Generator) -> list[int]:
-        """Ids of the same text, some pieces in two or more."""
+        """Return ids of the same text, in which some pieces are split into two or more."""
         for _ in range(ROUNDS):
             found = []
             for id, drawn in zip(ids, rng.random(len(ids)).tolist(), strict=True):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,8 @@ DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
 SPLITS = ("train", "val")
 KINDS = TEXT, CONVERSATIONS = ("text", "conversations")
-# The begin of a conversation, the begin and the end of one of its answers, as positions in the
-# stream of all tokens: three numbers of this type per answer.
+# Three numbers of this type per answer: the begin of its conversation, its own begin and its own
+# end, as positions in the stream of all tokens.
 ANSWER_DTYPE = np.dtype("<i8")
 
 
@@ -40,8 +39,8 @@ class _HashedFile:
 
 
 class ShardWriter:
-    """Appends documents to the shards of one split; a file ends after shard_tokens tokens. Where
-    answers are in conversations stands in one more file."""
+    """Append documents to the shards of one split; a shard ends after shard_tokens tokens. The
+    places of the answers in conversations go to a file of their own."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder
@@ -55,7 +54,7 @@ class ShardWriter:
         self._answers: _HashedFile | None = None
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """One document with its begin and end pieces, and how many bytes of text it was.
+        """Write one document with its begin and end pieces, and count its bytes of text.
 
         Args:
             answers: of a conversation: where each begins and ends in its tokens, (answers, 2).
@@ -63,16 +62,18 @@ class ShardWriter:
         if answers is not None:
             self._write_answers(answers)
         if self._file is None or self.shards[-1]["tokens"] >= self.shard_tokens:
-            self._start_shard()
-        data = tokens.astype(self.dtype, copy=False).tobytes()
-        self._file.write(data)
+            self._finish_shard()
+            name = f"{self.split}-{len(self.shards):05d}.bin"
+            self._file = _HashedFile(self.folder / name)
+            self.shards.append({"file": name, "tokens": 0})
+        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.shards[-1]["tokens"] += len(tokens)
         self.documents += 1
         self.bytes += n_bytes
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        """End the last file; returns the description of this split."""
+        """End the last file; return the description of this split."""
         self._finish_shard()
         description = {
             "documents": self.documents,
@@ -91,12 +92,6 @@ class ShardWriter:
         self.answers["count"] += len(answers)
         self.answers["tokens"] += int(np.diff(answers).sum())
 
-    def _start_shard(self) -> None:
-        self._finish_shard()
-        name = f"{self.split}-{len(self.shards):05d}.bin"
-        self._file = _HashedFile(self.folder / name)
-        self.shards.append({"file": name, "tokens": 0})
-
     def _finish_shard(self) -> None:
         if self._file is not None:
             self.shards[-1]["sha256"] = self._file.close()
@@ -104,7 +99,8 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path) -> dict:
-    """The contents of a prepared folder's dataset.json, checked against the files beside it.
+    """Return the contents of a prepared folder's dataset.json, checked against the files beside it.
+    "kind" is one of KINDS.
 
     Raises DataError: no prepared data there, a description that makes no sense, a shard missing or
     cut short.
@@ -118,61 +114,53 @@ def read_description(folder: str | Path) -> dict:
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
+        description.setdefault("kind", TEXT)  # older ones do not say it
+        if description["format"] != FORMAT:
+            raise DataError(f"{path}: this version reads format {FORMAT} of prepared data")
+        for split in SPLITS:
+            _check_split(folder, description, split)
     except FileNotFoundError as error:
         raise DataError(
             f"{folder}: no prepared data here ({DESCRIPTION_FILE} is missing); make it with "
             f"`python -m scripts.prepare_data --data TEXT --out {folder}`"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    try:
-        if description["format"] != FORMAT:
-            raise DataError(
-                f"{path}: format {description['format']!r}, this version reads format {FORMAT}"
-            )
-        if type(description["vocab_size"]) is not int or description["vocab_size"] < 1:
-            raise DataError(f"{path}: vocab_size is {description['vocab_size']!r}")
-        if description["dtype"] != token_dtype(description["vocab_size"]).str:
-            raise DataError(f"{path}: dtype {description['dtype']!r} does not suit the vocabulary")
-        if kind_of(description) not in KINDS:
-            raise DataError(f"{path}: kind {description['kind']!r} is not known to this version")
-        itemsize = token_dtype(description["vocab_size"]).itemsize
-        for split in SPLITS:
-            for shard in description["splits"][split]["shards"]:
-                _check_shard(folder, shard["file"], shard["tokens"], itemsize)
-            total = sum(shard["tokens"] for shard in description["splits"][split]["shards"])
-            said = description["splits"][split]["tokens"]
-            if type(said) is not int or total != said:
-                raise DataError(
-                    f"{path}: the {split} shards hold {total} tokens, not what it says in all"
-                )
-            n_bytes = description["splits"][split]["bytes"]
-            if type(n_bytes) is not int or n_bytes < min(total, 1):
-                raise DataError(f"{path}: the {split} split has {n_bytes!r} bytes of text")
-            if total and kind_of(description) == CONVERSATIONS:
-                answers = description["splits"][split]["answers"]
-                _check_shard(folder, answers["file"], answers["count"], 3 * ANSWER_DTYPE.itemsize)
-                if type(answers["tokens"]) is not int or not 0 < answers["tokens"] < total:
-                    raise DataError(f"{path}: {answers['tokens']!r} tokens of answers in {split}")
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except DataError:
+        raise
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: not a description of token shards ({type(error).__name__}: {error})"
         ) from error
     return description
 
 
-def kind_of(description: dict) -> str:
-    """What a prepared folder holds, one of KINDS. Before there was a choice, it was text."""
-    return description.get("kind", TEXT)
+def _check_split(folder: Path, description: dict, split: str) -> None:
+    """Raises DataError: the description contradicts itself, or a file is not as long as it says.
+    TypeError and others: it has another form."""
+    part, vocab_size = description["splits"][split], description["vocab_size"]
+    dtype = token_dtype(vocab_size)
+    for shard in part["shards"]:
+        _check_file(folder, shard["file"], shard["tokens"], dtype.itemsize)
+    numbers = [vocab_size, part["tokens"], part["bytes"]]
+    sound = all(type(number) is int for number in numbers) and vocab_size > 0
+    sound &= description["dtype"] == dtype.str and description["kind"] in KINDS
+    sound &= part["tokens"] == sum(shard["tokens"] for shard in part["shards"])
+    sound &= part["bytes"] >= min(part["tokens"], 1)
+    if part["tokens"] and description["kind"] == CONVERSATIONS:
+        answers = part["answers"]
+        _check_file(folder, answers["file"], answers["count"], 3 * ANSWER_DTYPE.itemsize)
+        sound &= type(answers["tokens"]) is int and 0 < answers["tokens"] < part["tokens"]
+    if not sound:
+        raise DataError(
+            f"{folder / DESCRIPTION_FILE}: contradicts itself about the {split} split: the file is "
+            "damaged; prepare the data again"
+        )
 
 
-def _check_shard(folder: Path, name: str, count: int, itemsize: int) -> None:
-    """Of `count` items, which are tokens or answers."""
+def _check_file(folder: Path, name: str, count: int, itemsize: int) -> None:
+    """Raises DataError: the file does not hold `count` items of so many bytes."""
     path = folder / name
-    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-        raise DataError(f"{folder / DESCRIPTION_FILE}: {name!r} is no name of a shard")
-    if type(count) is not int or count < 1:
-        raise DataError(f"{path}: described as {count!r} items long")
+    if path.parent != folder or type(count) is not int or count < 1:
+        raise DataError(f"{folder / DESCRIPTION_FILE}: no shard is {name!r}, {count!r} items long")
     try:
         size = path.stat().st_size
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What suits a text by its size, where nobody has said what to take.
+"""Default settings of preparation for a text of each size.
 
 A small text is learned by heart before a vocabulary made for a large one is learned at all, and one
 document of sixteen kilobytes is no validation.
@@ -28,5 +28,6 @@ BY_SIZE = (
 
 
 def suited_to(n_bytes: int) -> Suited:
-    """By the size of the text; by steps, so that a text that grows keeps what it has for long."""
+    """Return the settings for a text of n_bytes. They go in steps, so that a text that grows keeps
+    its settings for long."""
     return next(suited for suited in BY_SIZE if n_bytes < suited.below)

@@ -1,5 +1,5 @@
 """Tokenizers: SentencePiece's lossless BPE with byte fallback, which is trained here, and the
-byte-level BPE in a tokenizer.json that most models of others come with.
+byte-level BPE in a tokenizer.json that most other models come with.
 """
 
 import hashlib
@@ -19,13 +19,15 @@ TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Who prepares data has processes enough, and threads of the package do not outlive a fork.
+# Preparation has processes enough, and threads of the package do not outlive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Text to ids and back; decoding what was encoded returns the text exactly. Raises DataError:
-    the file is missing or no SentencePiece model with begin and end pieces."""
+    """Text to ids and back, with a SentencePiece model; decoding returns encoded text exactly.
+
+    Raises DataError: the file is missing, or no model with begin and end pieces.
+    """
 
     def __init__(self, path: str | Path):
         if not Path(path).is_file():
@@ -39,8 +41,7 @@ class Tokenizer:
             raise DataError(
                 f"{path}: has no <s> and </s> pieces to mark where documents begin and end"
             )
-        # A literal U+2581 would come back as a space, so it is spelled in bytes where the model
-        # can.
+        # A literal U+2581 would come back as a space, so it is spelled in bytes if possible.
         self._space_symbol_ids = [
             self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()
         ]
@@ -59,39 +60,38 @@ class Tokenizer:
 
     @cached_property
     def ids_with_space(self) -> list[int]:
-        """All pieces that begin with a space."""
+        """Ids of all pieces that begin with a space."""
         pieces = map(self._model.id_to_piece, range(self.vocab_size))
         return [id for id, piece in enumerate(pieces) if piece.startswith(SPACE_SYMBOL)]
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """All pieces that stand for text, with their ids; none for a byte or a marker."""
+        """Piece → id of all pieces that stand for text, not for a byte or a marker."""
         model = self._model
-        ids = (
-            id
+        return {
+            model.id_to_piece(id): id
             for id in range(self.vocab_size)
             if not (model.is_byte(id) or model.is_control(id) or model.is_unknown(id))
-        )
-        return {model.id_to_piece(id): id for id in ids}
+        }
 
     def bytes_of(self, id: int) -> bytes | None:
-        """What this piece stands for, where it is bytes that are no text by themselves; None for a
-        piece of text or a marker, before which a character that has begun is broken off."""
-        model = self._model
+        """Return the bytes of a piece that is no text by itself; b"" for an id without a piece,
+        which decoding skips; None for a piece of text or a marker, which ends a character."""
         if id >= self.vocab_size:
-            return b""  # the model has more room; decoding leaves it out, and joins what is around
-        return bytes.fromhex(model.id_to_piece(id)[3:5]) if model.is_byte(id) else None
+            return b""
+        is_byte = self._model.is_byte(id)
+        return bytes.fromhex(self._model.id_to_piece(id)[3:5]) if is_byte else None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, without begin and end pieces."""
+        """Return the ids of the text, without begin and end pieces."""
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a text that is to be continued, begin piece included, and the ids that may come
+        """Return the ids of a text to continue, begin piece included, and the ids that may come
         next, [] for all.
 
-        Words begin with the space before them, and a model has hardly ever seen a word after a
-        space that is a piece by itself: one at the end of the text is left to the next piece.
+        Pieces of words begin with a space, and a model has hardly ever seen a word after a piece
+        that is a space. So a space at the end of the text is left to the next piece.
         """
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
@@ -108,18 +108,17 @@ class Tokenizer:
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Text of the ids; bytes that form no UTF-8 character become U+FFFD, markers nothing, and
-        so do ids that only the model has room for."""
+        """Return the text of the ids. Bytes that form no UTF-8 character become U+FFFD; markers and
+        ids without a piece are left out."""
         return self._model.decode([id for id in ids if id < self.vocab_size])
 
 
 class JsonTokenizer(Tokenizer):
-    """The same of a tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, with the ids
-    that transformers gives. The begin and end pieces are named in MARKERS_FILE beside it.
+    """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, with transformers' ids.
 
-    A marker's name in a text is text. Decoding returns the text exactly, unless the tokenizer
-    normalizes it or has no pieces for some bytes. Raises DataError: a file is missing, or of
-    another kind.
+    MARKERS_FILE beside it names the begin and end pieces. A marker's name in a text is text.
+    Decoding returns the text exactly, unless the tokenizer normalizes it or has no pieces for some
+    bytes. Raises DataError: a file is missing, or of another kind.
     """
 
     def __init__(self, path: str | Path):
@@ -162,14 +161,14 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """In BYTE_ALPHABET: a piece may begin or end within a character."""
+        """Piece → id, spelled in BYTE_ALPHABET: a piece may begin or end within a character."""
         return {text: id for text, id in self._model.get_vocab().items() if id not in self._added}
 
     def bytes_of(self, id: int) -> bytes | None:
         piece = self._model.id_to_token(id)
         if piece is None or (id in self._added and self._added[id].special):
-            return b""  # decoding leaves it out, and joins what is around it
-        # What was added to it may hold any character, and is text.
+            return b""  # decoding skips it
+        # An added piece is text and may hold characters outside the alphabet.
         content = bytes(BYTE_ALPHABET.get(char, 0) for char in piece)
         try:
             content.decode()
@@ -186,8 +185,8 @@ class JsonTokenizer(Tokenizer):
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character → byte, as byte-level BPE writes bytes: those that can be seen as themselves, the
-    others as the characters from 256 on. Source: GPT-2, `bytes_to_unicode` in
+    """Return character → byte: byte-level BPE writes visible bytes as themselves, others as the
+    characters from 256 on. Source: GPT-2, `bytes_to_unicode` in
     https://github.com/openai/gpt-2/blob/master/src/encoder.py."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in seen]
@@ -198,8 +197,7 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """The tokenizer of a folder of data, weights or a run; where there is none, the file that would
-    be it."""
+    """Return the path of the tokenizer of a folder of data, weights or a run; it may not exist."""
     has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
     return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
 
@@ -209,15 +207,15 @@ def _file(path: str | Path) -> Path:
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a file, or of a folder that holds one. Raises DataError: missing, or of a
-    kind that cannot serve."""
+    """Open the tokenizer of a file, or of a folder that holds one. Raises DataError: missing, or of
+    a kind that cannot serve."""
     path = _file(path)
     return JsonTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """The names of the pieces that begin ("bos_token") and end ("eos_token") a document; one may do
-    both. Raises DataError: they are not said beside the tokenizer.json."""
+    """Return the names of the pieces that begin ("bos_token") and end ("eos_token") a document; one
+    may do both. Raises DataError: MARKERS_FILE beside the tokenizer.json does not say them."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -234,8 +232,8 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Name → content of the files that make a tokenizer, given as to `open_tokenizer`; they are the
-    same wherever it lies. Raises DataError, OSError: a file is missing, or says nothing."""
+    """Return name → content of a tokenizer's files, given as to `open_tokenizer`; they are the same
+    wherever it lies. Raises DataError, OSError: a file is missing, or says nothing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}
@@ -244,11 +242,11 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
 
 
 def tokenizer_hash(path: str | Path) -> str:
-    """SHA-256 of `tokenizer_files`."""
+    """Return the SHA-256 of `tokenizer_files`."""
     return hashlib.sha256(b"".join(tokenizer_files(path).values())).hexdigest()
 
 
 def copy_tokenizer(path: str | Path, folder: Path) -> None:
-    """Raises DataError, OSError: see `tokenizer_files`; or the disk is full."""
+    """Write `tokenizer_files` into a folder. Raises DataError, OSError: see there, or disk full."""
     for name, content in tokenizer_files(path).items():
         (folder / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Training a tokenizer: SentencePiece's BPE, by which any text comes back exactly."""
+"""Train a tokenizer: SentencePiece's BPE, from whose ids any text comes back exactly."""
 
 import io
 import re
@@ -21,11 +21,11 @@ def train_tokenizer(
 ) -> None:
     """Train a BPE tokenizer on texts and write it to path.
 
-    At most half of the vocabulary goes to single characters, the commonest; rarer ones (a Chinese
-    corpus has ten thousand) are spelled in bytes, so that nothing is ever unknown.
+    At most half of the vocabulary goes to single characters, the commonest. Rarer ones are spelled
+    in bytes, so that nothing is ever unknown: a Chinese corpus has ten thousand characters.
 
     Args:
-        may_shrink: where the texts do not suffice for vocab_size pieces, take as many as they do.
+        may_shrink: if the texts do not suffice for vocab_size pieces, train as many as they do.
 
     Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
     """
@@ -52,22 +52,19 @@ def train_tokenizer(
 
 
 def _train(texts: list[str], vocab_size: int) -> bytes | int:
-    """The model, or how many pieces the texts suffice for."""
+    """Return the model, or for how many pieces the texts suffice."""
     counts = Counter()
     for text in texts:
         counts.update(text)
     room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    # SentencePiece reserves NUL for itself, and a literal U+2581 is spelled in bytes (see
-    # Tokenizer).
-    rare = {ord(char): "\n" for char, _ in counts.most_common()[room:]} | {
-        0: "\n",
-        ord(SPACE_SYMBOL): "\n",
-    }
+    # SentencePiece reserves NUL for itself; a literal U+2581 is spelled in bytes (see Tokenizer).
+    rare = [char for char, _ in counts.most_common()[room:]]
+    in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(
-                line for text in texts for line in text.translate(rare).splitlines(True)
+                line for text in texts for line in text.translate(in_bytes).splitlines(True)
             ),
             model_writer=model,
             model_type="bpe",

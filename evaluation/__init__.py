@@ -1,1 +1,1 @@
-"""How good a trained model is: scores of text and of questions, with intervals."""
+"""Scores of a trained model on text, conversations and questions, with intervals."""

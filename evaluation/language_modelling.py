@@ -1,25 +1,27 @@
-"""Loss, perplexity, bits per byte and top-1 accuracy of a model on text or on packed tokens."""
+"""Loss, perplexity, bits per byte and top-1 accuracy on text, conversations and prepared data."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 
 import numpy as np
 import torch
 
-from data.corpus import Record, parse
-from data.dataset import PackedDataset
+from data.chat_template import encode_conversation
+from data.conversations import parse_conversation
+from data.corpus import Record, load_json, parse
+from data.dataset import TokenStream
+from data.errors import DataError
 from data.tokenizer import Tokenizer
-from evaluation.intervals import Estimate, UnitSums
+from evaluation.intervals import UnitSums
 from evaluation.scoring import Row, Scorer
 from model import IGNORE_INDEX
-from training.validation import spread, validation_loader
 
 NLL, HITS, TOKENS, BYTES = range(4)
 
 
 def windows(ids: list[int], seq_len: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """(tokens, targets) of windows that together predict ids[1:], each id exactly once.
+    """Yield (tokens, targets) of windows that together predict ids[1:], each id exactly once.
 
     A window reads up to seq_len ids and the next begins `stride` further. The first predicts after
     every id that it reads; the others only what no window before them did, so that each prediction
@@ -40,7 +42,11 @@ def windows(ids: list[int], seq_len: int, stride: int) -> Iterator[tuple[list[in
 def document_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int
 ) -> Iterator[Row]:
-    """The windows of every document, `<s> text </s>` as in training; an empty text is none."""
+    """Yield the windows of every document, `<s> text </s>` as in training; empty text is left out.
+
+    A document is a unit. So is each section of a long .txt file, though neighbouring sections are
+    hardly independent.
+    """
     for number, record in enumerate(records):
         text = parse(record)
         if not text:
@@ -52,49 +58,62 @@ def document_rows(
             n_bytes = 0  # counted once, with the first window
 
 
-def text_sums(scorer: Scorer, rows: Iterable[Row]) -> UnitSums:
-    """What the model makes of documents, which are the units; so is each section of a long .txt
-    file, though neighbours there hardly are independent."""
+def conversation_rows(
+    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, counts: Counter
+) -> Iterator[Row]:
+    """Yield conversations as training reads them (see `ConversationSet`); each is a unit.
+
+    Args:
+        counts: "cut" counts the conversations that are cut after the last answer that ends within
+            seq_len targets, "left_out" those whose first answer does not end there.
+
+    Raises DataError: a line that is no conversation; names file and line.
+    """
+    for number, record in enumerate(records):
+        turns = parse_conversation(load_json(record), record.place)
+        ids, is_answer = encode_conversation(tokenizer, turns)
+        ends = [at for at, id in enumerate(ids) if is_answer[at] and id == tokenizer.eos_id]
+        within = [end for end in ends if end <= seq_len]
+        counts["left_out"] += not within
+        counts["cut"] += 0 < len(within) < len(ends)
+        if not within:
+            continue
+        end = within[-1]
+        targets = [ids[at] if is_answer[at] else IGNORE_INDEX for at in range(1, end + 1)]
+        answers = [turn.content for turn in turns if turn.counts][: len(within)]
+        n_bytes = sum(len(answer.encode()) for answer in answers)
+        yield Row(number, torch.tensor(ids[:end]), torch.tensor(targets), n_bytes)
+
+
+def prepared_rows(
+    dataset: TokenStream, samples: Iterable[int], units: Iterable[int]
+) -> Iterator[Row]:
+    """Yield these samples of prepared data, each with the unit that it belongs to."""
+    for i, unit in zip(samples, units, strict=True):
+        tokens, targets = dataset[i]
+        n_targets = int((targets != IGNORE_INDEX).sum())
+        yield Row(unit, tokens, targets, n_targets * dataset.bytes_per_token)
+
+
+def unit_sums(scorer: Scorer, rows: Iterable[Row]) -> UnitSums:
+    """Score rows and add up NLL, HITS, TOKENS and BYTES over the units."""
     sums = UnitSums(4)
     for _, scores in scorer.units(rows):
         sums.add(np.sum(scores, axis=0))
     return sums
 
 
-def packed_sums(
-    scorer: Scorer, dataset: PackedDataset, max_samples: int, bos_id: int, progress
-) -> UnitSums:
-    """The same for packed sequences, those that the validation of a training run reads.
-
-    A sequence begins anywhere and sees nothing before itself, and begin markers are predicted too,
-    as in training. Sequences that begin in the same document make one unit. `max_samples` is
-    `--eval_samples` of training (0: all), `progress` is called with 1 for every sequence scored.
-    """
-    loader = validation_loader(dataset, scorer.batch_size, max_samples, scorer.accelerator)
-    units = dataset.documents_of(spread(len(dataset), max_samples), bos_id)
-    sums = UnitSums(4)
-    scored = zip(units, scorer.batches(loader), strict=True)
-    for _, sequences in groupby(scored, key=lambda pair: pair[0]):
-        total = np.zeros(4)
-        for _, (nll, hits, n_tokens) in sequences:
-            total += (nll, hits, n_tokens, n_tokens * dataset.bytes_per_token)
-            progress(1)
-        sums.add(total)
-    return sums
-
-
-def metrics(sums: UnitSums) -> dict[str, Estimate]:
-    """Loss in nats per token, perplexity = exp(loss), bits per byte, top-1 accuracy."""
+def summary(sums: UnitSums, source: str) -> dict:
+    """Return how much of a source was scored, and the metrics: loss in nats per token, perplexity =
+    exp(loss), bits per byte, top-1 accuracy. Raises DataError: nothing was scored."""
+    if not sums.n:
+        raise DataError(f"{source}: no text, or no answer within the context, to score")
     loss = sums.ratio(NLL, TOKENS)
-    return {
+    metrics = {
         "loss": loss,
         "perplexity": loss.map(lambda x: math.exp(min(x, 700))),
         "bits_per_byte": sums.ratio(NLL, BYTES).map(lambda x: x / math.log(2)),
         "accuracy": sums.ratio(HITS, TOKENS).map(lambda x: min(x, 1.0)),
     }
-
-
-def summary(sums: UnitSums) -> dict:
-    """How much was scored, and the metrics."""
     totals = {"tokens": int(sums.totals[TOKENS]), "bytes": round(sums.totals[BYTES])}
-    return {"units": sums.n, "unit": "documents", **totals, "metrics": metrics(sums)}
+    return {"units": sums.n, "unit": "documents", **totals, "metrics": metrics}

@@ -1,4 +1,4 @@
-"""How likely a model finds rows of tokens, computed by all processes together."""
+"""Log-likelihoods of rows of tokens under a model, computed by all processes together."""
 
 import os
 from collections.abc import Hashable, Iterable, Iterator
@@ -15,24 +15,24 @@ from torch.utils.data import DataLoader
 
 from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
-from model.attention import without_cudnn
+from model.cache import without_cudnn
 from training.engine.cpu_settings import keep_freed_memory, use_all_cores
-from training.engine.gpu import has_bf16
+from training.engine.device import has_bf16
 
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
 
 
 class Row(NamedTuple):
-    """What the model reads at once: a document, a window of one, or a question with one choice."""
+    """A sequence to score: a document, a window of one, or a question with one of its choices."""
 
-    unit: Hashable  # to what the row belongs; rows of one unit follow each other
+    unit: Hashable  # what the row belongs to; rows of one unit follow each other
     tokens: Tensor  # (T,) int64
     targets: Tensor  # (T,) int64; IGNORE_INDEX where the token is context only
-    n_bytes: int  # of the text behind the targets
+    n_bytes: float  # of the text behind the targets
 
 
 class Score(NamedTuple):
-    """Of one row: sums over its targets."""
+    """Sums over the targets of one row."""
 
     nll: float  # negative log-likelihood in nats
     hits: float  # targets that were the likeliest token
@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 @dataclass
 class Scorer:
-    """A model on this process's device, and how it is to be run.
+    """A model on this process's device, ready to score rows.
 
     The rows and their order are the same on every process; each computes its share of the batches
     and every process gets all results.
@@ -53,16 +53,24 @@ class Scorer:
     batch_size: int
     dtype: torch.dtype = torch.float32  # bfloat16 runs under autocast; losses are fp32 in any case
 
-    def batches(self, loader: DataLoader) -> Iterator[list[float]]:
-        """[nll, hits, tokens] of each row of a loader that Accelerate has prepared, in order.
+    def rows(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Score]]:
+        """Yield every row with its score, in order; memory is bounded by BLOCK_ROWS of them. Raises
+        UsageError: a score is NaN or infinite."""
+        rows = iter(rows)
+        while block := list(islice(rows, BLOCK_ROWS)):
+            order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
+            loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
+            # Not accelerator.prepare, which would keep every block's loader to the end.
+            loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
+            sums = dict(zip(order, self._batches(loader), strict=True))
+            for i, row in enumerate(block):
+                yield row, Score(*sums[i], row.n_bytes)
 
-        Args:
-            loader: of (tokens, targets), both (B, T) int64.
-
-        Raises UsageError: NaN or infinity.
-        """
-        device = self.accelerator.device.type
-        autocast = torch.autocast(device, torch.bfloat16, self.dtype == torch.bfloat16)
+    def _batches(self, loader: DataLoader) -> Iterator[list[float]]:
+        """Yield [nll, hits, tokens] of each row of a loader of (tokens, targets), in order."""
+        autocast = torch.autocast(
+            self.accelerator.device.type, torch.bfloat16, self.dtype == torch.bfloat16
+        )
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
                 scored = self.model(tokens, targets, "hits")
@@ -75,26 +83,14 @@ class Scorer:
                 raise UsageError("what the model says is not a number: its weights are broken")
             yield from sums.tolist()
 
-    def rows(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Score]]:
-        """Every row with its score, in order; memory is bounded by BLOCK_ROWS of them."""
-        rows = iter(rows)
-        while block := list(islice(rows, BLOCK_ROWS)):
-            order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
-            loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
-            # Not accelerator.prepare, which would keep every block's loader to the end.
-            loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
-            sums = dict(zip(order, self.batches(loader), strict=True))
-            for i, row in enumerate(block):
-                yield row, Score(*sums[i], row.n_bytes)
-
     def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, list[Score]]]:
-        """Every unit with the scores of its rows, in order."""
+        """Yield every unit with the scores of its rows, in order."""
         for unit, scored in groupby(self.rows(rows), key=lambda pair: pair[0].unit):
             yield unit, [score for _, score in scored]
 
 
 def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """(tokens, targets), both (B, T) with T of the longest row; what is added on the right counts
+    """Return (tokens, targets), both (B, T) with T of the longest row. Padding on the right counts
     nowhere, and as attention is causal no earlier position sees it."""
     tokens = pad_sequence([row.tokens for row in rows], batch_first=True)
     targets = pad_sequence([row.targets for row in rows], True, IGNORE_INDEX)
@@ -104,7 +100,7 @@ def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
 def build_scorer(
     model: Transformer, batch_size: int, device: str = "auto", dtype: str | None = None
 ) -> Scorer:
-    """The model on this process's device, under whatever launcher there is.
+    """Put the model on this process's device, under whatever launcher there is.
 
     Args:
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
@@ -132,7 +128,6 @@ def build_scorer(
         keep_freed_memory()
         use_all_cores()
     dtype = dtype or ("float32" if on_cpu else "bfloat16")
-    supported = on_cpu or has_bf16()
-    if dtype == "bfloat16" and not supported:
+    if dtype == "bfloat16" and not on_cpu and not has_bf16():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float32")
     return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))

@@ -1,14 +1,12 @@
-"""The kinds of data that can be scored: prepared sequences, raw text, multiple-choice questions."""
+"""The kinds of data that can be scored: prepared data, raw text, conversations and questions."""
 
 import time
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-
-from tqdm import tqdm
 
 from common.errors import UsageError
 from common.progress import progress_bar
@@ -19,7 +17,6 @@ from data.corpus import (
     TEXT_COLUMN,
     Reading,
     Record,
-    bytes_to_read,
     find_files,
     is_jsonl,
     load_json,
@@ -29,60 +26,84 @@ from data.corpus import (
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.readers import parquet_objects
-from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, kind_of, read_description
+from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
-from evaluation.conversations import CutCounts, conversation_rows, prepared_rows
-from evaluation.language_modelling import document_rows, packed_sums, summary, text_sums
-from evaluation.multiple_choice import ChoiceCounts, answer, question_rows
-from evaluation.scoring import Row, Scorer
-from runs.folder import RunFolder
+from evaluation.language_modelling import (
+    conversation_rows,
+    document_rows,
+    prepared_rows,
+    summary,
+    unit_sums,
+)
+from evaluation.multiple_choice import answer, question_rows
+from evaluation.scoring import Scorer
 from runs.weights import Trained
 from training.engine.device import device_name
-from training.settings import saved_arguments
+from training.validation import spread
 
-FLAGS_OF = {
-    "packed": ("split",),
-    "conversations": ("split",),
-    "text": ("stride", "text_column"),
-    "choice": ("delimiter", "template"),
+TASKS_OF = {  # flags that not every task has
+    "split": ("packed", "conversations"),
+    "stride": ("text",),
+    "text_column": ("text",),
+    "delimiter": ("choice",),
+    "template": ("choice",),
 }
-PREPARED = {TEXT: "packed", CONVERSATIONS: "conversations"}  # folders, by what they hold
 
 
-@dataclass
-class EvaluationSettings:
-    """What is scored, and how; None where nothing was asked for. Raises UsageError: a flag that
-    means nothing for this kind of data."""
-
-    data: str  # a prepared folder, or files of text, conversations or questions
-    task: str  # one of FLAGS_OF
-    split: str | None
-    stride: int | None  # tokens from one window to the next
-    delimiter: str | None  # between a question and a choice
-    limit: int  # sequences, documents or questions; 0 takes all
-    text_column: str | None = None  # of files of text
-    template: bool | None = None  # questions and choices as turns; None: if the model answers
-
-    def __post_init__(self):
-        for name in dict.fromkeys(name for names in FLAGS_OF.values() for name in names):
-            if getattr(self, name) is not None and name not in FLAGS_OF[self.task]:
-                tasks = " or ".join(task for task, names in FLAGS_OF.items() if name in names)
-                raise UsageError(f"--{name} is for --task {tasks}, but {self.data} is {self.task}")
-        if self.text_column is not None:
-            require_columns(find_files(self.data), self.text_column)
+def check_flags(args: Namespace) -> None:
+    """Raise UsageError for a flag that means nothing for this kind of data."""
+    for name, tasks in TASKS_OF.items():
+        if getattr(args, name) is not None and args.task not in tasks:
+            known = " or ".join(tasks)
+            raise UsageError(f"--{name} is for --task {known}, but {args.data} is {args.task}")
+    if args.split is not None and not is_prepared(args.data):
+        raise UsageError(f"--split is for a prepared folder, and {args.data} is none")
+    if args.text_column is not None:
+        require_columns(find_files(args.data), args.text_column)
 
 
-def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """All numbers, and what was scored with what, for who reads them a month later. Raises
-    UsageError, DataError: there is nothing to score, or the model is broken."""
+def is_prepared(data: str) -> bool:
+    """Return whether this is a folder that scripts.prepare_data has made."""
+    return (Path(data) / DESCRIPTION_FILE).exists()
+
+
+def detect_task(data: str, text_column: str | None = None) -> str:
+    """Return the task that prepared data, or the first line of the first file, is for. Raises
+    DataError: there is no such file, or it cannot be read."""
+    if is_prepared(data):
+        is_chat = read_description(data)["kind"] == CONVERSATIONS
+        return "conversations" if is_chat else "packed"
+    path = find_files(data)[0]
+    if path.endswith(".parquet") and text_column is None:
+        columns = parquet_objects(path, (TEXT_COLUMN, *CONVERSATION_KEYS))
+        records = (Record(path, *row) for row in columns)
+    elif is_jsonl(path):
+        records = read_records([path])
+    else:
+        return "text"
+    first = next(records, None)
+    fields = load_json(first) if first else None
+    if not isinstance(fields, dict):
+        return "text"
+    if "question" in fields:
+        return "choice"
+    is_text = (text_column or TEXT_COLUMN) in fields
+    return "conversations" if fields.keys() & {*CONVERSATION_KEYS} and not is_text else "text"
+
+
+def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
+    """Score a model. Returns all numbers, and what was scored with what.
+
+    Raises UsageError, DataError: there is nothing to score, or the model is broken.
+    """
     start = time.perf_counter()
     score = {
-        "packed": score_packed,
-        "conversations": score_conversations,
+        "packed": score_prepared,
+        "conversations": score_prepared if is_prepared(args.data) else score_conversations,
         "text": score_text,
         "choice": score_choices,
-    }[settings.task]
-    result = score(settings, trained, scorer)
+    }[args.task]
+    result = score(args, trained, scorer)
     result["seconds"] = seconds = time.perf_counter() - start
     if "tokens" in result:
         result["tokens_per_second"] = result["tokens"] / seconds
@@ -90,7 +111,7 @@ def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> 
         "model": str(trained.folder),
         "parameters": trained.n_parameters,
         "max_seq_len": trained.model.config.max_seq_len,
-        **asdict(settings),
+        **{name: getattr(args, name) for name in ("data", "task", "limit", *TASKS_OF)},
         "batch_size": scorer.batch_size,
         "dtype": str(scorer.dtype).removeprefix("torch."),
         "device": device_name(scorer.accelerator.device),
@@ -100,155 +121,86 @@ def evaluate(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> 
     return about | result
 
 
-def data_of_run(source: Path) -> str:
-    """The data that the run of these weights was trained on. Raises UsageError: it is not recorded,
-    or no longer there."""
-    weights = source.resolve()
-    for folder in (weights.parent, weights.parent.parent):  # of weights/, of checkpoints/step-N/
-        data = saved_arguments(RunFolder(folder)).get("data")
-        if isinstance(data, str) and not Path(data).exists():
-            where = Path(data).absolute()
-            raise UsageError(f"the run was trained on {where}, which is not there: give --data")
-        if isinstance(data, str):
-            return data
-    raise UsageError(f"{source} does not tell which data it was trained on: give --data")
+def score_prepared(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
+    """Score the samples of a prepared folder that the validation of a training run reads.
 
+    Packed sequences that begin in the same document make one unit. Each conversation is a unit.
 
-def detect_task(data: str, text_column: str | None = None) -> str:
-    """What the path is, by its files and the first line or row of the first. Raises DataError:
-    nothing there that could be scored."""
-    if (Path(data) / DESCRIPTION_FILE).exists():
-        return PREPARED[kind_of(read_description(data))]
-    files, text = find_files(data), text_column or TEXT_COLUMN
-    by_columns = files[0].endswith(".parquet") and text_column is None
-    if by_columns:
-        rows = parquet_objects(files[0], (TEXT_COLUMN, *CONVERSATION_KEYS))
-        first = next((Record(files[0], *row) for row in rows), None)
-    else:
-        first = next(read_records(files, Reading(text)), None)
-    if first is None:
-        raise DataError(f"{files[0]}: an empty file" if len(files) == 1 else f"{data}: no text")
-    if not by_columns and not is_jsonl(first.path):
-        return "text"
-    fields = load_json(first)
-    if isinstance(fields, dict) and ("question" in fields or text in fields):
-        return "choice" if "question" in fields else "text"
-    if isinstance(fields, dict) and fields.keys() & {*CONVERSATION_KEYS}:
-        return "conversations"
-    raise DataError(f'{first.place}: neither a "{text}" nor a "question" nor a conversation')
-
-
-def score_packed(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """Sequences as training reads them. Raises DataError: prepared with another tokenizer, or
-    shorter than one sequence."""
-    data, split, seq_len = settings.data, settings.split or "val", trained.model.config.max_seq_len
-    require_same_tokenizer(settings, trained)
-    if not PackedDataset.fits(data, split, seq_len):
-        raise DataError(f"{data}: the {split} split is shorter than a sequence of {seq_len}")
-    dataset = PackedDataset(data, split, seq_len)
-    total = min(settings.limit or len(dataset), len(dataset))
-    with progress(scorer, total, "sequence") as bar:
-        bos_id = trained.tokenizer.bos_id
-        sums = packed_sums(scorer, dataset, settings.limit, bos_id, bar.update)
-    return {"split": split, "sequences": total} | summary(sums)
-
-
-def require_same_tokenizer(settings: EvaluationSettings, trained: Trained) -> None:
-    """Raises DataError: a folder was prepared with another tokenizer than the model's."""
-    data, tokenizer = settings.data, trained.tokenizer.path
+    Raises DataError: prepared with another tokenizer, or shorter than one sequence.
+    """
+    data, split, seq_len = args.data, args.split or "val", trained.model.config.max_seq_len
+    tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):
         raise DataError(
             f"{data} was prepared with another tokenizer than that of {trained.folder}: prepare "
             f"the text with --tokenizer {tokenizer}, or give the text itself"
         )
-
-
-def score_conversations(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """The answers in them, of a prepared folder or of files. Raises DataError: prepared with
-    another tokenizer, files that cannot be read, or no answer within the context."""
-    data, seq_len = settings.data, trained.model.config.max_seq_len
-    counts, facts = CutCounts(), {}
-    if (Path(data) / DESCRIPTION_FILE).exists():
-        require_same_tokenizer(settings, trained)
-        facts["split"] = split = settings.split or "val"
-        dataset = ConversationSet(data, split, seq_len)
-        counts.cut, counts.left_out = dataset.n_cut, dataset.n_left_out
-        total = min(settings.limit or len(dataset), len(dataset))
-        with progress(scorer, total, "conversation") as bar:
-            sums = text_sums(scorer, shown(prepared_rows(dataset, settings.limit), bar))
-    elif settings.split is not None:
-        raise UsageError(f"--split is for a prepared folder, and {data} is none")
+    if args.task == "packed":
+        dataset = PackedDataset(data, split, seq_len)
+        samples = spread(len(dataset), args.limit)
+        units = dataset.documents_of(samples, trained.tokenizer.bos_id)
+        facts = {"sequences": len(samples)}
     else:
-        with records(settings, scorer, "conversation") as lines:
-            rows = conversation_rows(lines, trained.tokenizer, seq_len, counts)
-            sums = text_sums(scorer, rows)
-    if not sums.n:
-        raise DataError(f"{data}: no answer within the context of {seq_len} tokens")
-    return facts | vars(counts) | summary(sums) | {"unit": "conversations"}
+        dataset = ConversationSet(data, split, seq_len)
+        samples = units = spread(len(dataset), args.limit)
+        facts = {"cut": dataset.n_cut, "left_out": dataset.n_left_out, "unit": "conversations"}
+    counted = shown(samples, scorer, len(samples))
+    sums = unit_sums(scorer, prepared_rows(dataset, counted, units))
+    return {"split": split} | summary(sums, data) | facts
 
 
-def shown(rows: Iterable[Row], bar: tqdm) -> Iterator[Row]:
-    """The rows, counted by a progress bar."""
-    for row in rows:
-        yield row
-        bar.update()
-
-
-def score_text(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """Documents, with a sliding window.
+def score_text(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
+    """Score documents with a sliding window.
 
     Raises UsageError: a stride longer than the context. DataError: files that cannot be read, or
     hold no text.
     """
     seq_len = trained.model.config.max_seq_len
-    stride = settings.stride or max(1, seq_len // 2)
+    stride = args.stride or max(1, seq_len // 2)
     if stride > seq_len:
         raise UsageError(f"--stride {stride} leaves tokens out: at most {seq_len}, the context")
-    with records(settings, scorer, "document") as documents:
-        sums = text_sums(scorer, document_rows(documents, trained.tokenizer, seq_len, stride))
-    if not sums.n:
-        raise DataError(f"{settings.data}: no document with any text to score")
-    return {"stride": stride} | summary(sums)
+    rows = document_rows(records(args, scorer), trained.tokenizer, seq_len, stride)
+    return {"stride": stride} | summary(unit_sums(scorer, rows), args.data)
 
 
-def score_choices(settings: EvaluationSettings, trained: Trained, scorer: Scorer) -> dict:
-    """Questions, answered with the likeliest choice. Raises DataError: files that cannot be read,
-    or hold no questions."""
-    template = trained.chats if settings.template is None else settings.template
-    if template and settings.delimiter is not None:
+def score_conversations(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
+    """Score the answers in files of conversations. Raises DataError: files that cannot be read, or
+    no answer within the context."""
+    counts, seq_len = Counter(cut=0, left_out=0), trained.model.config.max_seq_len
+    rows = conversation_rows(records(args, scorer), trained.tokenizer, seq_len, counts)
+    found = summary(unit_sums(scorer, rows), args.data)
+    return found | dict(counts) | {"unit": "conversations"}
+
+
+def score_choices(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
+    """Answer questions with the likeliest choice. Raises DataError: files that cannot be read, or
+    hold no questions."""
+    template = trained.chats if args.template is None else args.template
+    if template and args.delimiter is not None:
         raise UsageError("--delimiter is for questions without the template: --no-template")
-    delimiter = " " if settings.delimiter is None else settings.delimiter
-    counts, seq_len = ChoiceCounts(), trained.model.config.max_seq_len
-    how = None if template else delimiter
-    with records(settings, scorer, "question") as lines:
-        answer(scorer, question_rows(lines, trained.tokenizer, seq_len, how, counts), counts)
-    if not counts.n:
-        raise DataError(f"{settings.data}: no question in it")
-    number = {"units": counts.n, "unit": "questions", "truncated": counts.truncated}
-    asked = {"delimiter": how, "template": template}
-    return {**asked, **number, "metrics": counts.metrics()}
+    how = None if template else " " if args.delimiter is None else args.delimiter
+    seq_len = trained.model.config.max_seq_len
+    rows = question_rows(records(args, scorer), trained.tokenizer, seq_len, how)
+    found = answer(scorer, rows)
+    if not found["units"]:
+        raise DataError(f"{args.data}: no question in it")
+    return found | {"delimiter": how, "template": template}
 
 
-def progress(scorer: Scorer, total: int | None, unit: str, scale: bool = False) -> tqdm:
-    """A bar that one process of all shows."""
+def records(args: Namespace, scorer: Scorer) -> Iterable[Record]:
+    """Return the first `limit` records of the files, counted by a progress bar."""
+    files = find_files(args.data)
+    if args.task == "conversations":
+        found = conversation_records(files)
+    else:
+        found = read_records(files, Reading(args.text_column or TEXT_COLUMN))
+    return shown(islice(found, args.limit or None), scorer, args.limit or None)
+
+
+def shown(items: Iterable, scorer: Scorer, total: int | None) -> Iterator:
+    """Yield the items, counted by a progress bar of the main process."""
     hidden = not scorer.accelerator.is_main_process
-    return progress_bar(total, desc="scoring", unit=unit, scale=scale, disable=hidden)
-
-
-@contextmanager
-def records(settings: EvaluationSettings, scorer: Scorer, unit: str) -> Iterator[Iterable[Record]]:
-    """The first `limit` records of the files, with a progress bar over them, or their bytes."""
-    files = find_files(settings.data)
-    total, unit = (settings.limit, unit) if settings.limit else (bytes_to_read(files), "B")
-    with progress(scorer, total, unit, scale=not settings.limit) as bar:
-
-        def read() -> Iterator[Record]:
-            if settings.task == "conversations":
-                found = conversation_records(files)
-            else:
-                found = read_records(files, Reading(settings.text_column or TEXT_COLUMN))
-            for record in islice(found, settings.limit or None):
-                yield record
-                bar.update(1 if settings.limit else len(record.raw))
-
-        yield read()
+    with progress_bar(total, desc="scoring", unit=" rows", disable=hidden) as bar:
+        for item in items:
+            yield item
+            bar.update()

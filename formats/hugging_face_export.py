@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from common.errors import UsageError
 from data.chat_template import JINJA
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokenizer, read_markers
@@ -68,7 +69,7 @@ ABOUT_CHAT = {
 
 
 def is_export(folder: Path) -> bool:
-    """Whether this folder was written here."""
+    """Return True for a folder that scripts.export_hf wrote."""
     try:
         return MARK in read_json(folder / CONFIG_FILE)
     except ConfigError:
@@ -78,31 +79,64 @@ def is_export(folder: Path) -> bool:
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
-    """Weights in `dtype`, config, generation settings with the tokenizer's begin and end markers,
-    and a model card. Raises OSError: the disk is full or refuses.
+    """Write weights in `dtype`, config, generation settings and a model card.
 
     Args:
-        chat: whether it has learned to answer.
+        tokenizer: its begin and end markers go into config and generation settings.
+        chat: the model has learned to answer.
+
+    Raises UsageError: a weight is too large for `dtype`. OSError: the disk is full or refuses.
     """
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
+    for key, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UsageError(f"{key} does not fit into {dtype}: --dtype float32 keeps it exactly")
     save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights))
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_json(folder / "generation_config.json", generation)
-    millions = model.num_parameters() / 1e6
-    facts = {"name": name, "millions": millions, "dtype": dtype, **config.to_dict()}
-    facts |= ABOUT_CHAT if chat else ABOUT_TEXT
+    facts = {"name": name, "millions": model.num_parameters() / 1e6, "dtype": dtype}
+    facts |= config.to_dict() | (ABOUT_CHAT if chat else ABOUT_TEXT)
     about_tokenizer = ABOUT_COPIED if isinstance(tokenizer, JsonTokenizer) else ABOUT_CONVERTED
     card = CARD.format(about_tokenizer=about_tokenizer.format(**facts), **facts)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def write_converted(folder: Path, tokenizer: Tokenizer, chat: bool) -> dict[str, str]:
-    """tokenizer.json and the SentencePiece model that it is made from; returns role → piece of the
-    markers. Raises DataError: there is no exact equal."""
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
+    """Write tokenizer.json, what transformers wants beside it, and a SentencePiece model itself.
+
+    Args:
+        chat: the model has learned to answer: the template of its conversations is written too.
+
+    Raises DataError: no tokenizer.json gives equal ids.
+    """
+    if isinstance(tokenizer, JsonTokenizer):
+        copied = Path(tokenizer.path).read_text(encoding="utf-8")
+        copied = without_escapes(copied) if chat else copied
+        (folder / TOKENIZER_JSON).write_text(copied, encoding="utf-8")
+        markers = read_markers(tokenizer.path)
+    else:
+        markers = _write_converted(folder, tokenizer, chat)
+    write_json(folder / "special_tokens_map.json", markers)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
+        "model_max_length": max_seq_len,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        # "<s>" in a text is text. In a conversation the template itself sees to that.
+        "split_special_tokens": not chat,
+    }
+    if chat:
+        settings["chat_template"] = JINJA
+    write_json(folder / "tokenizer_config.json", markers | settings)
+
+
+def _write_converted(folder: Path, tokenizer: Tokenizer, chat: bool) -> dict[str, str]:
+    """Write tokenizer.json and the SentencePiece model that it is made from; return the piece of
+    each marker by its role in transformers."""
     try:
         converted = convert(tokenizer, chat)
     except DataError as error:
@@ -114,34 +148,3 @@ def write_converted(folder: Path, tokenizer: Tokenizer, chat: bool) -> dict[str,
         "eos_token": converted.id_to_token(tokenizer.eos_id),
         "unk_token": converted.model.unk_token,
     }
-
-
-def write_copied(folder: Path, tokenizer: JsonTokenizer, chat: bool) -> dict[str, str]:
-    """tokenizer.json as it is, but that it takes out escapes for `chat`; returns the same."""
-    copied = Path(tokenizer.path).read_text(encoding="utf-8")
-    copied = without_escapes(copied) if chat else copied
-    (folder / TOKENIZER_JSON).write_text(copied, encoding="utf-8")
-    return read_markers(tokenizer.path)
-
-
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
-    """tokenizer.json, what transformers wants beside it, and the SentencePiece model itself, if it
-    is one. Raises DataError: a tokenizer that has no exact equal.
-
-    Args:
-        chat: whether the model has learned to answer: with the template of its conversations.
-    """
-    write = write_copied if isinstance(tokenizer, JsonTokenizer) else write_converted
-    markers = write(folder, tokenizer, chat)
-    write_json(folder / "special_tokens_map.json", markers)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
-        "model_max_length": max_seq_len,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-        # "<s>" in a text is text; of what a template writes, the template itself sees to that.
-        "split_special_tokens": not chat,
-    }
-    if chat:
-        settings["chat_template"] = JINJA
-    write_json(folder / "tokenizer_config.json", markers | settings)

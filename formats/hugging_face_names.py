@@ -1,9 +1,9 @@
-"""The same model in Hugging Face's Llama: names of weights, rotation of positions, settings.
+"""This model as Hugging Face's Llama: names of weights, rotation of positions, settings.
 
-The arithmetic is equal but for one thing. Rotary embedding turns pairs of a head's channels: here,
-as in Llama's own release, neighbours (0, 1), (2, 3), …; there channel j with j + head_dim/2. So the
-rows of wq and wk, which make those channels, change places. Nothing else is reordered: queries and
-keys meet in a product that does not care for the order of channels.
+The arithmetic differs in one thing. Rotary embedding turns pairs of a head's channels: here, as in
+Llama's own release, neighbours (0, 1), (2, 3), …; there channel j with j + head_dim/2. So the rows
+of wq and wk, which make those channels, change places. Nothing else is reordered: the product of
+queries and keys does not depend on the order of channels.
 """
 
 import re
@@ -32,43 +32,42 @@ IN_LAYER = {
 
 
 def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of wq or wk, (heads · head_dim, dim), from neighbouring pairs to first half, second half
-    of each head."""
+    """Reorder the rows of wq or wk, (heads · head_dim, dim), from neighbouring pairs to the first
+    and the second half of each head."""
     rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
     return rows.transpose(1, 2).reshape_as(weight)
 
 
 def join_halves(weight: Tensor, heads: int) -> Tensor:
-    """Inverse of `split_halves`."""
+    """Undo `split_halves`."""
     rows = weight.unflatten(0, (heads, 2, -1))  # (heads, 2, head_dim/2, dim)
     return rows.transpose(1, 2).reshape_as(weight)
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """How many heads wq or wk of this name (ours) has; None for any other weight."""
+    """Return the number of heads of wq or wk by its name (ours); None for any other weight."""
     return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
 
 
 def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights under our names (a tied matrix once) → under Hugging Face's, wq and wk reordered."""
-    llama = {}
-    for name, weight in weights.items():
-        if heads := rotated_heads(name, config):
-            weight = split_halves(weight, heads)
-        llama[llama_name(name)] = weight
-    return llama
+    """Rename weights (a tied matrix once) to Hugging Face's names, with wq and wk reordered."""
+    heads = {name: rotated_heads(name, config) for name in weights}
+    return {
+        llama_name(name): split_halves(weight, heads[name]) if heads[name] else weight
+        for name, weight in weights.items()
+    }
 
 
 def llama_name(name: str) -> str:
-    """Our name of a weight → Hugging Face's."""
+    """Turn our name of a weight into Hugging Face's."""
     if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
         return f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"
     return OUTER[name]
 
 
-def our_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names → ours; the rows of wq and wk still lie as they did. Raises ConfigError:
-    a name that a Llama does not have."""
+def our_names(weights: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Rename Hugging Face's weights to our names; the rows of wq and wk stay in their order. Raises
+    ConfigError: a name that a Llama does not have."""
     outer = {theirs: ours for ours, theirs in OUTER.items()}
     in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
     ours = {}
@@ -79,17 +78,17 @@ def our_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         elif name in outer:
             ours[outer[name]] = weight
         else:
-            raise ConfigError(f"{name} is in no Llama")
+            raise ConfigError(f"{source}: {name} is in no Llama")
     return ours
 
 
 def our_rotation(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of wq and wk reordered, of weights that have our names and the config's shapes."""
+    """Reorder wq and wk in Hugging Face's weights with our names and the config's shapes."""
     heads = {name: rotated_heads(name, config) for name in weights}
     return {n: join_halves(w, heads[n]) if heads[n] else w for n, w in weights.items()}
 
 
-# Ours → Hugging Face's, in what it calls rope_type "llama3".
+# Our names → Hugging Face's, where rope_type is "llama3".
 SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -99,8 +98,8 @@ SCALING = {
 
 
 def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
-    """config.json for transformers. What is about rotary frequencies and the dtype stand there
-    twice: where version 5 looks for them, and where version 4 does."""
+    """Return config.json for transformers. Rotary settings and the dtype stand in it twice: where
+    version 5 looks for them, and where version 4 does."""
     rope = {"rope_type": "default"}
     if scaling := config.rope_scaling:
         rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
@@ -133,12 +132,10 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
 
 
 def config_from_llama(values: dict) -> LMConfig:
-    """Inverse of `llama_config`. What is not given has the default of transformers' LlamaConfig.
-
-    Raises ConfigError: something that this model cannot compute; names the setting and its value.
-    """
+    """Undo `llama_config`; missing settings have the defaults of transformers' LlamaConfig. Raises
+    ConfigError: something that this model cannot compute; names the setting and its value."""
     rope = {}
-    for name in ("rope_parameters", "rope_scaling"):  # of which the second wins in transformers
+    for name in ("rope_parameters", "rope_scaling"):  # the second wins in transformers
         given = values.get(name) or {}
         if not isinstance(given, dict):
             raise ConfigError(f"{name} must be an object, not {given!r}")
@@ -164,7 +161,7 @@ def config_from_llama(values: dict) -> LMConfig:
 
 
 def refuse_other_arithmetic(values: dict, rope: dict) -> None:
-    """Raises ConfigError: another architecture, or a Llama with something that ours has not."""
+    """Raise ConfigError for another architecture, or a Llama with parts that ours lacks."""
     if values.get("model_type") != "llama":
         raise ConfigError(f"model_type is {values.get('model_type')!r}: only 'llama' can be read")
     plain = {
@@ -186,7 +183,7 @@ def rope_type(rope: dict) -> str:
 
 
 def rope_scaling(rope: dict) -> RopeScaling | None:
-    """Raises ConfigError: a number is missing, or cannot be."""
+    """Read rope_type "llama3". Raises ConfigError: a number is missing, or cannot be."""
     if rope_type(rope) == "default":
         return None
     if missing := set(SCALING.values()) - rope.keys():

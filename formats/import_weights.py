@@ -1,4 +1,4 @@
-"""A Llama of others as portable weights: what its files say, what was asked for, its tokenizer."""
+"""Import a Llama of others: its weights in this project's form, with its tokenizer."""
 
 from pathlib import Path
 
@@ -22,11 +22,11 @@ from model.config import ConfigError
 def import_weights(
     source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **settings
 ) -> str:
-    """Read somebody's weights and write this project's; returns what to tell.
+    """Read somebody's weights and write this project's; return a summary for the user.
 
     Args:
         tokenizer: a file or a folder with one; None takes what is beside the weights, if anything.
-        settings: those of SETTINGS that the files leave open; None is as good as none.
+        settings: values for SETTINGS that the files leave open; None means not given.
 
     Raises UsageError: no such source, a place that must not be replaced, or see `choose_settings`.
     ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve here.
@@ -56,7 +56,7 @@ def import_weights(
 
 
 def is_import(folder: Path) -> bool:
-    """Whether this folder holds portable weights, and nothing besides."""
+    """Return True for a folder of portable weights with nothing besides."""
     try:
         ours = "n_layers" in read_json(folder / CONFIG_FILE)
     except ConfigError:
@@ -66,7 +66,7 @@ def is_import(folder: Path) -> bool:
 
 
 def answers(source: Path) -> bool:
-    """Whether these weights were exported from here when they had learned to answer."""
+    """Return True for an export of this project whose model has learned to answer."""
     try:
         return read_json(source / MARKERS_FILE).get("chat_template") == JINJA
     except ConfigError:
@@ -74,8 +74,8 @@ def answers(source: Path) -> bool:
 
 
 def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:
-    """Every setting that shapes do not tell, and a word for each on where it comes from. Raises
-    UsageError: the number of heads is unknown, or what is asked contradicts the files."""
+    """Return all of SETTINGS, and for each a word on where it comes from. Raises UsageError: the
+    number of heads is unknown, or what is asked contradicts the files."""
     settings, said = {}, []
     for name in SETTINGS:
         flag = asked.get(name)
@@ -95,8 +95,8 @@ def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[
 
 
 def take_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Path) -> str:
-    """Put the tokenizer beside the weights if there is one; says what was done. Raises DataError:
-    the file that was asked for is none, or one has more pieces than the model."""
+    """Copy the tokenizer into `folder` if there is one; return a word on it. Raises DataError: the
+    file that was asked for is none, or it has more pieces than the model."""
     path = asked or tokenizer_in(source if source.is_dir() else source.parent)
     need = "text needs one: pass --tokenizer FILE"
     if asked is None and not path.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ConfigError, LMConfig
@@ -21,20 +21,20 @@ CONFIG_FILE = "config.json"
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write the folder. Weights go by their names in `named_parameters()`, a tied matrix once.
-    Raises OSError: the disk is full or refuses."""
+    """Write config and weights, by their names in `named_parameters()`, a tied matrix once. Raises
+    OSError: the disk is full or refuses."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Indented, for people to read as well."""
+    """Write JSON that people can read as well."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict:
-    """Raises ConfigError: unreadable, or no JSON object."""
+    """Read a JSON object. Raises ConfigError: unreadable, or another kind of JSON."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -45,11 +45,11 @@ def read_json(path: Path) -> dict:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """safetensors' `save_file`, with the system's errors as OSError as from any other writer."""
+    """Call safetensors' `save_file`, but raise the system's errors as OSError."""
     try:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         path.touch()
-        mode = path.stat().st_mode  # what others may do; save_file lets the owner alone read it
+        mode = path.stat().st_mode  # save_file would let only the owner read it
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(mode)
     except SafetensorError as error:
@@ -59,8 +59,11 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class TensorFile(Mapping):
-    """name → tensor of a safetensors file, read each time that it is asked for: what is divided
-    among processes need not be held whole by any. Raises SafetensorError, OSError: no such file."""
+    """The tensors of a safetensors file by name, each read when it is asked for.
+
+    Weights that are divided among processes need not be held whole by any of them. Raises
+    SafetensorError, OSError: no such file, or a damaged one.
+    """
 
     def __init__(self, path: Path):
         self._file = safe_open(path, "pt")
@@ -79,8 +82,8 @@ class TensorFile(Mapping):
 
 
 def load_config(folder: Path) -> LMConfig:
-    """The shape of the model in such a folder. Raises ConfigError: missing, damaged, or no shape
-    that can be built."""
+    """Return the shape of the model in such a folder. Raises ConfigError: missing, damaged, or no
+    shape that can be built."""
     values = read_json(folder / CONFIG_FILE)
     try:
         return LMConfig.from_dict(values)
@@ -89,24 +92,31 @@ def load_config(folder: Path) -> LMConfig:
 
 
 def load_portable(folder: Path) -> Transformer:
-    """The model of such a folder, in evaluation mode, on the CPU, in fp32. Raises ConfigError:
-    files missing or damaged, or weights that do not fit the config; names what is wrong."""
+    """Load the model of such a folder, see `build_model`. Raises ConfigError: files missing or
+    damaged, or weights that do not fit the config; names what is wrong."""
     config = load_config(folder)
     try:
-        weights = load_file(folder / WEIGHTS_FILE)
-    except (OSError, ValueError, SafetensorError) as error:
+        weights = TensorFile(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder}: no readable weights ({error})") from error
+    return build_model(config, weights, str(folder))
+
+
+def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
+    """Build a model with these weights: on the CPU, in fp32, in evaluation mode. Raises
+    ConfigError: see `require_fit`."""
     with torch.device("meta"):  # shapes without memory: a damaged config may ask for any size
         shapes = Transformer(config)
-    require_fit(shapes, weights, str(folder))
+    require_fit(shapes, weights, source)
     model = Transformer(config)
-    load_weights(model, weights, str(folder))
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(weights[name])
     return model.eval()
 
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights into the model's parameters, those of a base into all but its adapters. Raises
-    ConfigError: see `require_fit`."""
+    """Copy weights into the model's parameters; the weights of a base leave its adapters as they
+    are. Raises ConfigError: see `require_fit`."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
         if name in weights:
@@ -114,8 +124,10 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str)
 
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Raises ConfigError: a name or shape on one side has no equal on the other, or what is there
-    are no numbers. Weights without any adapter are those of a base, and the model may have some."""
+    """Raise ConfigError where names or shapes differ, or a weight is not finite floating point.
+
+    Weights without any adapter are those of a base; the model may have adapters beside them.
+    """
     parameters = dict(model.named_parameters())
     names = set(weights)
     if not any(map(is_adapter, names)):

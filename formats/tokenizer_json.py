@@ -1,11 +1,10 @@
 """A SentencePiece BPE model as tokenizer.json, with equal ids, for the `tokenizers` package.
 
-SentencePiece joins, again and again, the two neighbours whose union has the best score, the
-leftmost first; the `tokenizers` package joins the pair of neighbours that stands first in a list.
-A list ordered by the score of the union does the same, whatever the order among the pairs that make
-one and the same piece: only one of those pairs ever occurs. For as long as no join crosses the two
-ends of a stretch of text, what is joined inside it does not depend on its surroundings, so wherever
-the stretch becomes a piece, its last two parts are the same.
+SentencePiece repeatedly joins the two neighbours whose union has the best score, the leftmost
+first; the `tokenizers` package joins the pair that stands first in a list. A list ordered by the
+score of the union does the same. The order among pairs that make the same piece does not matter,
+because only one of them ever occurs: while no join crosses the ends of a stretch of text, the joins
+inside it do not depend on its surroundings, so its last two parts are the same everywhere.
 
 SentencePiece writes a space as U+2581. Here a space stays a space, in the pieces as in the text: a
 literal U+2581 then has no piece and is spelled in bytes, which is what data.tokenizer does.
@@ -23,22 +22,23 @@ from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
 Kind = ModelProto.SentencePiece.Type
-# The places before which a dummy prefix goes: the beginning of the text, and of each part of it
-# between literal U+2581, for data.tokenizer encodes these parts one by one.
+# A dummy prefix goes before the text, and before each part of it between literal U+2581, because
+# data.tokenizer encodes these parts one by one.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 
 def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
-    """The same tokenizer as an object of the `tokenizers` package; its own encode begins with <s>.
+    """Convert a tokenizer to the `tokenizers` package; its encode puts <s> before a text.
 
-    With `chat` it takes the escapes of `chat_template.JINJA` out of a text.
+    The ids equal those of `tokenizer.encode` with add_special_tokens=False and
+    encode_special_tokens=True (transformers: split_special_tokens): a "<s>" in the text is then no
+    marker. Decoding is equal too, but for ids that no text encodes to: in a run of bytes that are
+    not valid UTF-8 the package writes U+FFFD for each byte, ours for the wrong ones.
 
-    With add_special_tokens=False and encode_special_tokens=True, so that a "<s>" in the text is no
-    marker (transformers calls it split_special_tokens), the ids are those of `tokenizer.encode`.
-    Decoding them is the same too. Ids that no text encodes to are decoded otherwise where bytes are
-    not valid UTF-8: the package writes U+FFFD for each byte of such a run, ours for the wrong ones.
+    Args:
+        chat: remove the escapes of `chat_template.JINJA` from a text.
 
-    Raises DataError: the model is of a kind that has no exact equal; names what is not supported.
+    Raises DataError: the model has no exact equal; names what is not supported.
     """
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     if problem := unsupported(model):
@@ -72,7 +72,7 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
 
 
 def without_escapes(tokenizer_json: str) -> str:
-    """The same file of others, as one that takes the escapes of `chat_template.JINJA` out."""
+    """Return a file of others that removes the escapes of `chat_template.JINJA` from a text."""
     settings = json.loads(tokenizer_json)
     steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
     steps += [own] if (own := settings.get("normalizer")) else []
@@ -81,7 +81,7 @@ def without_escapes(tokenizer_json: str) -> str:
 
 
 def unsupported(model: ModelProto) -> str | None:
-    """What about the model cannot be had in a tokenizer.json, or None."""
+    """Return what a tokenizer.json cannot do for this model, or None."""
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     pieces = {p.piece: p.score for p in model.pieces if p.type == Kind.NORMAL}
     scores = [score for piece, score in pieces.items() if len(piece) > 1]
@@ -106,13 +106,16 @@ def unsupported(model: ModelProto) -> str | None:
 
 
 def written(piece: ModelProto.SentencePiece) -> str:
-    """The piece with spaces as spaces; markers and bytes under their names."""
+    """Return a piece with spaces as spaces; markers and bytes keep their names."""
     return piece.piece.replace(SPACE_SYMBOL, " ") if piece.type == Kind.NORMAL else piece.piece
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Every pair of pieces whose union is a piece, the best union first, from piece → score of the
-    ordinary pieces alone, no two unions with the same score."""
+    """List every pair of pieces whose union is a piece, the best union first.
+
+    Args:
+        scores: of the ordinary pieces; those of unions differ from each other.
+    """
     found = []
     for piece in sorted(scores, key=scores.get, reverse=True):
         cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))

@@ -1,140 +1,178 @@
-"""Continue prompts, token by token."""
+"""Continue prompts: the one decoding loop of terminal, server and samples in training.
+
+Texts join and leave a batch at any token, and one pass over the weights serves all of them.
+Source: Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu (there called
+iteration-level scheduling, elsewhere continuous batching).
+"""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from inference.decoder import Decoder
-from inference.sampling import Sampler, Sampling
+from inference.sampling import Sampling, choose, penalise
 from model.transformer import Transformer
 
-DEFAULT = Sampling()
+STRETCH = 64  # tokens that a text has room for at first; a long context takes gigabytes
 
 
-@dataclass
-class Generation:
-    """Prompts that grow together. Iterating gives, for each step, {index of the prompt: its next
-    token}, of the prompts that still grow.
+@dataclass(kw_only=True, eq=False)
+class Continuation:
+    """The tokens that follow one prompt.
 
-    Raises ValueError: an empty prompt, one that is too long for the context (with `slide` it is cut
-    to its last half context), or ids that the model does not have.
+    A text that fills the context goes on from its later half, which is read anew. To end it there
+    instead, limit `max_new_tokens`.
+
+    Args:
+        prompt: token ids, at least one.
+        max_new_tokens: at least 1.
+        next_ids: tokens that may follow the prompt at once; [] for all.
+        stop_ids: tokens that end the text and are no part of it.
     """
 
-    model: Decoder | Transformer  # a decoder, or a model to make one of
-    prompts: list[list[int]]  # token ids, at least one each
-    max_new_tokens: int  # at most so many for each prompt
-    sampling: Sampling = DEFAULT  # prompt i draws with seed + i
-    _: KW_ONLY
-    next_ids: Sequence[list[int]] = ()  # tokens that may follow prompt i at once; [] for all
-    stop_ids: tuple[int, ...] = ()  # tokens that end a continuation and are not part of it
-    # What happens at the end of the context. True: the later half of the sequence is read anew and
-    # the text goes on from there. False: it ends, and `cut` has its index.
-    slide: bool = False
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    next_ids: Sequence[int] = ()
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        model, prompts = self.model, self.prompts
-        self.decoder = model if isinstance(model, Decoder) else Decoder(model)
-        config = self.decoder.config
-        self.context = config.max_seq_len
-        for prompt in prompts:
-            if not prompt:
-                raise ValueError("an empty prompt: begin with the begin-of-document token")
-            if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-                raise ValueError(f"token ids must be below the vocabulary of {config.vocab_size}")
-            if len(prompt) > self.context and not self.slide:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens, but the context has {self.context}"
-                )
-        self.texts = [list(prompt) for prompt in prompts]  # with all that has been generated
-        self.starts = [0] * len(prompts)  # where the part of it begins that the model sees
-        self.live = list(range(len(prompts)))  # row of the decoder → index of the prompt
-        self.ended: set[int] = set()
-        self.cut: set[int] = set()
-        device = self.decoder.device
-        self.sampler = Sampler(self.sampling, self.texts, config.vocab_size, device)
+        self.ids: list[int] = []  # the tokens so far
+        self.n_tokens = 0  # their number, with that of `stop_ids`
+        self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
+        self.generator = torch.Generator().manual_seed(self.sampling.seed)
+        self.settings = replace(self.sampling, seed=0)  # texts with the same are drawn together
+        self._start = 0  # the model sees what stands from here on
 
-    def end(self, index: int) -> None:
-        """Let this prompt grow no further."""
-        self.ended.add(index)
-
-    def __iter__(self) -> Iterator[dict[int, int]]:
-        if not self.max_new_tokens or not self.live:
+    def take(self, token: int) -> None:
+        """Append the next token, or end the text. A text that has ended takes nothing."""
+        if self.finish_reason:
             return
-        logits = restrict(self._read(), self.next_ids)
-        for _ in range(self.max_new_tokens - 1):
-            tokens = self.sampler(logits)
-            yield self._append(tokens)
-            self._end_at_the_context()
-            rows = [row for row, index in enumerate(self.live) if index not in self.ended]
-            if not rows:
-                return
-            if len(rows) < len(self.live):
-                self.live = [self.live[row] for row in rows]
-                self.decoder.keep(rows)
-                self.sampler.keep(rows)
-                tokens = tokens[rows]
-            full = max(self.decoder.lengths) == self.context
-            logits = self._read() if full else self.decoder.step(tokens)
-        yield self._append(self.sampler(logits))
+        self.n_tokens += 1
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+            return
+        self.ids.append(token)
+        if self.n_tokens == self.max_new_tokens:
+            self.finish_reason = "length"
 
-    def _append(self, tokens: Tensor) -> dict[int, int]:
-        new = dict(zip(self.live, tokens.tolist(), strict=True))
-        self.ended |= {index for index, token in new.items() if token in self.stop_ids}
-        new = {index: token for index, token in new.items() if index not in self.ended}
-        for index, token in new.items():
-            self.texts[index].append(token)
-        return new
+    def cancel(self) -> None:
+        """Write no more of it. May be called from any thread."""
+        self.finish_reason = self.finish_reason or "cancelled"
 
-    def _end_at_the_context(self) -> None:
-        """Without `slide`: end what has filled the context."""
-        for index, length in zip(self.live, self.decoder.lengths, strict=True):
-            if length == self.context and not self.slide and index not in self.ended:
-                self.end(index)
-                self.cut.add(index)
-
-    def _read(self) -> Tensor:
-        """Logits after what the living prompts have become; what is too long loses its past."""
-        for index in self.live:
-            if len(self.texts[index]) - self.starts[index] > self.context:
-                self.starts[index] = len(self.texts[index]) - max(1, self.context // 2)
-        seen = [self.texts[index][self.starts[index] :] for index in self.live]
-        room = max(map(len, seen)) + self.max_new_tokens
-        return self.decoder.read(seen, min(self.context, room))
+    def seen(self, context: int) -> list[int]:
+        """Return the tokens that the model has to read, at most `context`."""
+        ids = self.prompt + self.ids
+        if len(ids) - self._start > context:
+            self._start = len(ids) - max(1, context // 2)
+        return ids[self._start :]
 
 
-def restrict(logits: Tensor, next_ids: Sequence[Sequence[int]]) -> Tensor:
-    """The first logits of all prompts, (B, vocab_size): -inf where `next_ids` forbids."""
-    logits = logits.clone()
-    for row, ids in enumerate(next_ids):
-        if ids:
-            allowed = logits[row, ids]
-            logits[row] = -math.inf
-            logits[row, ids] = allowed
-    return logits
+class Batch:
+    """Texts that grow together; row i of the decoder belongs to `texts[i]`.
+
+    Each text draws with random numbers of its own. It becomes what it would be alone, but for
+    rounding.
+    """
+
+    def __init__(self, decoder: Decoder):
+        self.decoder = decoder
+        self.texts: list[Continuation] = []
+        self._logits = torch.empty(0, decoder.config.vocab_size, device=decoder.device)
+        decoder.keep([])  # forget what another batch may have left
+
+    def add(self, texts: list[Continuation]) -> None:
+        """Read the prompts of these texts, which join at the next token."""
+        logits = self._read(texts, self.decoder.join).clone()
+        for row, text in zip(logits, texts, strict=True):
+            if text.next_ids:
+                allowed = row[text.next_ids]
+                row.fill_(-math.inf)
+                row[text.next_ids] = allowed
+        self._logits = torch.cat([self._logits, logits])  # (B, vocab_size)
+        self.texts += texts
+
+    def step(self) -> None:
+        """Give each text its next token. Texts that have ended leave."""
+        decoder, context = self.decoder, self.decoder.config.max_seq_len
+        tokens = self._draw()
+        for text, token in zip(self.texts, tokens.tolist(), strict=True):
+            text.take(token)
+        rows = [row for row, text in enumerate(self.texts) if not text.finish_reason]
+        if len(rows) < len(self.texts):
+            self.texts = [self.texts[row] for row in rows]
+            decoder.keep(rows)
+        if not rows:
+            self._logits = self._logits[:0]
+        elif max(decoder.lengths) == context:
+            self._logits = self._read(self.texts, decoder.read)
+        else:
+            if max(decoder.lengths) == decoder.room:
+                decoder.make_room(min(2 * decoder.room, context))
+            self._logits = decoder.step(tokens[rows])
+
+    def _read(self, texts: list[Continuation], read: Callable) -> Tensor:
+        """Read these texts with `join` or `read` of the decoder; return the next logits."""
+        context = self.decoder.config.max_seq_len
+        seen = [text.seen(context) for text in texts]
+        return read(seen, min(context, max(map(len, seen)) + STRETCH))
+
+    def _draw(self) -> Tensor:
+        """Draw the next token of each text, (B,) int64."""
+        drawn = [torch.rand((), generator=t.generator, dtype=torch.float64) for t in self.texts]
+        numbers = torch.stack(drawn).to(self.decoder.device)
+        groups: dict[Sampling, list[int]] = {}
+        for row, text in enumerate(self.texts):
+            groups.setdefault(text.settings, []).append(row)
+        tokens = torch.empty(len(numbers), dtype=torch.int64, device=numbers.device)
+        for sampling, group in groups.items():
+            rows = slice(None) if len(groups) == 1 else group  # all of them, without a copy
+            logits = self._logits[rows]
+            if sampling.repetition_penalty != 1:
+                texts = [self.texts[row].prompt + self.texts[row].ids for row in group]
+                logits = penalise(logits, texts, sampling.repetition_penalty)
+            tokens[rows] = choose(logits, sampling, numbers[rows])
+        return tokens
+
+
+def write(decoder: Decoder, texts: list[Continuation]) -> None:
+    """Write these texts to their ends."""
+    batch = Batch(decoder)
+    batch.add(texts)
+    while batch.texts:
+        batch.step()
 
 
 def generate(
     model: Decoder | Transformer,
     prompts: list[list[int]],
     max_new_tokens: int,
-    sampling: Sampling = DEFAULT,
+    sampling: Sampling | None = None,
     *,
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
-    slide: bool = True,
 ) -> list[list[int]]:
-    """The ids that follow each prompt; see `Generation`."""
-    generation = Generation(
-        model,
-        prompts,
-        max_new_tokens,
-        sampling,
-        next_ids=next_ids,
-        stop_ids=stop_ids,
-        slide=slide,
-    )
-    for _ in generation:
-        pass
-    return [text[len(prompt) :] for text, prompt in zip(generation.texts, prompts, strict=True)]
+    """Return the ids that follow each prompt.
+
+    Args:
+        model: a decoder, or a model to make one of.
+        prompts: token ids, at least one each.
+        sampling: prompt i draws with seed + i.
+        next_ids, stop_ids: see `Continuation`; `next_ids` has one list for each prompt, or none.
+    """
+    texts = [
+        Continuation(
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=(sampling or Sampling()).numbered(i),
+            next_ids=next_ids[i] if next_ids else (),
+            stop_ids=stop_ids,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    if max_new_tokens:
+        write(model if isinstance(model, Decoder) else Decoder(model), texts)
+    return [text.ids for text in texts]

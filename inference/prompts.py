@@ -1,19 +1,21 @@
-"""What is to be continued: prompts from the command line, a file, or stdin."""
+"""Prompts from flags, from a file, and from the keyboard."""
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import UsageError
+from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Those that were given, then those of a file.
+    """Return the given prompts, then those of a file.
 
     Args:
-        path: a file of prompts, one in a line, or .jsonl; "-" is stdin.
+        path: a file with one prompt per line, or .jsonl; "-" is stdin.
 
-    Raises UsageError: none, an empty one, or a file that cannot be read.
+    Raises UsageError: no prompt, an empty one, or a file that cannot be read.
     """
     prompts = list(given)
     if path:
@@ -27,22 +29,39 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
                 prompts += [line for line in lines if line]
         except (OSError, ValueError) as error:
             raise UsageError(f"--prompts {path}: {error}") from error
-        if not prompts:
-            raise UsageError(f"--prompts {path}: there is no prompt in it")
     if not prompts:
-        raise UsageError("nothing to continue: give --prompt, --prompts or --interactive")
+        empty = f"--prompts {path}: there is no prompt in it"
+        none = "nothing to continue: give --prompt, --prompts or --interactive"
+        raise UsageError(empty if path else none)
     return [require_text(prompt) for prompt in prompts]
 
 
 def require_text(prompt: str) -> str:
-    """The prompt itself. Raises UsageError: there is nothing in it, or bytes that are no text."""
+    """Return the prompt. Raises UsageError: it is empty, or holds bytes that are no text."""
     if not prompt:
         raise UsageError("an empty prompt: the model needs something to continue")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt {prompt!r} is not valid UTF-8") from error
+    if not is_text(prompt):
+        raise UsageError(f"the prompt {prompt!r} is not valid UTF-8")
     return prompt
+
+
+def typed_lines() -> Iterator[str]:
+    """Yield what is typed, line by line, until Ctrl-D. Raises UsageError: input that is no text."""
+    while True:
+        try:
+            yield input("\n> ")
+        except EOFError:
+            say("")
+            return
+        except KeyboardInterrupt:
+            say("\nCtrl-D ends the program.")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"what was typed is not valid UTF-8: {error}") from error
+
+
+def say(text: str) -> None:
+    """Print a remark to stderr; stdout is for what the model writes."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _prompt_of(line: str, number: int) -> str:

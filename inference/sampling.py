@@ -1,96 +1,81 @@
-"""Which token comes next: one draw from each row of logits."""
+"""Which token comes next: settings with their limits, and the choice from the logits.
+
+Flags and requests get defaults, meanings and limits from here. The file does not load torch.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIMITS = {  # setting: what has to be true of it, and in words
+    "repetition_penalty": (lambda penalty: 0 < penalty < math.inf, "positive and finite"),
+    "temperature": (lambda temperature: 0 <= temperature < math.inf, "at least 0 and finite"),
+    "top_k": (lambda k: k >= 0, "at least 0"),
+    "top_p": (lambda p: 0 < p <= 1, "above 0 and at most 1"),
+    "min_p": (lambda p: 0 <= p <= 1, "between 0 and 1"),
+    "seed": (lambda seed: 0 <= seed < 2**63, "at least 0 and below 2**63"),
+}
+MEANINGS = {
+    # Source: Keskar et al., https://arxiv.org/abs/1909.05858
+    "repetition_penalty": "divides logits of tokens in the text, or multiplies them below 0",
+    "temperature": "divides the logits; 0 always takes the likeliest token",
+    "top_k": "keep the k likeliest tokens; 0 keeps all",
+    # Source: Holtzman et al., https://arxiv.org/abs/1904.09751
+    "top_p": "keep the likeliest tokens that together have this probability",
+    # Source: Nguyen et al., https://arxiv.org/abs/2407.01082
+    "min_p": "keep tokens with at least this share of the likeliest one's probability",
+}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw. What is left out is left out in the order of the fields. Raises ValueError: a
-    value that cannot work; the message begins with its name."""
+    """The settings of a draw. Each setting acts on what the ones before it have left.
 
-    repetition_penalty: float = 1.0  # divides positive logits of tokens already in the text, and
-    # multiplies negative ones. Source: Keskar et al., https://arxiv.org/abs/1909.05858
-    temperature: float = 0.8  # divides the logits; 0 always takes the likeliest token
-    top_k: int = 50  # only so many of the likeliest; 0 takes all
-    top_p: float = 1.0  # only the likeliest that together have this probability.
-    # Source: Holtzman et al., https://arxiv.org/abs/1904.09751
-    min_p: float = 0.0  # only those with this share of the likeliest one's probability.
-    # Source: Nguyen et al., https://arxiv.org/abs/2407.01082
+    Raises ValueError: a value outside its limits; the message begins with the setting's name.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
 
     def __post_init__(self):
-        for name, holds, what in (
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive and finite"),
-            ("temperature", 0 <= self.temperature < math.inf, "at least 0 and finite"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("seed", 0 <= self.seed < 2**63, "at least 0 and below 2**63"),
-        ):
-            if not holds:
-                raise ValueError(f"{name} must be {what}, not {getattr(self, name)!r}")
+        for setting in fields(self):
+            value, (holds, limits) = getattr(self, setting.name), LIMITS[setting.name]
+            if not holds(value):
+                raise ValueError(f"{setting.name} must be {limits}, not {value!r}")
+
+    def numbered(self, i: int) -> "Sampling":
+        """Return the settings of continuation i, which draws with seed + i."""
+        return replace(self, seed=(self.seed + i) % 2**63)
 
 
-class Sampler:
-    """Draws for some sequences, each with random numbers of its own: row i has those of seed + i,
-    whatever else is in the batch.
+def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tensor":
+    """Return logits, (B, vocab_size), in which the tokens of text i are less likely in row i."""
+    logits = logits.clone()
+    for row, text in zip(logits, texts, strict=True):
+        seen = row[text]
+        row[text] = (seen / penalty).where(seen > 0, seen * penalty)
+    return logits
+
+
+def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
+    """Return the tokens, (B,), at which the sums of probabilities pass the numbers.
 
     Args:
-        texts: token ids of each sequence so far, which `repetition_penalty` looks at.
+        logits: (B, vocab_size) in fp32, after `penalise`.
+        numbers: (B,) in [0, 1).
     """
-
-    def __init__(
-        self,
-        sampling: Sampling,
-        texts: list[list[int]],
-        vocab_size: int,
-        device: torch.device,
-    ):
-        self.sampling, self.device = sampling, device
-        self.generators = [
-            torch.Generator().manual_seed((sampling.seed + i) % 2**63) for i in range(len(texts))
-        ]
-        self.present = None
-        if sampling.repetition_penalty != 1:
-            self.present = torch.zeros(len(texts), vocab_size, dtype=torch.bool, device=device)
-            for row, text in enumerate(texts):
-                self.present[row, text] = True
-
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these sequences only."""
-        self.generators = [self.generators[row] for row in rows]
-        if self.present is not None:
-            self.present = self.present[rows]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """The next token of each row: (B, vocab_size) fp32 → (B,) int64."""
-        if self.present is not None:
-            logits = penalise(logits, self.present, self.sampling.repetition_penalty)
-        numbers = torch.stack(
-            [torch.rand((), generator=g, dtype=torch.float64) for g in self.generators]
-        )
-        tokens = choose(logits, self.sampling, numbers.to(self.device))
-        if self.present is not None:
-            self.present[torch.arange(len(tokens), device=tokens.device), tokens] = True
-        return tokens
-
-
-def penalise(logits: Tensor, present: Tensor, penalty: float) -> Tensor:
-    """Make what is present, (B, vocab_size) bool, less likely."""
-    return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def choose(logits: Tensor, sampling: Sampling, numbers: Tensor) -> Tensor:
-    """Tokens where the sums of probabilities pass the numbers, (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     count = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
     best, ids = logits.topk(count)  # the likeliest first
-    p = torch.softmax(best.double() / sampling.temperature, dim=-1)
+    p = (best.double() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         before = p.cumsum(-1) - p
         p = p.masked_fill(before >= sampling.top_p, 0)

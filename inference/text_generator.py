@@ -1,19 +1,17 @@
-"""From prompts to printed continuations: tokenizer, decoder and sampling together."""
+"""From prompts to printed continuations, as scripts.generate does it."""
 
 import json
-import sys
 import time
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
+from functools import partial
 
 from common.errors import UsageError
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
-from inference.generation import Generation
-from inference.prompts import require_text
+from inference.generation import write
+from inference.prompts import require_text, say, typed_lines
 from inference.sampling import Sampling
-from inference.text_stream import TextStream
+from inference.text_stream import StreamedText
 
 
 @dataclass(kw_only=True)
@@ -30,88 +28,41 @@ class TextGenerator:
     slide: bool  # at the end of the context: read the later half anew and go on
     jsonl: bool  # print JSON objects
 
-    def encode(self, prompt: str) -> tuple[list[int], list[int]]:
-        """As `Tokenizer.encode_prompt`. Raises UsageError: longer than the context, and it is not
-        to slide."""
-        ids, next_ids = self.tokenizer.encode_prompt(prompt)
-        context = self.decoder.config.max_seq_len
-        if len(ids) > context and not self.slide:
-            raise UsageError(
-                f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
-                "it, or pass --beyond_context slide to go on from its end"
-            )
-        return ids, next_ids
-
-    def _is_strange(self, prompt: str) -> bool:
-        """Whether the tokenizer has so seldom seen most of the characters that it spells them."""
-        spelled = map(self.tokenizer.bytes_of, self.tokenizer.encode(prompt))
-        # Bytes of 0b10...... go on with a character of UTF-8 that another has begun.
-        begun = sum(bool(part) and part[0] >> 6 != 0b10 for part in spelled)
-        return 2 * begun > len(prompt)
-
     def write(self, prompts: list[str]) -> None:
-        """Continue every prompt, num_samples times each, and say how fast that was. Raises
-        UsageError: a prompt that does not fit into the context."""
+        """Print num_samples continuations of each prompt; say how fast they were written.
+
+        Raises UsageError: a prompt that does not fit into the context.
+        """
         asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
-        encoded = [self.encode(prompt) for prompt in asked]
+        printer = Printer(asked, self.jsonl)
+        texts = [self._text(i, prompt, printer) for i, prompt in enumerate(asked)]
         if strange := [prompt for prompt in prompts if self._is_strange(prompt)]:
             say(
                 f"{len(strange)} of {len(prompts)} prompts: most characters of {strange[0][:20]!r} "
                 "were rare or missing in the text that the tokenizer was made from; the model "
                 "hardly knows them"
             )
-        tokens, started = 0, time.perf_counter()
-        for first in range(0, len(asked), self.batch_size):
-            batch = slice(first, first + self.batch_size)
-            printer = Printer(asked[batch], number=first + 1, total=len(asked), jsonl=self.jsonl)
-            tokens += self._write_batch(encoded[batch], first, printer)
-        seconds = time.perf_counter() - started
-        where = f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}"
-        say(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:,.0f} tokens/s, {where}")
-
-    def _write_batch(
-        self, encoded: list[tuple[list[int], list[int]]], first: int, printer: "Printer"
-    ) -> int:
-        """Continue these together; returns how many tokens came."""
-        ids, next_ids = zip(*encoded, strict=True)
-        generation = Generation(
-            self.decoder,
-            ids,
-            self.max_new_tokens,
-            replace(self.sampling, seed=(self.sampling.seed + first) % 2**63),
-            next_ids=next_ids,
-            stop_ids=(self.tokenizer.eos_id,),
-            slide=self.slide,
-        )
-        streams = [TextStream(self.tokenizer, self.stop, " " if some else "") for some in next_ids]
-        for new in generation:
-            for i, token in new.items():
-                printer.add(i, streams[i].add(token))
-                if streams[i].stopped:
-                    generation.end(i)
-            for i in generation.ended - printer.ended:
-                printer.end(i, streams[i].end())
-        for i, stream in enumerate(streams):
-            printer.end(i, stream.end())
-        if generation.cut:
+        started = time.perf_counter()
+        printer.print()
+        for first in range(0, len(texts), self.batch_size):
+            write(self.decoder, texts[first : first + self.batch_size])
+        seconds, n_tokens = time.perf_counter() - started, sum(len(text.ids) for text in texts)
+        limits = [text.max_new_tokens for text in texts if text.finish_reason == "length"]
+        if cut := sum(limit < self.max_new_tokens for limit in limits):
             say(
-                f"{len(generation.cut)} of {len(ids)} ended with the context of "
+                f"{cut} of {len(texts)} ended with the context of "
                 f"{self.decoder.config.max_seq_len} tokens; --beyond_context slide goes on"
             )
-        return sum(map(len, generation.texts)) - sum(map(len, ids))
+        where = f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}"
+        say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s, {where}")
 
     def converse(self) -> None:
-        """Ask for prompts until the input ends. Ctrl-C ends a continuation, or the conversation.
-        Raises UsageError: input that is no text."""
+        """Continue what is typed until the input ends. Ctrl-C stops a continuation.
+
+        Raises UsageError: input that is no text.
+        """
         say("A prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
-        while True:
-            try:
-                prompt = input("\n> ")
-            except (EOFError, KeyboardInterrupt):
-                say("")
-                return
-            except UnicodeDecodeError as error:
-                raise UsageError(f"the prompts are not valid UTF-8: {error}") from error
+        for prompt in typed_lines():
             try:
                 self.write([require_text(prompt)])
             except UsageError as error:
@@ -119,65 +70,70 @@ class TextGenerator:
             except KeyboardInterrupt:
                 say("")
 
+    def _text(self, i: int, prompt: str, printer: "Printer") -> StreamedText:
+        """Return continuation i. Raises UsageError: the prompt is too long, and nothing slides."""
+        ids, next_ids = self.tokenizer.encode_prompt(prompt)
+        room, context = self.max_new_tokens, self.decoder.config.max_seq_len
+        if not self.slide:
+            room = min(room, context + 1 - len(ids))  # a full context predicts one more token
+        if room < 1:
+            raise UsageError(
+                f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
+                "it, or pass --beyond_context slide to go on from its end"
+            )
+        return StreamedText(
+            prompt=ids,
+            max_new_tokens=room,
+            sampling=self.sampling.numbered(i),
+            next_ids=next_ids,
+            tokenizer=self.tokenizer,
+            deliver=partial(printer.add, i),
+            stop=self.stop,
+        )
 
-def choose_device(name: str | None) -> torch.device:
-    """The device that was named, or the best there is. Raises UsageError: no such device here."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name} cannot be used here: cpu, cuda or cuda:N can")
-    try:
-        return torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:80]
-        raise UsageError(f"--device {name} cannot be used here: {reason}") from error
+    def _is_strange(self, prompt: str) -> bool:
+        """Return whether the tokenizer spells most of the characters in bytes."""
+        spelled = map(self.tokenizer.bytes_of, self.tokenizer.encode(prompt))
+        # Bytes of 0b10...... go on with a character of UTF-8 that another has begun.
+        begun = sum(bool(part) and part[0] >> 6 != 0b10 for part in spelled)
+        return 2 * begun > len(prompt)
 
 
-def say(text: str) -> None:
-    """What is no continuation."""
-    print(text, file=sys.stderr, flush=True)
-
-
-@dataclass
 class Printer:
-    """Prints continuations that grow together: the first as it comes, the others after it."""
+    """Prints continuations that grow together: the first as it comes, the others after it.
 
-    prompts: list[str]  # of the continuations, in order
-    number: int  # of the first one, of `total` in the whole
-    total: int
-    jsonl: bool  # print whole continuations, each as a JSON object in a line
+    Args:
+        prompts: of the continuations.
+        jsonl: print each continuation when it has ended, as a JSON object in a line.
+    """
 
-    def __post_init__(self):
-        self.texts = [""] * len(self.prompts)
-        self.ended: set[int] = set()
-        self.current = 0
-        self._begin()
+    def __init__(self, prompts: list[str], jsonl: bool):
+        self.prompts, self.jsonl = prompts, jsonl
+        self.texts = [""] * len(prompts)  # what is not printed yet
+        self.ended = [False] * len(prompts)
+        self.current = 0  # all before this one are printed
+        for i, prompt in enumerate(prompts if not jsonl else ()):
+            heading = f"--- {i + 1} of {len(prompts)} ---\n" if len(prompts) > 1 else ""
+            self.texts[i] = heading + prompt
 
-    def add(self, i: int, text: str) -> None:
-        """More of continuation i."""
+    def add(self, i: int, text: str, finish_reason: str | None) -> None:
+        """Take more text of continuation i, which has ended if there is a reason."""
         self.texts[i] += text
-        if i == self.current and not self.jsonl:
-            print(text, end="", flush=True)
-
-    def end(self, i: int, text: str) -> None:
-        """The continuation has ended with this text."""
-        if i in self.ended:
-            return
-        self.add(i, text)
-        self.ended.add(i)
-        while self.current in self.ended:
+        if finish_reason:
+            self.ended[i] = True
             if self.jsonl:
-                row = {"prompt": self.prompts[self.current], "text": self.texts[self.current]}
-                print(json.dumps(row, ensure_ascii=False), flush=True)
-            else:
-                print(flush=True)
-            self.current += 1
-            self._begin()
+                row = {"prompt": self.prompts[i], "text": self.texts[i]}
+                self.texts[i] = json.dumps(row, ensure_ascii=False)
+            self.texts[i] += "\n"
+        self.print()
 
-    def _begin(self) -> None:
-        """The heading, if there are several, the prompt, and what has come meanwhile."""
-        if self.current == len(self.prompts) or self.jsonl:
-            return
-        if self.total > 1:
-            print(f"--- {self.number + self.current} of {self.total} ---")
-        print(self.prompts[self.current] + self.texts[self.current], end="", flush=True)
+    def print(self) -> None:
+        """Print what can be printed in order."""
+        while self.current < len(self.texts):
+            ended = self.ended[self.current]
+            if ended or not self.jsonl:
+                print(self.texts[self.current], end="", flush=True)
+                self.texts[self.current] = ""
+            if not ended:
+                return
+            self.current += 1

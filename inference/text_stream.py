@@ -1,17 +1,20 @@
 """Text as it comes: ids in, whole characters out, up to a stop string."""
 
 import codecs
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from data.tokenizer import Tokenizer
+from inference.generation import Continuation
 
 
 class TextStream:
     """Turns the ids of one continuation into text, piece by piece.
 
-    What is given out together is what `tokenizer.decode` makes of all ids, up to the first stop
-    string, which is not given out; of overlapping ones, the first that is complete. Held back is
-    only what the next id may change: the first bytes of a character, and an end that may be the
-    beginning of a stop string. An empty stop string is ignored.
+    The pieces together are what `tokenizer.decode` gives for all ids, up to the first stop string,
+    which is not given; of overlapping ones, the first that is complete. Only text that the next id
+    may change is held back: the first bytes of a character, and an end that may be the beginning of
+    a stop string. Empty stop strings are ignored.
 
     Args:
         shown: how the first token begins, which is no part of the text: the prompt has it already.
@@ -29,7 +32,7 @@ class TextStream:
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that is now certain, often just that of the token."""
+        """Return the text that is now certain, often that of the token."""
         self._waiting.append(token)
         part = self._tokenizer.bytes_of(token)
         if part is None:
@@ -40,7 +43,7 @@ class TextStream:
         return "" if self.stopped or unfinished else self._give(self._decode())
 
     def end(self) -> str:
-        """The rest; nothing comes after it."""
+        """Return the rest; nothing comes after it."""
         text = "" if self.stopped else self._give(self._decode())
         rest, self._held = self._held, ""
         return text + rest
@@ -56,12 +59,51 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        n = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - n :]
-        return text[: len(text) - n]
+        begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        certain = len(text) - max(begun, default=0)
+        self._held = text[certain:]
+        return text[:certain]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a beginning of stop, but not all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+@dataclass(kw_only=True, eq=False)
+class StreamedText(Continuation):
+    """A continuation that is delivered as text while it is written. It ends at the end piece.
+
+    Args:
+        deliver: called with each piece of text, which may be empty, and `finish_reason` as it then
+            is. Nothing is delivered after that is set.
+        stop: texts that end it and are no part of it.
+    """
+
+    tokenizer: Tokenizer
+    deliver: Callable[[str, str | None], None]
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.stop_ids = (self.tokenizer.eos_id,)
+        self._pieces: list[str] = []
+        self._stream = TextStream(self.tokenizer, self.stop, " " if self.next_ids else "")
+
+    @property
+    def text(self) -> str:
+        """Everything that was delivered."""
+        return "".join(self._pieces)
+
+    def take(self, token: int) -> None:
+        if self.finish_reason:
+            return
+        super().take(token)
+        text = "" if token in self.stop_ids else self._stream.add(token)
+        if self._stream.stopped:
+            self.finish_reason = "stop"
+        if self.finish_reason:
+            text += self._stream.end()
+        self._pieces.append(text)
+        self.deliver(text, self.finish_reason)
+
+    def fail(self) -> None:
+        """End it where an error has stopped the writing."""
+        if not self.finish_reason:
+            self.finish_reason = "error"
+            self.deliver("", "error")

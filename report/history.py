@@ -1,4 +1,4 @@
-"""What a run has written down so far, read so that a run under way or a killed one can be read."""
+"""Reading what a run has logged so far, also of a run under way or a killed one."""
 
 import json
 import math
@@ -27,13 +27,13 @@ class History:
 
     @property
     def phases(self) -> list[str]:
-        """Of a profiled step, in their order."""
+        """Names of the phases of a profiled step, in their order."""
         names = [key for row in self.profile[:1] for key in row if key.endswith("_seconds")]
         return [name.removesuffix("_seconds") for name in names if name != "step_seconds"]
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Of all processes together; None if no row tells. It is the same throughout a run."""
+        """Tokens of all processes per step, the same throughout a run; None if no row tells."""
         for row in self.train:
             if number(row.get("tokens")) and row["step"] > 0:
                 return row["tokens"] / row["step"]
@@ -41,7 +41,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """The history of a run folder. Raises UsageError: it is no run folder, or nothing has been
+    """Read the history of a run folder. Raises UsageError: it is no run folder, or nothing has been
     logged yet."""
     folder = RunFolder(path)
     if not folder.metrics.exists():
@@ -60,7 +60,7 @@ def read_history(path: Path) -> History:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The JSON lines of a file that have a step; none if there is no file.
+    """Return the JSON lines of a file that have a step; none if there is no file.
 
     A line that is being written, or was cut short by a kill, is left out.
     """
@@ -76,11 +76,11 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def number(value) -> float | None:
-    """The value if it is a finite number, else None: a loss may be missing, or not be finite."""
+    """Return the value if it is a finite number, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
 
 
 def series(rows: list[dict], key: str) -> list[tuple[float, float | None]]:
-    """(step, value) of the rows that have the key; None where the value is not a finite number."""
+    """Return (step, value) of the rows that have the key; None for a value that is not finite."""
     return [(row["step"], number(row[key])) for row in rows if key in row]

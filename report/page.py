@@ -1,52 +1,38 @@
 """report.html: what one run has done, or several laid over each other, in one file to keep.
 
-The page works from the disk and without a script; report/template.html holds its looks and
-the read-out under the pointer.
+The page works from the disk and without a script; report/template.html holds its looks.
 """
 
 import json
 import re
 import shlex
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
 from common.errors import UsageError
-from report.axes import show, thin
-from report.charts import Chart, Curve, draw
+from report.charts import Chart, Curve, draw, show, thin
 from report.history import History, number, read_history, series
 from runs.folder import RunFolder
 
 TEMPLATE = Path(__file__).with_name("template.html")
-POINTS = 3000  # of all curves in a chart, at most 1000 of one: the page stays below a megabyte
 SAMPLES = 20  # of a run at most
+LARGE = (11.4, 3.4)  # the size of the first chart, in inches
 UNKNOWN = "–"
 
-
-@dataclass
-class Measure:
-    """A number that is drawn, from the rows of one kind in metrics.jsonl."""
-
-    title: str
-    unit: str
-    rows: str  # of History
-    key: str
-    factor: float = 1.0
-    from_zero: bool = True
-
-
-LOSS = Measure("Training loss", "nats per token", "train", "loss", from_zero=False)
+LOSS = Chart("Training loss", "nats per token", "train", "loss", from_zero=False)
 VAL_LOSS = replace(LOSS, title="Validation loss", rows="validation", key="val_loss")
 OTHERS = (
-    Measure("Hard loss", "against the data, nats per token", "train", "hard_loss", from_zero=False),
-    Measure("Soft loss", "against the teacher, nats per token", "train", "soft_loss"),
-    Measure("Agreement", "% of first choices that are the teacher’s", "train", "agreement", 100),
-    Measure("Learning rate", "of AdamW", "train", "learning_rate"),
-    Measure("Gradient norm", "before clipping", "train", "grad_norm"),
-    Measure("Throughput", "tokens per second", "train", "tokens_per_second"),
-    Measure("MFU", "% of the devices’ peak", "train", "mfu", factor=100),
-    Measure("Memory", "GiB, peak of a process so far", "train", "memory_gib"),
+    Chart("Hard loss", "against the data, nats per token", "train", "hard_loss", from_zero=False),
+    Chart("Soft loss", "against the teacher, nats per token", "train", "soft_loss"),
+    Chart("Agreement", "% of first choices that are the teacher’s", "train", "agreement", 100),
+    Chart("Learning rate", "of AdamW", "train", "learning_rate"),
+    Chart("Gradient norm", "before clipping", "train", "grad_norm"),
+    Chart("Throughput", "tokens per second", "train", "tokens_per_second"),
+    Chart("MFU", "% of the devices’ peak", "train", "mfu", factor=100),
+    Chart("Memory", "GiB, peak of a process so far", "train", "memory_gib"),
 )
 
 
@@ -63,8 +49,8 @@ def write_report(runs: list[Path], out: Path) -> None:
 
 
 def leave_report(run: RunFolder) -> str:
-    """Write the report of a run that ends, and say where it is or why there is none: that it cannot
-    be drawn must not hide how the run has ended."""
+    """Write the report of a run that ends; return its path, or why there is none, for a page that
+    cannot be drawn must not hide how the run has ended."""
     try:
         write_report([run.path], run.report)
     except (UsageError, OSError, ValueError, ArithmeticError) as error:
@@ -73,7 +59,7 @@ def leave_report(run: RunFolder) -> str:
 
 
 def page(histories: list[History]) -> str:
-    """The HTML of one run's report, or of several runs together."""
+    """Return the HTML of one run's report, or of several runs together."""
     runs = by_name(histories)
     numbers = {name: final_numbers(run) for name, run in runs.items()}
     (first, run), *others = runs.items()
@@ -91,53 +77,54 @@ def page(histories: list[History]) -> str:
 
 
 def by_name(runs: list[History]) -> dict[str, History]:
-    """The folders' names, or their paths where two have the same name → runs."""
+    """Return the runs by their folders' names, or by their paths where two have the same name."""
     paths = {run.folder.path.resolve(): run for run in runs}
     names = {path.name: run for path, run in paths.items()}
     return names if len(names) == len(paths) else {str(path): run for path, run in paths.items()}
 
 
 def charts(runs: dict[str, History]) -> list[Chart]:
-    """Every chart that there are numbers for."""
-    drawn = [_chart(measure, runs) for measure in (LOSS, VAL_LOSS, *OTHERS)]
+    """Return every chart that there are numbers for; the first is the largest."""
+    drawn = [replace(chart, curves=curves_of(chart, runs)) for chart in (LOSS, VAL_LOSS, *OTHERS)]
     if len(runs) == 1:  # both losses in one chart
-        training, validation = (
-            [replace(curve, label=label, color=color) for curve in drawn[color].curves]
-            for color, label in enumerate(("training", "validation"))
-        )
-        drawn[:2] = [replace(drawn[0], title="Loss", curves=training + validation)]
+        both = zip(("training", "validation"), drawn[:2], strict=True)
+        losses = [
+            replace(curve, label=label, color=color)
+            for color, (label, chart) in enumerate(both)
+            for curve in chart.curves
+        ]
+        drawn[:2] = [replace(LOSS, title="Loss", curves=losses)]
     for name, run in runs.items():
         phases = []
         for color, phase in enumerate(run.phases):
             points = [(row["step"], number(row.get(f"{phase}_seconds"))) for row in run.profile]
             phases.append(Curve(phase, points, color, run.tokens_per_step))
         title = "Time of profiled steps" if len(runs) == 1 else f"Profiled steps of {name}"
-        drawn.append(Chart(title, "seconds", phases, bars=True))
-    return [chart for chart in drawn if chart.curves and all(c.values for c in chart.curves)]
+        drawn.append(Chart(title, "seconds", curves=phases))
+    known = [chart for chart in drawn if chart.curves and all(c.values for c in chart.curves)]
+    return [replace(chart, size=LARGE) for chart in known[:1]] + known[1:]
 
 
-def _chart(measure: Measure, runs: dict[str, History]) -> Chart:
-    """One curve per run that has such numbers."""
+def curves_of(chart: Chart, runs: dict[str, History]) -> list[Curve]:
+    """Return a curve for each run that has numbers for this chart."""
     curves = []
     for color, (name, run) in enumerate(runs.items()):
         points = [
-            (step, None if value is None else value * measure.factor)
-            for step, value in series(getattr(run, measure.rows), measure.key)
+            (step, None if value is None else value * chart.factor)
+            for step, value in series(getattr(run, chart.rows), chart.key)
         ]
-        label = name if len(runs) > 1 else measure.title
+        label = name if len(runs) > 1 else chart.title
         curve = Curve(label, points, color, run.tokens_per_step)
         curves += [curve] if curve.values else []
-    limit = max(min(1000, POINTS // len(runs)), 20)
-    return Chart(measure.title, measure.unit, curves, measure.from_zero, limit=limit)
+    return curves
 
 
 def final_numbers(run: History) -> dict[str, str]:
-    """How a run ended, or how far it is, by name; what is not known is left out."""
+    """Return how a run ended, or how far it is, by name; what is not known is left out."""
     last = run.train[-1] if run.train else {}
     validation = run.validation[-1] if run.validation else {}
     losses = {row["step"]: loss for row in run.validation if (loss := number(row["val_loss"]))}
     best = min(losses, key=losses.get, default=None)
-    memory = [value for _, value in series(run.train, "memory_gib") if value is not None]
     best = None if best == validation.get("step") else best
     numbers = {
         "state": "finished" if run.folder.weights.exists() else "not finished",
@@ -151,10 +138,9 @@ def final_numbers(run: History) -> dict[str, str]:
         "agreement with the teacher": _text(last.get("agreement"), ".1%"),
         "perplexity": _text(validation.get("val_perplexity")),
         "bits per byte": _text(validation.get("val_bits_per_byte"), ".4f"),
-        "tokens per second": _median(run, "tokens_per_second", ",.0f"),
-        "MFU": _median(run, "mfu", ".1%"),
-        # Of all starts: a row tells of its own.
-        "peak memory": _text(max(memory, default=None), ".2f", " GiB"),
+        "tokens per second": _over_run(statistics.median, run, "tokens_per_second", ",.0f"),
+        "MFU": _over_run(statistics.median, run, "mfu", ".1%"),
+        "peak memory": _over_run(max, run, "memory_gib", ".2f", " GiB"),  # of all starts
         "skipped steps": _text(last.get("skipped_steps") or None),
     }
     return {name: text for name, text in numbers.items() if text is not None}
@@ -166,13 +152,14 @@ def _text(value, form: str | None = None, unit: str = "") -> str | None:
     return (show(value) if form is None else format(value, form)) + unit
 
 
-def _median(run: History, key: str, form: str) -> str | None:
+def _over_run(of_all: Callable, run: History, key: str, form: str, unit: str = "") -> str | None:
+    """Return one number for all rows of training, by a function of the list of their values."""
     values = [value for _, value in series(run.train, key) if value is not None]
-    return _text(statistics.median(values), form) if values else None
+    return _text(of_all(values), form, unit) if values else None
 
 
 def _duration(run: History) -> str | None:
-    """Of the steps themselves: without validation, checkpoints and the start."""
+    """Return the time of the steps, without validation, checkpoints and the start."""
     seconds = 0.0
     before = 0
     for row in run.train:
@@ -184,42 +171,41 @@ def _duration(run: History) -> str | None:
 
 
 def _table(rows: dict[str, dict[str, str]]) -> str:
-    """{run: {name: value}}, a column per run."""
+    """Return a table of {run: {name: value}} with a column per run."""
     names = dict.fromkeys(name for values in rows.values() for name in values)
     head = "".join(f"<th>{escape(run)}</th>" for run in rows)
-    body = "".join(
-        f"<tr><th>{escape(name)}</th>"
-        + "".join(f"<td>{escape(values.get(name, UNKNOWN))}</td>" for values in rows.values())
-        + "</tr>"
-        for name in names
-    )
+    lines = []
+    for name in names:
+        cells = (f"<td>{escape(values.get(name, UNKNOWN))}</td>" for values in rows.values())
+        lines.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
     return (
         f'<div class="wide"><table><thead><tr><td></td>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
 
 def _pairs(values: dict[str, str], css: str) -> str:
-    items = "".join(
+    """Return a list of names and values."""
+    items = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in values.items()
     )
-    return f'<dl class="{css}">{items}</dl>'
+    return f'<dl class="{css}">{"".join(items)}</dl>'
 
 
 def _samples(name: str, run: History, single: bool) -> str:
-    """Through training and at the end; of several runs the last sample of each."""
+    """Return samples through training and at the end; of several runs the last one of each."""
     samples = [
         (f"step {row['step']:,}", str(row.get("prompt", "")), str(row["text"]))
         for row in run.samples
     ]
+    shown = thin(samples, SAMPLES)
     heading = ""
-    shown = [*thin(samples, SAMPLES)]
+    if single and len(samples) > SAMPLES:
+        heading = f"<p>{SAMPLES} of {len(samples):,}; all are in {run.folder.samples.name}.</p>\n"
     if run.folder.weights.exists() and run.folder.sample.exists():
         text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
-        shown.append(("finished model", "", text))
-    if len(samples) > SAMPLES and single:
-        heading = f"<p>{SAMPLES} of {len(samples):,}; all are in {run.folder.samples.name}.</p>\n"
+        shown = [*shown, ("finished model", "", text)]
     if not single:
         shown = [(f"{name}, {title}", *rest) for title, *rest in shown[-1:]]
     return heading + "\n".join(
@@ -230,7 +216,7 @@ def _samples(name: str, run: History, single: bool) -> str:
 
 
 def _settings(settings: dict) -> str:
-    """Everything in settings.json."""
+    """Return everything in settings.json."""
     if not settings:
         return "<h2>Settings</h2>\n<p>settings.json is missing or cannot be read.</p>"
     parts = ["<h2>Settings</h2>", f"<pre>{escape(_command(settings))}</pre>"]
@@ -248,7 +234,7 @@ def _command(settings: dict) -> str:
 
 
 def _groups(settings: dict) -> dict[str, dict[str, str]]:
-    """settings.json as {heading: {name: value}}, without the command and DeepSpeed's file."""
+    """Return settings.json as {heading: {name: value}}, without command and DeepSpeed's file."""
     titles = {"arguments": "Flags", "model": "Model", "packages": "Versions"}
     groups = {"Engine": {}}
     for key, value in settings.items():
@@ -264,7 +250,7 @@ def _plain(value) -> str:
 
 
 def _differences(runs: dict[str, History]) -> str:
-    """The settings in which the runs are not alike, and each one's command."""
+    """Return the settings in which the runs are not alike, and the command of each."""
     flat = {}
     for name, run in runs.items():
         if run.settings:
@@ -278,5 +264,5 @@ def _differences(runs: dict[str, History]) -> str:
         f"<h3>{escape(name)}</h3>\n<pre>{escape(_command(run.settings))}</pre>"
         for name, run in runs.items()
     )
-    alike = "<p>None that settings.json tells of.</p>"
+    alike = "<p>The runs have the same settings.</p>"
     return f"<h2>Settings that differ</h2>\n{table if different else alike}\n{commands}"

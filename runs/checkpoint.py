@@ -2,52 +2,89 @@
 
 A checkpoint is a folder checkpoints/step-N:
 
-    weights.safetensors    name → fp32 weights (the master weights under DeepSpeed), without those
-                           that are frozen: runs/base.py
+    weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's
     random.safetensors     per process, the state of its random generators and of its log line
     state.json             step, optimizer's step, loss scale, shape of the model, of its adapters
                            if it has any, and what a run that resumes must have in common
-    manifest.json          size and SHA-256 of each of these files
+    manifest.json          size and SHA-256 of each of these files, by which damage is found
 
 Nothing in it depends on the engine or the number of processes, and nothing can execute.
+
+A run with adapters does not repeat its frozen weights: the folder base/ of the run holds them, for
+the run that they came from may be gone or trained further. It is a folder of portable weights with
+a tokenizer, so that scripts.export_hf and scripts.evaluate take it, and has a manifest too.
 """
 
+import hashlib
 import shutil
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from common.atomic import whole_folder, write_whole
-from formats.portable import TensorFile, read_json, save_tensors, write_json
+from common.errors import UsageError
+from data.tokenizer import copy_tokenizer
+from formats.portable import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TensorFile,
+    read_json,
+    save_portable,
+    save_tensors,
+    write_json,
+)
 from model.config import ConfigError, LMConfig
 from model.lora import LoRA
-from runs.base import base_damage, with_base
 from runs.folder import RunFolder
-from runs.manifest import damage_of_files, write_manifest
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 RANDOM, STATE = "random.safetensors", "state.json"
+MANIFEST = "manifest.json"
 
 
 def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], state: dict) -> int:
-    """Write the checkpoint of state["step"], with WEIGHTS, OPTIMIZER and RANDOM → what that file
-    holds, and let `latest` name it; returns its size in bytes. Raises OSError: the disk is full or
-    refuses; what was there before still is."""
+    """Write the checkpoint of state["step"], with the tensors of each file by its name, and make
+    `latest` name it; return its size in bytes. Raises OSError: the disk is full or refuses."""
     path = run.checkpoint(state["step"])
     with whole_folder(path) as partial:
         for name, content in tensors.items():
             save_tensors(partial / name, content)
         write_json(partial / STATE, state)
-        size = write_manifest(partial)
+        size = _write_manifest(partial)
     write_whole(run.latest, path.name + "\n")
     return size
 
 
+def write_base(
+    run: RunFolder, config: LMConfig, weights: dict[str, Tensor], tokenizer: Path
+) -> None:
+    """Keep the weights that a run with adapters begins with; on the main process, before the first
+    step. Raises UsageError: the disk is full or refuses."""
+    try:
+        with whole_folder(run.base) as folder:
+            save_portable(folder, config, weights)
+            _write_manifest(folder)
+            copy_tokenizer(tokenizer, folder)
+    except OSError as error:
+        raise UsageError(f"{run.base} cannot be written: {error.strerror}") from error
+
+
+def _write_manifest(folder: Path) -> int:
+    """Record size and SHA-256 of the folder's files, read back; return their size in bytes."""
+    files = {
+        file.name: {"size": file.stat().st_size, "sha256": sha256_of(file)}
+        for file in sorted(folder.iterdir())
+    }
+    write_json(folder / MANIFEST, {"files": files})
+    return sum(file["size"] for file in files.values())
+
+
 def space_warning(folder: Path, n_parameters: int, keep_last: int) -> str | None:
-    """What to tell if the disk has too little room for a run's checkpoints; None if it has."""
+    """Return a warning if the disk has too little room for a run's checkpoints, else None."""
     size = 12 * n_parameters  # weights and two moments in fp32
     count = max(keep_last, 1) + 2  # the best, and the one being written
     free = shutil.disk_usage(folder).free
@@ -60,26 +97,45 @@ def space_warning(folder: Path, n_parameters: int, keep_last: int) -> str | None
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files by its manifest, or with the base that adapters are
-    added to; None if it is sound."""
+    """Say what is wrong with a checkpoint or the base of its adapters; None if nothing is."""
     try:
-        if problem := damage_of_files(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE}):
+        if problem := _damage_of_files(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE}):
             return problem
-        state = read_json(path / STATE)
-        types = {"step": int, "identity": dict, "processes": int, "optimizer_step": int}
-        for key, kind in types.items():
-            if not isinstance(state[key], kind):
-                return f"{STATE} says {key} is {state[key]!r}"
         if saved_lora(path):
-            return base_damage(run_of(path))
+            base = run_of(path).base
+            problem = _damage_of_files(base, {CONFIG_FILE, WEIGHTS_FILE})
+            return problem and f"{base}: {problem}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
+def _damage_of_files(folder: Path, names: set[str]) -> str | None:
+    """Say in what a folder differs from its manifest, which must name these files; None: nothing.
+    Raises several kinds of error where a file or the manifest cannot be read."""
+    files = read_json(folder / MANIFEST)["files"]
+    if files.keys() != names:
+        return f"the manifest names {', '.join(sorted(files))}"
+    for name, expected in files.items():
+        size = (folder / name).stat().st_size
+        if size != expected["size"]:
+            return f"{name} is {size} bytes long instead of {expected['size']}"
+        if sha256_of(folder / name) != expected["sha256"]:
+            return f"the checksum of {name} is wrong"
+    return None
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
 def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
-    """The run's newest checkpoint without `damage`, None if there is none, and what is wrong with
-    those after it."""
+    """Return the run's newest sound checkpoint, None if there is none, and the damage of each
+    newer one."""
     problems = {}
     for checkpoint in reversed(run.all_checkpoints()):
         problem = damage(checkpoint)
@@ -90,13 +146,13 @@ def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
 
 
 def best(checkpoints: Iterable[Path]) -> Path | None:
-    """The one that was saved at the lowest validation loss; None if none was at a validation."""
+    """Return the checkpoint with the lowest validation loss; None if none has one."""
     losses = {path: loss for path in checkpoints if (loss := val_loss(path)) is not None}
     return min(losses, key=losses.get, default=None)
 
 
 def val_loss(path: Path) -> float | None:
-    """At the step of a checkpoint, sound or not; None where it was not saved at a validation."""
+    """Return the validation loss at a checkpoint, sound or not; None if there was no validation."""
     try:
         return read_state(path)["val_loss"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -104,10 +160,9 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """A checkpoint's state.json; only of one without `damage`.
+    """Read state.json of a sound checkpoint.
 
-    The shape of the model stood among the parts of "identity" once, and AdamW was not named there
-    when there was no other optimizer.
+    In older ones "identity" also holds the shape of the model, and does not name AdamW.
     """
     state = read_json(path / STATE)
     identity = {"optimizer": "adamw"} | state["identity"]
@@ -118,7 +173,7 @@ def read_state(path: Path) -> dict:
 
 
 def saved_config(checkpoint: Path) -> LMConfig:
-    """The shape of the model in a sound checkpoint. Raises ConfigError: no shape that can be
+    """Return the shape of the model in a sound checkpoint. Raises ConfigError: no shape that can be
     built."""
     try:
         shape = read_state(checkpoint)["model"]
@@ -130,16 +185,25 @@ def saved_config(checkpoint: Path) -> LMConfig:
 
 
 def saved_lora(checkpoint: Path) -> LoRA | None:
-    """The adapters of the model in a checkpoint. Raises TypeError: other settings than theirs."""
+    """Return the adapters' settings in a checkpoint, None without adapters. Raises TypeError: they
+    are no such settings."""
     settings = read_state(checkpoint).get("lora")
     return settings and LoRA(**settings)
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """All parameters by name, read when they are asked for, with adapters apart from their base.
-    Raises OSError, SafetensorError: a file that cannot be read."""
+    """Return all parameters by name, each read when it is asked for, adapters apart from their
+    base. Raises OSError, SafetensorError: a file that cannot be read."""
     trained = TensorFile(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
+
+
+def with_base(
+    run: RunFolder, trained: Mapping[str, Tensor], lora: LoRA | None
+) -> Mapping[str, Tensor]:
+    """Add the run's base to trained weights with adapters. Raises OSError, SafetensorError: it
+    cannot be read."""
+    return ChainMap(trained, TensorFile(run.base / WEIGHTS_FILE)) if lora else trained
 
 
 def run_of(checkpoint: Path) -> RunFolder:

@@ -15,28 +15,28 @@ BEST = "@best"  # behind a run: as it was at its lowest validation
 
 
 def program_of(run: RunFolder) -> str:
-    """The training program that made it."""
-    return read_settings(run.settings).get("program", PRETRAINING)  # it was the only one once
+    """Return the training program that made a run; old settings name none."""
+    return read_settings(run.settings).get("program", PRETRAINING)
 
 
 def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) -> RunFolder | None:
-    """The run whose sign of life, a path that it has written, is the youngest; None if no run has
+    """Return the run whose sign of life, a path that it writes, is the youngest; None if no run has
     one."""
     ages = {run: path.stat().st_mtime for run in runs if (path := sign(run)) and path.exists()}
     return max(ages, key=ages.get, default=None)
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """What --resume auto goes on with: of this program's runs in a folder, or of the one with this
-    name, the run that saved last; None if none has a checkpoint."""
+    """Return the run of this program in `out` that saved last, or the one with this name; None if
+    it has no checkpoint."""
     paths = [out / name] if name else out.glob("*")
     runs = [run for run in map(RunFolder, paths) if program_of(run) == program]
     return newest_run(runs, lambda run: max(run.all_checkpoints(), default=None))
 
 
 def data_of(name: str) -> str:
-    """--data of the run that was named, or that has these weights or this checkpoint; 'auto' as in
-    pretraining. Raises UsageError: nothing tells, or it is not there any more."""
+    """Return --data of a run, or of the run of these weights or this checkpoint; 'auto' is the
+    newest pretraining run. Raises UsageError: the data is unknown or gone."""
     path = Path(name).resolve()
     if not path.exists():
         path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
@@ -49,9 +49,8 @@ def data_of(name: str) -> str:
 
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
-    """The path that was named; for 'auto' the run that was written to last, of this training
-    program if one is given. Raises UsageError: there is no such folder; with a guess at which one
-    was meant."""
+    """Return the folder that was named; 'auto' is the run, of this program, written to last. Raises
+    UsageError: there is no such folder; names one that is spelled like it."""
     folders = [path for path in runs.glob("*") if path.is_dir()]
     if name == "auto":
         candidates = [RunFolder(path) for path in folders]

@@ -8,25 +8,25 @@ from data.tokenizer import tokenizer_in
 
 
 class RunFolder:
-    """Nothing has to be there yet."""
+    """The paths in a run folder; nothing has to be there yet."""
 
     def __init__(self, path: Path):
         self.path = path
         self.settings = path / "settings.json"
-        self.template = path / TEMPLATE_FILE  # where the model learns to answer
+        self.template = path / TEMPLATE_FILE  # only of a run that learns to answer
         self.metrics = path / "metrics.jsonl"
         self.lock = path / "lock"
         self.checkpoints = path / "checkpoints"
         self.latest = self.checkpoints / "latest"  # holds the name of the newest checkpoint
         self.profile = path / "profile"
         self.weights = path / "weights"
-        self.base = path / "base"  # of a run with adapters: the weights that they are added to
-        self.adapter = path / "adapter"  # and these by themselves, in PEFT's form
+        self.base = path / "base"  # the frozen weights of a run with adapters
+        self.adapter = path / "adapter"  # the adapters alone, in PEFT's form
         self.loss_picture = path / "loss.png"
         self.report = path / "report.html"
         self.sample = path / "sample.txt"
-        self.samples = path / "samples.jsonl"  # through training
-        self.bad_samples = path / "bad_samples.json"  # of the batch at which it gave up, if it did
+        self.samples = path / "samples.jsonl"  # written during training
+        self.bad_samples = path / "bad_samples.json"  # the batch at which the run gave up
 
     @property
     def tokenizer(self) -> Path:
@@ -36,7 +36,7 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def all_checkpoints(self) -> list[Path]:
-        """Oldest first. What is being written, damaged or superseded has another kind of name."""
+        """List the checkpoints with their final names, oldest first."""
         return sorted(p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
 
 
@@ -46,7 +46,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_settings(path: Path) -> dict:
-    """settings.json, or nothing if it is missing or damaged: a run can do without."""
+    """Read settings.json; {} if it is missing or damaged, for a run does not need it."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

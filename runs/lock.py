@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import socket
 from pathlib import Path
@@ -13,30 +12,27 @@ _held: list[int] = []  # descriptors of the lock files
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Hold the folder of this lock file until `release_locks` or the process's end; `otherwise` is
-    what another folder is named by.
+    """Hold the folder of this lock file until `release_locks` or the process's end.
 
-    The system drops such a lock with its process, however that ends, so a killed run's file is no
-    obstacle. Processes forked off to read data do not inherit it: they outlive a killed parent by
-    seconds.
+    The system drops such a lock with its process, so the file of a killed run is no obstacle.
+    Processes forked off to read data do not inherit it: they outlive a killed parent by seconds.
 
-    Raises UsageError: a live process holds the folder; names it.
+    Raises UsageError: a live process holds the folder; `otherwise` is how to name another one.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
+            holder = path.read_text(encoding="utf-8", errors="replace")
             os.close(descriptor)
             raise UsageError(
-                f"{path.parent} is in use by {_holder(path)}: wait for it, or take another "
-                f"{otherwise}"
+                f"{path.parent} is in use by {holder}: wait for it, or take another {otherwise}"
             ) from error
         print(f"no locks on this file system ({error.strerror}): let no second run write here")
     _held.append(descriptor)
     os.ftruncate(descriptor, 0)
-    holder = {"pid": os.getpid(), "host": socket.gethostname()}
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def release_locks() -> None:
@@ -46,11 +42,3 @@ def release_locks() -> None:
 
 
 os.register_at_fork(after_in_child=release_locks)
-
-
-def _holder(path: Path) -> str:
-    try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"

@@ -18,6 +18,7 @@ from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TensorFile,
+    build_model,
     load_config,
     read_json,
     require_fit,
@@ -43,18 +44,18 @@ from runs.folder import RunFolder
 class Trained:
     model: Transformer  # in evaluation mode, on the CPU, in fp32, unless loaded in another way
     tokenizer: Tokenizer
-    folder: Path  # that the weights come from
-    chats: bool = False  # whether it has learned to answer, in the template of data/chat_template
+    folder: Path  # where the weights come from
+    chats: bool = False  # it has learned to answer, in the template of data/chat_template
 
     @property
     def n_parameters(self) -> int:
-        """By the model's shape: a process may have a share of it only."""
+        """Number of parameters by the model's shape: a process may hold a share only."""
         with torch.device("meta"):
             return Transformer(self.model.config).num_parameters()
 
     @property
     def name(self) -> str:
-        """NAME of out/runs/NAME/weights, NAME@step-N of a checkpoint, or that of the folder."""
+        """NAME of out/runs/NAME/weights, NAME@step-N of a checkpoint, else the folder's name."""
         folder = self.folder.resolve()
         if folder.name == "weights":
             return folder.parent.name
@@ -65,17 +66,16 @@ class Trained:
 
 @dataclass
 class WeightsFolder:
-    """Where weights are."""
+    """A place with weights, and with the tokenizer that belongs to them."""
 
-    path: Path  # portable weights, or a checkpoint
-    tokenizer: Path  # where theirs belongs; it may be missing
-    is_foreign: bool = False  # a Hugging Face folder, with a Llama in safetensors
+    path: Path  # portable weights, a checkpoint, or a Hugging Face folder
+    tokenizer: Path  # it may be missing
+    is_foreign: bool = False  # a Hugging Face folder with a Llama
 
     @classmethod
     def find(cls, name: str, program: str | None = None, foreign: bool = False) -> "WeightsFolder":
-        """Of a finished run its weights, of a run under way its newest sound checkpoint; of
-        RUN@best the checkpoint of its lowest validation; `program` as in `find_run`. Raises
-        UsageError: nothing there, or nothing sound; or a Hugging Face folder, but for `foreign`."""
+        """Find a finished run's weights, else its newest sound checkpoint, or RUN@best's. Raises
+        UsageError: nothing sound there, or a Hugging Face folder without `foreign`."""
         if name.endswith(BEST) and not Path(name).exists():
             path = find_best(find_run(name.removesuffix(BEST), program=program))
         else:
@@ -99,35 +99,35 @@ class WeightsFolder:
         return (self.path / STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """name → weights, read when they are asked for; adapters are added to theirs. Raises
-        OSError, SafetensorError: a file that cannot be read. ConfigError: no Llama."""
-        if self.is_foreign:
-            return LlamaTensors(self.path)
-        if not self.is_checkpoint:
-            return TensorFile(self.path / WEIGHTS_FILE)
-        return merged_weights(saved_weights(self.path), saved_lora(self.path))
+        """Return the weights by name, each read when it is asked for, with adapters added. Raises
+        ConfigError: a file that cannot be read, or no Llama."""
+        try:
+            if self.is_foreign:
+                return LlamaTensors(self.path)
+            if not self.is_checkpoint:
+                return TensorFile(self.path / WEIGHTS_FILE)
+            return merged_weights(saved_weights(self.path), saved_lora(self.path))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.path}: no readable weights ({error})") from error
 
     def config(self) -> LMConfig:
-        """The shape of the model. Raises ConfigError: it cannot be read, or cannot be built."""
+        """Return the shape of the model. Raises ConfigError: it cannot be read or built."""
         if self.is_foreign:
             return read_llama_config(self.path)
         return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
 
     def sound_tensors(self) -> Mapping[str, Tensor]:
-        """`tensors`, all of which have been looked at. Raises ConfigError: they cannot be read, are
-        not those of `config`, or are no numbers."""
-        try:
-            weights = self.tensors()
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path}: no readable weights ({error})") from error
+        """Return `tensors` after a look at all of them. Raises ConfigError: they cannot be read, do
+        not fit `config`, or are not finite."""
+        weights = self.tensors()
         with torch.device("meta"):
             shapes = Transformer(self.config())
         require_fit(shapes, weights, str(self.path))
         return weights
 
     def sha256(self) -> str:
-        """Of shape and weights, whatever file they are in: a run's last checkpoint has that of its
-        weights. Raises ConfigError: see `sound_tensors`."""
+        """Hash shape and weights, whatever file they are in: a run's last checkpoint has the hash
+        of its weights. Raises ConfigError: see `sound_tensors`."""
         weights = self.sound_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):
@@ -136,22 +136,18 @@ class WeightsFolder:
         return digest.hexdigest()
 
     def load(self) -> Transformer:
-        """The model, in evaluation mode, on the CPU, in fp32. Raises ConfigError: files that are
-        damaged or do not fit each other."""
-        weights, model = self.sound_tensors(), Transformer(self.config())
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(weights[name])
-        return model.eval()
+        """Return the model, in evaluation mode, on the CPU, in fp32. Raises ConfigError: files that
+        are damaged or do not fit each other."""
+        return build_model(self.config(), self.tensors(), str(self.path))
 
 
 def load_trained(
     name: str, load: Callable[[WeightsFolder], Transformer] = WeightsFolder.load
 ) -> Trained:
-    """Model and tokenizer of a finished run, a run under way (its newest sound checkpoint), a run
-    at its lowest validation (RUN@best), a checkpoint, or portable weights alone.
+    """Load model and tokenizer from whatever `WeightsFolder.find` takes.
 
     Args:
-        load: another way to make the model of what was found.
+        load: makes the model from the folder.
 
     Raises UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
     belong together.
@@ -160,8 +156,7 @@ def load_trained(
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces = trained.tokenizer.vocab_size
-    room = trained.model.config.vocab_size
-    if pieces > room:
+    if pieces > (room := trained.model.config.vocab_size):
         raise DataError(
             f"{folder.tokenizer} has {pieces} pieces, the model in {folder.path} only {room}: "
             "they do not belong together"
@@ -170,7 +165,7 @@ def load_trained(
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether it is such a folder, which has other names and another rotation."""
+    """Return True for a Hugging Face folder: other names of weights, another rotation."""
     try:
         return "model_type" in read_json(folder / CONFIG_FILE)
     except ConfigError:
@@ -178,15 +173,15 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def find_best(run: Path) -> Path:
-    """The checkpoint of a run's lowest validation. Raises UsageError: it has none."""
+    """Return the checkpoint of a run's lowest validation. Raises UsageError: it has none."""
     if checkpoint := best(RunFolder(run).all_checkpoints()):
         return checkpoint
     raise UsageError(f"{run}{BEST}: none of its checkpoints was saved at a validation")
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the newest sound one of a run folder. Raises UsageError: neither,
-    or nothing sound."""
+    """Return the checkpoint itself, or the newest sound one of a run folder. Raises UsageError:
+    neither, or nothing sound."""
     if (path / STATE).exists():
         if problem := damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")

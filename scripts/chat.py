@@ -13,14 +13,7 @@ from contextlib import suppress
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from scripts.model_flags import (
-    NO_CHAT,
-    add_model_flags,
-    add_sampling_flags,
-    load,
-    sampling_of,
-    single,
-)
+from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,28 +22,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_flags(add)
     add("--system", default="", help="a message to stand before all others")
     most = "length of an answer, at most (default: as long as the context has room)"
-    add("--max_new_tokens", type=int, help=most)
-    add_sampling_flags(add)
+    add("--max_new_tokens", type=at_least_1, help=most)
     add("--seed", type=int, default=42, help="answer number i draws with seed + i")
-    args = parser.parse_args(argv)
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        parser.error(f"--max_new_tokens must be at least 1, not {args.max_new_tokens}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("chat", UsageError):
         args = parse_arguments(argv)
-        single("scripts.chat")
-    from inference.chat import Chat
-    from inference.text_generator import say
-    from model.config import ConfigError
-
-    with one_line_errors("chat", UsageError, ConfigError):
         sampling = sampling_of(args)
-        decoder, trained = load(args)
-        if not trained.chats:
-            say(NO_CHAT)
+        decoder, trained = load_to_talk(args)
+        from inference.chat import Chat  # a mistake in a flag need not wait for torch
+
         chat = Chat(
             decoder=decoder,
             tokenizer=trained.tokenizer,

@@ -1,7 +1,7 @@
-"""In the place of `common` where a script is started by its path: `python scripts/generate.py`.
+"""Stand in for `common` where a script is started by its path: `python scripts/generate.py`.
 
-Python then looks for modules in this folder, and not in the one above it, which has the rooms. The
-first of them that a script imports is `common`: it is found here, and makes way for its namesake.
+Python then looks for modules in this folder instead of the one above it. A script imports `common`
+first: it finds this file, which sets the path right and makes way for the real `common`.
 """
 
 import sys

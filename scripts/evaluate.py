@@ -1,4 +1,4 @@
-"""How good a model is: on prepared data, on raw text, on multiple-choice questions.
+"""Measure how good a model is: on prepared data, raw text, conversations or questions.
 
     python -m scripts.evaluate RUN                          # on the validation split of the run
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window
@@ -9,14 +9,15 @@
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
 Every number comes with a 95% interval. Processes share the work and do not change the numbers. The
-last of these is for a model that is larger than a GPU.
+last command is for a model that is larger than a GPU.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
-from common.parser import OneLineParser, is_text
+from common.parser import OneLineParser
 from data.corpus import BUILTIN, SUFFIXES
 
 
@@ -25,33 +26,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     what = "run folder, RUN@best, checkpoint, folder of weights, or 'auto'; several in one table"
     add("runs", metavar="RUN", nargs="+", help=what)
-    add(
-        "--data",
-        help=f"folder made by scripts.prepare_data, {', '.join(SUFFIXES)} file, folder of them, or "
-        f"'{BUILTIN}' (default: the data of the run)",
-    )
-    column = "name of the text in .jsonl, .csv and .parquet"
-    add("--text_column", help=f"{column} (default: text)")
+    source = f"prepared folder, {', '.join(SUFFIXES)} file, folder of them, or '{BUILTIN}'"
+    add("--data", help=f"{source} (default: the data of the run)")
     kinds = ("packed", "text", "choice", "conversations")
-    add("--task", choices=kinds, help="what --data is (default: as it looks)")
+    add("--task", choices=kinds, help="what --data is (default: by the first line of the file)")
+    add("--text_column", help="name of the text in .jsonl, .csv and .parquet (default: text)")
     add("--split", choices=("val", "train"), help="of prepared data (default: val)")
-    add(
-        "--stride",
-        type=int,
-        help="raw text: tokens from one window to the next (default: half of max_seq_len); every "
-        "token has at least max_seq_len - stride tokens of context, or all there are",
-    )
+    stride = "raw text: tokens from one window to the next (default: half of max_seq_len)"
+    add("--stride", type=int, help=stride)
     add("--delimiter", help="put between a question and a choice (default: one space)")
     turns = "ask a question as a user's turn, the choices as answers (default: if the model chats)"
     add("--template", action=argparse.BooleanOptionalAction, help=turns)
-    add(
-        "--limit",
-        type=int,
-        default=0,
-        metavar="N",
-        help="N sequences spread over the split, as --eval_samples in training, or the first N "
-        "documents or questions (default: all)",
-    )
+    limit = "N sequences spread over the split, as --eval_samples in training, or the first N "
+    limit += "documents or questions (default: all)"
+    add("--limit", type=int, default=0, metavar="N", help=limit)
     add("--batch_size", type=int, default=16, help="rows per process at a time")
     autocast = "bfloat16 runs under autocast (default: bfloat16 on a GPU, float32 on a CPU)"
     add("--dtype", choices=("bfloat16", "float32"), help=autocast)
@@ -65,35 +53,34 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least {least}, not {value}")
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         parser.error(f"--json {args.json}: no file can be written there")
-    if not is_text(args.delimiter or ""):
-        parser.error(f"--delimiter {args.delimiter!r} is no text")
     return args
 
 
 def score(args: argparse.Namespace) -> None:
-    from evaluation.answer import compare, report, write_json
+    from evaluation.answer import compare, report
     from evaluation.scoring import build_scorer
-    from evaluation.tasks import EvaluationSettings, data_of_run, detect_task, evaluate
+    from evaluation.tasks import check_flags, detect_task, evaluate
+    from runs.find import data_of
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
-    zero = ZeroInference.of_launch(args.device)
-    names = ("split", "stride", "text_column", "delimiter", "limit", "template")
-    asked = {name: getattr(args, name) for name in names}
-    results, settings = [], None
+    # Weights stay in float32, whatever --dtype autocast computes in.
+    zero = ZeroInference.of_launch(args.device, dtype="float32")
+    results = []
     for name in args.runs:
         trained = load_trained(name, zero.load if zero else WeightsFolder.load)
-        if settings is None:  # those of the first are for all
-            data = args.data or data_of_run(trained.folder)
-            task = args.task or detect_task(data, args.text_column)
-            settings = EvaluationSettings(data, task, **asked)
+        if not results:  # data of the first are for all
+            args.data = args.data or data_of(str(trained.folder))
+            args.task = args.task or detect_task(args.data, args.text_column)
+            check_flags(args)
         scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
-        found = evaluate(settings, trained, scorer)
-        results.append(found | {"zero_stage": 3 if zero else None})
+        results.append(evaluate(args, trained, scorer) | {"zero_stage": 3 if zero else None})
     if scorer.accelerator.is_main_process:
         print(report(results[0]) if len(results) == 1 else compare(results))
         if args.json:
-            write_json(args.json, results)
+            content = results if len(results) > 1 else results[0]
+            text = json.dumps(content, indent=2, ensure_ascii=False, default=vars)
+            args.json.write_text(f"{text}\n", encoding="utf-8")
     scorer.accelerator.end_training()
 
 

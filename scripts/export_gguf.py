@@ -3,12 +3,12 @@
 python -m scripts.export_gguf out/runs/NAME model.gguf --type q8_0
 
 The keys are those of llama.cpp's "llama" architecture, see
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. It turns pairs of neighbouring channels,
-as this model does, so that wq and wk go in as they are. A tied output layer is left out: without
-one, llama.cpp takes the embedding.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp rotates pairs of neighbouring
+channels, as this model does, so wq and wk stay as they are. A tied output layer is left out:
+llama.cpp then takes the embedding.
 
-llama.cpp's token ids are those of data.tokenizer, but where the text holds U+2581, which it takes
-for a space, or where it is told to look for control pieces such as <s> in the text.
+llama.cpp gives the token ids of data.tokenizer, except for U+2581 in a text, which it takes for a
+space, and for control pieces such as <s> where it is told to look for them.
 """
 
 import argparse

@@ -17,9 +17,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
-    on = {"action": argparse.BooleanOptionalAction, "default": True}
-    add("--tokenizer", **on, help="export the tokenizer too")
-    add("--check", **on, help="load what was written with transformers and compare")
+    switch = argparse.BooleanOptionalAction
+    add("--tokenizer", action=switch, default=True, help="export the tokenizer too")
     add("--overwrite", action="store_true", help="replace an older export")
     return parser.parse_args(argv)
 
@@ -30,18 +29,12 @@ def export(args: argparse.Namespace) -> None:
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)
-        model, tokenizer = trained.model, trained.tokenizer
-        kind = {"dtype": args.dtype, "chat": trained.chats}
-        write_model(folder, model, tokenizer, name=args.out.resolve().name, **kind)
+        model, tokenizer, name = trained.model, trained.tokenizer, args.out.resolve().name
+        write_model(folder, model, tokenizer, dtype=args.dtype, name=name, chat=trained.chats)
         if args.tokenizer:
             write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=trained.chats)
-        said = ["  not checked"]
-        if args.check:
-            from formats.hugging_face_check import check  # imports transformers
-
-            said = check(folder, model, tokenizer if args.tokenizer else None, **kind)
     what = "model and tokenizer" if args.tokenizer else "model without tokenizer"
-    print(f"{args.out}: {what} of {trained.folder} in {args.dtype}", *said, sep="\n")
+    print(f"{args.out}: {what} of {trained.folder} in {args.dtype}")
 
 
 def main(argv: list[str] | None = None) -> None:

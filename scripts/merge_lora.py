@@ -1,4 +1,4 @@
-"""Add an adapter (LoRA) in PEFT's form to its base: weights that need neither any more.
+"""Merge an adapter (LoRA) in PEFT's form into its base, as weights that need neither any more.
 
 python -m scripts.merge_lora out/runs/NAME/base out/runs/NAME/adapter out/merged/NAME
 """

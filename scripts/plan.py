@@ -13,20 +13,19 @@ import torch
 
 from common.columns import columns
 from common.errors import UsageError, one_line_errors
-from model import ConfigError, LMConfig
+from model import ConfigError, LMConfig, Transformer
 from training.arguments import as_arguments, build_parser
 from training.engine.device import PEAKS, peak_flops
 from training.engine.estimate import (
-    GIB,
     OVERHEAD,
     Workload,
-    available_memory,
     choices,
     estimate,
     fits,
     largest_batch,
 )
 from training.engine.kinds import Kind
+from training.engine.memory import GIB, available_memory
 
 TOKENS_PER_PARAMETER = 20  # https://arxiv.org/abs/2203.15556
 TRAINING_FLAGS = (
@@ -57,57 +56,58 @@ def describe(options: dict) -> str:
         if value is not None and not 0 < value < 1e9:
             raise UsageError(f"--{key} must be positive, not {value}")
     args, model_settings = as_arguments(options)
-    config = LMConfig(**model_settings, vocab_size=vocab_size)
-    on_gpu = bool(gpu_memory or name or torch.cuda.is_available())
-    device = torch.device("cuda" if on_gpu else "cpu")
-    if name is None and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-    peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu_memory or name or has_gpu else "cpu")
+    name = name or (torch.cuda.get_device_name() if has_gpu else None)
+    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
+    peak = peak_flops(name, precision) if name else None
     if name and peak is None:
         raise UsageError(f"--device {name}: its peak is not known, but that of {', '.join(PEAKS)}")
-    if gpu_memory is None and on_gpu and not torch.cuda.is_available():
+    if name and not gpu_memory and not has_gpu:
         raise UsageError(f"--device {name}: say its --gpu_memory too, in GiB")
-    room = int(gpu_memory * GIB) if gpu_memory else available_memory(device, processes)
-    compiled = args.compile == "on" or (args.compile == "auto" and on_gpu)
-    work = Workload.of(args, config, processes=processes, device=device, compiled=compiled)
-    step = args.global_batch(processes) * config.max_seq_len
+    room = int(gpu_memory * GIB) if gpu_memory else available_memory(device, processes) or 0
+    with torch.device("meta"):
+        shapes = Transformer(LMConfig(**model_settings, vocab_size=vocab_size))
+    work = Workload(
+        args=args,
+        shapes=shapes,
+        processes=processes,
+        device=device,
+        compiled=args.compile == "on" or (args.compile == "auto" and device.type == "cuda"),
+    )
+    seq_len = work.config.max_seq_len
+    step = args.global_batch(processes) * seq_len
     tokens = tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
-    flops = tokens * work.shapes.flops_per_token(config.max_seq_len)
-    hours = flops / (peak * mfu * processes) / 3600 if peak else None
-    found = next((kind for kind in choices(work) if room and fits(kind, work, room)), None)
+    flops = tokens * work.shapes.flops_per_token(seq_len)
+    hours = f"{flops / (peak * mfu * processes) / 3600:.3g}" if peak else "?"
+    kinds = choices(work)
+    found = next((kind for kind in kinds if fits(kind, work, room)), None)
+    advice = "No engine fits with this --batch_size: take a smaller one, or more memory."
+    if found:
+        advice = f"Take {found.name}, the first that fits:\n{found.command}."
     return "\n".join(
         [
             f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
             f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps",
-            f"{(room or 0) / GIB:.1f} GiB for each of {processes} processes, of which "
-            f"{OVERHEAD // GIB} for libraries" + (f"; {name} at {mfu:.0%} MFU" if hours else ""),
+            f"{room / GIB:.1f} GiB for each of {processes} processes, of which "
+            f"{OVERHEAD // GIB} for libraries" + (f"; {name} at {mfu:.0%} MFU" if peak else ""),
             "",
-            columns([_row(kind, work, room, hours) for kind in choices(work)]),
+            columns([_row(kind, work, room) | {"hours": hours} for kind in kinds]),
             "",
-            _advice(found),
+            advice,
         ]
     )
 
 
-def _row(kind: Kind, work: Workload, room: int | None, hours: float | None) -> dict[str, str]:
+def _row(kind: Kind, work: Workload, room: int) -> dict[str, str]:
     expected = estimate(kind, work)
     return {
         "engine": kind.name,
-        "GPU GiB" if not work.on_cpu else "GiB": f"{expected.peak / GIB:.2f}",
+        "GiB" if work.on_cpu else "GPU GiB": f"{expected.peak / GIB:.2f}",
         "RAM GiB": f"{expected.ram / GIB:.2f}",
-        "largest batch": str(largest_batch(kind, work, room)) if room else "?",
+        "largest batch": str(largest_batch(kind, work, room)),
         "GB sent per step": f"{expected.sent / 1e9:.2f}",
-        "hours": f"{hours:.3g}" if hours else "?",
     }
-
-
-def _advice(found: Kind | None) -> str:
-    if found is None:
-        return "No engine fits with this --batch_size: take a smaller one, or more memory."
-    return (
-        f"Take {found.name}, the first that fits: ENGINE={found.config} bash run_accelerate.sh, or "
-        f"accelerate launch --config_file configs/{found.config}.yaml."
-    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,19 +20,12 @@ from common.parser import OneLineParser
 from common.progress import progress_bar
 from data.conversation_packing import ConversationOptions, first_share
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import (
-    BUILTIN,
-    SUFFIXES,
-    TEXT_COLUMN,
-    bytes_to_read,
-    find_files,
-    require_columns,
-    text_size,
-)
-from data.packing import PackingOptions, prepare
+from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, bytes_to_read, find_files, require_columns
+from data.packing import PackingOptions, prepare, suited
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
-from data.sizes import BY_SIZE, suited_to
+
+BY_SIZE = "default: by the size of the text"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,56 +35,51 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,  # other programs look for some of these flags in those they hand on
     )
     add = parser.add_argument
-    text = f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
-    add("--data", help=f"{text} (default: {BUILTIN})")
-    text = f"{', '.join(CONVERSATION_SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
-    add(
-        "--conversations", metavar="DATA", help=f"to learn to answer from, in place of text: {text}"
-    )
-    stages = "shares of stages of training, as in 2,4,4: of the conversations the first is taken"
-    add("--data_split", metavar="SHARES", help=f"{stages}, by hash (default: all)")
+    kinds = f"{', '.join(SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
+    add("--data", help=f"{kinds} (default: {BUILTIN})")
+    kinds = f"{', '.join(CONVERSATION_SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
+    add("--conversations", metavar="DATA", help=f"to learn to answer, in place of text: {kinds}")
+    stages = "shares of stages of training, as in 2,4,4: the first of them is taken, by hash"
+    add("--data_split", metavar="SHARES", help=f"{stages} (default: all conversations)")
     where = "folder to write (default: out/data/ and the name of the data)"
     add("--out", type=Path, help=where)
-    least, most = BY_SIZE[0], BY_SIZE[-1]
-    ends = f"default: by the size of the text, {least.vocab_size} to {most.vocab_size}"
-    add("--vocab_size", type=int, help=f"pieces of the tokenizer ({ends})")
-    existing = "file to use instead of training one: tokenizer.model (SentencePiece) or "
-    existing += "tokenizer.json; or a folder with it, of a run or from Hugging Face; conversations "
-    existing += "take their model's"
+    add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")
+    existing = "tokenizer.model (SentencePiece), tokenizer.json, or a folder with one, to use "
+    existing += "instead of training one; conversations take their model's"
     add("--tokenizer", help=existing)
-    ends = f"default: by the size of the text, {least.val_fraction:g} to {most.val_fraction:g}"
-    add("--val_fraction", type=float, help=f"share of documents for validation ({ends})")
+    add("--val_fraction", type=float, help=f"share of documents for validation ({BY_SIZE})")
     column = f"name of the text in .jsonl, .csv and .parquet (default: {TEXT_COLUMN})"
     add("--text_column", help=column)
-    least, most = BY_SIZE[-1], BY_SIZE[0]
-    ends = f"default: by the size of the text, {least.segmentations} or {most.segmentations}"
-    ways = f"ways to cut each training document into pieces, at random but for the first ({ends})"
-    add("--segmentations", type=int, help=ways)
+    ways = "ways to cut each training document into pieces, all but the first at random"
+    add("--segmentations", type=int, help=f"{ways} ({BY_SIZE})")
     per_core = "encoding processes, one per core"
     add("--workers", type=int, default=available_cores(), help=per_core)
-    skip = "count documents that cannot be read, go on"
+    skip = "count documents that cannot be read, and go on"
     add("--skip_bad_lines", action="store_true", help=skip)
     add("--overwrite", action="store_true", help="replace data prepared from other text")
-    same = "take what is there if the text has not changed since"
+    same = "take the data that is there if the text has not changed since"
     add("--reuse", action="store_true", help=same)
     args = parser.parse_args(argv)
     if args.val_fraction is not None and not 0 <= args.val_fraction < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
-    if args.segmentations is not None and args.segmentations < 1:
-        parser.error(f"--segmentations must be at least 1, not {args.segmentations}")
-    if args.workers < 1:
-        parser.error(f"--workers must be at least 1, not {args.workers}")
+    for name in ("segmentations", "workers"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
     if args.conversations is not None:
         check_conversations(parser, args)
     elif args.data_split is not None:
         parser.error("--data_split is for --conversations")
-    args.data = args.data or BUILTIN
-    args.out = args.out or default_out(args.data)
+    args.data = args.conversations or args.data or BUILTIN
+    if args.out is None:
+        args.out = default_out(args.data)
+        if args.conversations is not None:
+            args.out = args.out.with_name(f"{args.out.name}-chat")
     return args
 
 
 def check_conversations(parser: OneLineParser, args: argparse.Namespace) -> None:
-    """Flags that go with --conversations; they become `data`. Raises UsageError: others do not."""
+    """Set `stage_share`. Raises UsageError: a flag does not go with --conversations."""
     for name in ("data", "vocab_size", "text_column", "segmentations"):
         if getattr(args, name) is not None:
             parser.error(f"--{name} is for text, and does not go with --conversations")
@@ -101,87 +89,10 @@ def check_conversations(parser: OneLineParser, args: argparse.Namespace) -> None
         args.stage_share = first_share(args.data_split or "1")
     except ValueError:
         parser.error(f"--data_split must be shares, as in 2,4,4, not {args.data_split}")
-    args.data = args.conversations
-    if args.out is None:
-        args.out = default_out(args.data)
-        args.out = args.out.with_name(f"{args.out.name}-chat")
-
-
-def report(description: dict, out: Path, seconds: float, workers: int) -> str:
-    splits = description["splits"]
-    ways = description["prepared_from"]["segmentations"]
-    of_text = description["kind"] == TEXT
-    kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
-    tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
-    bytes_per_token = sum(split["bytes"] for split in splits.values()) / tokens
-    n_bytes = splits["val"]["bytes"] + splits["train"]["bytes"] // ways
-    lines = [
-        f"{out}: {size(n_bytes)} of {kind} in {seconds:.1f} s "
-        f"({size(n_bytes / seconds)}/s with {workers} processes)"
-    ]
-    for name, split in splits.items():
-        times = ways if name == "train" else 1
-        n, word = counted(split["documents"] // times, documents).split()
-        line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
-        line += f", {split['answers']['tokens']:,} of them in answers" if "answers" in split else ""
-        lines.append(line + (f", each document cut in {times} ways" if times > 1 else ""))
-    lines.append(
-        f"  vocabulary {description['vocab_size']:,}, {bytes_per_token:.2f} bytes per token"
-    )
-    if description["for_other_stages"]:
-        others = counted(description["for_other_stages"], documents)
-        lines.append(f"  {others} left to other stages of training (--data_split)")
-    if description["bad_documents"]:
-        lines.append(
-            f"  skipped {counted(description['bad_documents'], f'bad {documents}')}, the first: "
-            f"{description['first_bad_document']}"
-        )
-    if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
-        small = f"; a .txt under {BY_SIZE[0].section_bytes // 1024} KiB is one document"
-        lines.append(
-            f"  WARNING: no validation {documents[:-1]}: that takes two different {documents} at "
-            f"least{small if of_text else ''}"
-        )
-    return "\n".join(lines)
-
-
-def chosen_by_size(files: list[str], options: PackingOptions) -> str:
-    """What was taken because the text has this size, and the flags that say otherwise."""
-    suited, taken = suited_to(text_size(files)), []
-    if options.vocab_size is None and options.tokenizer is None:
-        taken.append(f"a vocabulary of {suited.vocab_size:,} at most (--vocab_size)")
-    if options.val_fraction is None:
-        taken.append(f"{options.share(files):.0%} for validation (--val_fraction)")
-    if options.segmentations is None and suited.segmentations > 1:
-        taken.append(f"{suited.segmentations} ways to cut a document into pieces (--segmentations)")
-    if options.kind == TEXT and any(path.endswith((".txt", ".py")) for path in files):
-        taken.append(f"long files cut into documents of {suited.section_bytes // 1024} KiB")
-    return f"  by the size of the text: {', '.join(taken) or 'nothing'}"
-
-
-def describe_folder(folder: Path, files: list[str], suffixes: tuple[str, ...]) -> str:
-    """How many files below it were read, and how many were not."""
-    left_out = sum(path.is_file() for path in folder.rglob("*")) - len(files)
-    read = f"{counted(len(files), 'files')} read ({', '.join(suffixes)})"
-    return f"{folder}: {read}, {left_out:,} left out"
-
-
-def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOptions) -> None:
-    """And say what came of it."""
-    start = time.perf_counter()
-    of_text = options.kind == TEXT
-    total = bytes_to_read(files) if of_text or args.data != BUILTIN else None
-    with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
-        description = prepare(files, args.out, options, bar.update)
-    if args.data != BUILTIN and os.path.isdir(args.data):
-        suffixes = SUFFIXES if of_text else CONVERSATION_SUFFIXES
-        print(describe_folder(Path(args.data), files, suffixes))
-    print(report(description, args.out, time.perf_counter() - start, args.workers))
-    print(chosen_by_size(files, options))
 
 
 def sources(args: argparse.Namespace) -> tuple[list[str], PackingOptions]:
-    """The files, and how they are prepared."""
+    """Return the files, and how they are prepared."""
     options = {
         "vocab_size": args.vocab_size,
         "val_fraction": args.val_fraction,
@@ -198,6 +109,66 @@ def sources(args: argparse.Namespace) -> tuple[list[str], PackingOptions]:
     return files, PackingOptions(**options, text_column=column, segmentations=args.segmentations)
 
 
+def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOptions) -> None:
+    """Prepare the files, and report the result."""
+    start = time.perf_counter()
+    of_text = options.kind == TEXT
+    total = bytes_to_read(files) if of_text or args.data != BUILTIN else None
+    with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
+        description = prepare(files, args.out, options, bar.update)
+    if os.path.isdir(args.data):
+        left_out = sum(path.is_file() for path in Path(args.data).rglob("*")) - len(files)
+        print(f"{args.data}: {counted(len(files), 'files')} read, {left_out:,} of other kinds not")
+    print(report(description, args.out, time.perf_counter() - start, args.workers))
+    print(chosen_by_size(files, options))
+
+
+def report(description: dict, out: Path, seconds: float, workers: int) -> str:
+    """Describe both splits, and everything that was left out."""
+    splits = description["splits"]
+    ways = {"train": description["prepared_from"]["segmentations"], "val": 1}
+    of_text = description["kind"] == TEXT
+    kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
+    n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
+    speed = f"{size(n_bytes / seconds)}/s with {workers} processes"
+    lines = [f"{out}: {size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
+    for name, split in splits.items():
+        n, word = counted(split["documents"] // ways[name], documents).split()
+        line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
+        line += f", {split['answers']['tokens']:,} of them in answers" if "answers" in split else ""
+        line += f", each document cut in {ways[name]} ways" if ways[name] > 1 else ""
+        lines.append(line)
+    tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
+    per_token = sum(split["bytes"] for split in splits.values()) / tokens
+    lines.append(f"  vocabulary {description['vocab_size']:,}, {per_token:.2f} bytes per token")
+    if others := description["for_other_stages"]:
+        left = counted(others, documents)
+        lines.append(f"  {left} left to other stages of training (--data_split)")
+    if n_bad := description["bad_documents"]:
+        bad = counted(n_bad, f"bad {documents}")
+        lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
+    if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
+        lines.append(
+            f"  WARNING: no validation {documents[:-1]}: that takes two different {documents}; a "
+            "short .txt is one document"
+        )
+    return "\n".join(lines)
+
+
+def chosen_by_size(files: list[str], options: PackingOptions) -> str:
+    """Name the settings that the size of the text has chosen, and the flags that change them."""
+    chosen, taken = suited(files), []
+    if options.vocab_size is None and options.tokenizer is None:
+        taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")
+    if options.val_fraction is None:
+        taken.append(f"{options.share(files):.0%} for validation (--val_fraction)")
+    if options.segmentations is None and chosen.segmentations > 1:
+        taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")
+    if options.kind == TEXT and any(path.endswith((".txt", ".py")) for path in files):
+        taken.append(f"long files cut into documents of {chosen.section_bytes // 1024} KiB")
+    return f"  by the size of the text: {', '.join(taken) or 'nothing'}"
+
+
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
@@ -205,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
         asked = {"reuse": args.reuse, "overwrite": args.overwrite}
         said = find_prepared(args.out, files, options, **asked)
         if said is None:
-            with one_at_a_time(args.out):  # for which another may have prepared it
+            with one_at_a_time(args.out):  # meanwhile another process may have prepared it
                 said = find_prepared(args.out, files, options, **asked)
                 if said is None:
                     prepare_anew(args, files, options)

@@ -13,14 +13,8 @@ import importlib.util
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from scripts.model_flags import (
-    NO_CHAT,
-    add_model_flags,
-    add_sampling_flags,
-    load,
-    sampling_of,
-    single,
-)
+from inference.prompts import say
+from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 NEEDED = ("fastapi", "uvicorn")
@@ -33,15 +27,36 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine's")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one")
     add("--name", help="what requests call the model (default: that of its run)")
-    add("--batch_size", type=int, default=16, help="answers written together; others wait")
-    add("--max_waiting", type=int, default=64, help="requests that may wait; others are refused")
-    add("--max_request_kb", type=int, default=1024, help="size of a request, at most")
-    add_sampling_flags(add)
-    args = parser.parse_args(argv)
-    for name in ("batch_size", "max_waiting", "max_request_kb"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, not {getattr(args, name)}")
-    return args
+    add("--batch_size", type=at_least_1, default=16, help="answers written together; others wait")
+    waiting = "requests that may wait; others are refused"
+    add("--max_waiting", type=at_least_1, default=64, help=waiting)
+    add("--max_request_kb", type=at_least_1, default=1024, help="size of a request, at most")
+    return parser.parse_args(argv)
+
+
+def serve(args: argparse.Namespace) -> None:
+    sampling = sampling_of(args)
+    from inference.server.app import Served, make_app
+    from inference.server.listen import Server, bind
+    from inference.worker import Worker
+
+    bound = bind(args.host, args.port)
+    decoder, trained = load_to_talk(args)
+    served = Served(
+        worker=Worker(decoder, together=args.batch_size, waiting=args.max_waiting),
+        tokenizer=trained.tokenizer,
+        context=decoder.config.max_seq_len,
+        name=args.name or trained.name,
+        sampling=sampling,
+        max_bytes=args.max_request_kb * 1024,
+        hosts=LOCAL if args.host in LOCAL else (),
+    )
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    address = f"http://{host}:{bound.getsockname()[1]}"
+    say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
+    if args.host not in LOCAL:
+        say("whoever reaches this machine can use it: it asks for no key")
+    Server(make_app(served), served.worker).run(sockets=[bound])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,35 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         if any(importlib.util.find_spec(name) is None for name in NEEDED):
             packages = " ".join(NEEDED)
             raise UsageError(f"serving takes {packages}: python -m pip install {packages}")
-        single("scripts.serve")
-    from inference.server.app import Served, make_app
-    from inference.server.listen import bind, serve
-    from inference.text_generator import say
-    from inference.worker import Worker
-    from model.config import ConfigError
-
-    with one_line_errors("serve", UsageError, ConfigError):
-        sampling = sampling_of(args)
-        bound = bind(args.host, args.port)
-        decoder, trained = load(args)
-        if not trained.chats:
-            say(NO_CHAT)
-        worker = Worker(decoder, together=args.batch_size, waiting=args.max_waiting)
-        served = Served(
-            worker=worker,
-            tokenizer=trained.tokenizer,
-            context=decoder.config.max_seq_len,
-            name=args.name or trained.name,
-            sampling=sampling,
-            max_bytes=args.max_request_kb * 1024,
-            hosts=LOCAL if args.host in LOCAL else (),
-        )
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        address = f"http://{host}:{bound.getsockname()[1]}"
-        say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
-        if args.host not in LOCAL:
-            say("whoever reaches this machine can use it: it asks for no key")
-        serve(make_app(served), worker, bound)
+        serve(args)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,21 @@
 import json
 import random
 import shutil
+from collections import ChainMap
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_model import adapted
 
+from common.errors import UsageError
+from formats.portable import load_portable
 from model import ConfigError, LMConfig
+from model.lora import Merged, is_adapter
 from runs.checkpoint import (
+    MANIFEST,
     OPTIMIZER,
     RANDOM,
     STATE,
@@ -21,10 +27,11 @@ from runs.checkpoint import (
     read_state,
     saved_config,
     space_warning,
+    write_base,
     write_checkpoint,
 )
-from runs.folder import RunFolder
-from runs.manifest import MANIFEST
+from runs.folder import RunFolder, step_of
+from runs.weights import WeightsFolder
 from training.checkpointing import prune
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)
@@ -54,7 +61,7 @@ def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> No
 
 
 def steps_of(run: RunFolder) -> list[int]:
-    return [int(path.name[5:]) for path in run.all_checkpoints()]
+    return [step_of(path) for path in run.all_checkpoints()]
 
 
 @pytest.fixture
@@ -81,61 +88,38 @@ def test_what_was_written_is_there_and_sound(run):
     for name, tensors in tensors_of(5).items():
         written = load_file(path / name)
         assert written.keys() == tensors.keys()
-        assert name == RANDOM or all(torch.equal(written[k], v) for k, v in tensors.items())
+        assert all(torch.equal(written[k], v) for k, v in tensors.items())
 
 
-def test_the_newest_and_the_best_are_kept(run):
-    save(run, 1, 2, 3, 4, 5, keep_last=2, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
-    assert steps_of(run) == [2, 4, 5]
+def test_checkpoints_come_oldest_first_and_nothing_else_is_one(run):
+    save(run, 1000, 9, 10)
+    for other in ("step-00000011.partial-7", "step-00000013.aside-7"):
+        (run.checkpoints / other).mkdir()
+    assert run.all_checkpoints() == [run.checkpoint(step) for step in (9, 10, 1000)]
 
 
-def test_zero_keeps_all(run):
-    save(run, 1, 2, 3, 4, 5)
-    assert steps_of(run) == [1, 2, 3, 4, 5]
-
-
-def test_a_kill_while_old_checkpoints_go_leaves_none_by_halves(run, monkeypatch):
-    """The name goes first; a folder that lost a file in another way harms no save either."""
-    save(run, 1, 2, 3)
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
-    save(run, 4, keep_last=2)
-    assert steps_of(run) == [3, 4]
-    monkeypatch.undo()
-    (run.checkpoint(3) / "state.json").unlink()
-    save(run, 5, 6, keep_last=2)
-    assert sorted(p.name for p in run.checkpoints.glob("step-*")) == [
-        "step-00000005",
-        "step-00000006",
-    ]
+@pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (0, [1, 2, 3, 4, 5])])
+def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
+    save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
+    assert steps_of(run) == kept
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch):
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
     save(run, 1)
     with monkeypatch.context() as patch:
-
-        def full(*args, **options):
-            raise OSError(28, "No space left on device")
-
         patch.setattr("runs.checkpoint.save_tensors", full)
         for step in (1, 2):  # the same step anew, and another one
             with pytest.raises(OSError, match="No space left"):
                 save(run, step)
-    assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000001"]
+    assert steps_of(run) == [1]
     assert run.latest.read_text() == "step-00000001\n"
     assert damage(run.checkpoint(1)) is None
-    save(run, 3)
-    assert damage(run.checkpoint(3)) is None
 
 
-def test_saving_a_step_again_replaces_it(run):
-    save(run, 1)
-    inode = (run.checkpoint(1) / "state.json").stat().st_ino
-    save(run, 1)
-    assert damage(run.checkpoint(1)) is None
-    assert (run.checkpoint(1) / "state.json").stat().st_ino != inode
-
-
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, RANDOM, STATE])
 def test_a_flipped_bit_a_missing_end_and_a_missing_file_are_named(run, name):
     save(run, 1)
     path, whole = run.checkpoint(1) / name, (run.checkpoint(1) / name).read_bytes()
@@ -147,38 +131,25 @@ def test_a_flipped_bit_a_missing_end_and_a_missing_file_are_named(run, name):
     assert name in damage(run.checkpoint(1))
 
 
-def test_damage_in_2000_ways_is_always_found_and_never_another_error(run, tmp_path):
+def test_damage_of_any_file_is_one_line_and_never_another_error(run):
     save(run, 1)
-    dice = random.Random(0)
-    whole, copy = run.checkpoint(1), tmp_path / "copy"
-    files = sorted(path.name for path in whole.iterdir())
-    contents = {name: (whole / name).read_bytes() for name in files}
-    shutil.copytree(whole, copy)
-    for _ in range(2000):
-        name = dice.choice(files)
-        data = bytearray(contents[name])
-        kind = dice.choice(("flip", "cut", "grow", "replace", "empty"))
-        if kind == "flip":
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-        elif kind == "cut":
-            del data[dice.randrange(len(data)) :]
-        elif kind == "grow":
-            data += dice.randbytes(dice.randint(1, 9))
-        elif kind == "replace":
-            data[:] = dice.randbytes(len(data))
-        else:
-            data.clear()
-        (copy / name).write_bytes(data)
-        problem = damage(copy)
-        # A manifest may change where nothing is written but white space or an unread key.
-        if name == "manifest.json" and problem is None:
-            files_said = json.loads(data)["files"]
-            assert files_said == json.loads(contents[name])["files"]
-        else:
-            assert problem, (name, kind)
-            assert "\n" not in problem
-        (copy / name).write_bytes(contents[name])
-    assert damage(copy) is None
+    dice, folder = random.Random(0), run.checkpoint(1)
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(100):
+            at = dice.randrange(len(whole))
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << dice.randrange(8)
+            for data in (flipped, whole[:at], whole + dice.randbytes(3), dice.randbytes(at)):
+                path.write_bytes(data)
+                problem = damage(folder)
+                if path.name == MANIFEST and problem is None:  # white space, or an unread key
+                    assert json.loads(data)["files"] == json.loads(whole)["files"]
+                else:
+                    assert problem
+                    assert "\n" not in problem
+        path.write_bytes(whole)
+    assert damage(folder) is None
 
 
 def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(run):
@@ -187,77 +158,37 @@ def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(ru
     assert newest_sound(run) == (run.checkpoint(4), {})
     flip(run.checkpoint(4) / WEIGHTS, 300)
     (run.checkpoint(3) / STATE).unlink()
-    flip(run.checkpoint(1) / WEIGHTS, 300)  # before it: nobody looks
     sound, problems = newest_sound(run)
     assert sound == run.checkpoint(2)
     assert list(problems) == [run.checkpoint(4), run.checkpoint(3)]
     assert problems[run.checkpoint(4)] == f"the checksum of {WEIGHTS} is wrong"
-    assert STATE in problems[run.checkpoint(3)]
-    flip(run.checkpoint(2) / WEIGHTS, 300)
-    sound, problems = newest_sound(run)
-    assert sound is None
-    assert list(problems) == [run.checkpoint(step) for step in (4, 3, 2, 1)]
-
-
-def test_a_state_of_the_old_form_reads_as_one_of_the_new(run):
-    """The model's shape stood among the parts of the identity; how it computes was left out."""
-    shape = CONFIG.shape()
-    old = state_of(5, identity=shape | IDENTITY)
-    del old["model"]
-    write_checkpoint(run, tensors_of(5), old)
-    assert damage(run.checkpoint(5)) is None
-    assert read_state(run.checkpoint(5)) == state_of(5, model=shape)
-    assert saved_config(run.checkpoint(5)) == LMConfig(**shape)
-    assert saved_config(run.checkpoint(5)).shape() == CONFIG.shape()
+    for step in (1, 2):
+        flip(run.checkpoint(step) / WEIGHTS, 300)
+    assert newest_sound(run)[0] is None
 
 
 @pytest.mark.parametrize("form", ["old", "new"])
-def test_where_no_optimizer_is_named_it_was_adamw(run, form):
+def test_a_state_of_the_old_form_reads_as_one_of_the_new(run, form):
+    """The model's shape stood in the identity; AdamW and newer fields were not named."""
+    shape = CONFIG.shape() | {"tie_embeddings": False}
+    del shape["rope_theta"]
     identity = {key: value for key, value in IDENTITY.items() if key != "optimizer"}
-    state = state_of(5, identity=identity)
+    state = state_of(5, model=shape, identity=identity)
     if form == "old":
         state["identity"] = state.pop("model") | identity
     write_checkpoint(run, tensors_of(5), state)
-    assert read_state(run.checkpoint(5))["identity"] == identity | {"optimizer": "adamw"}
-
-
-@pytest.mark.parametrize("form", ["old", "new"])
-def test_a_field_that_a_checkpoint_does_not_know_has_its_default(run, form):
-    """Written before the field came to LMConfig."""
-    shape = CONFIG.shape() | {"tie_embeddings": False}
-    del shape["rope_theta"]
-    state = state_of(5, model=shape)
-    if form == "old":
-        state["identity"] = state.pop("model") | IDENTITY
-    write_checkpoint(run, tensors_of(5), state)
-    assert "rope_theta" not in read_state(run.checkpoint(5))["model"]
+    assert damage(run.checkpoint(5)) is None
+    expected = state_of(5, model=shape, identity=identity | {"optimizer": "adamw"})
+    assert read_state(run.checkpoint(5)) == expected
     assert saved_config(run.checkpoint(5)) == LMConfig(**shape)
     assert saved_config(run.checkpoint(5)).rope_theta == LMConfig.rope_theta
 
 
-@pytest.mark.parametrize("model", [None, [], 7, {"dim": "48"}, {"dim": 48, "n_heads": 5}])
+@pytest.mark.parametrize("model", [None, 7, {"dim": "48"}, {"dim": 48, "n_heads": 5}])
 def test_a_shape_that_cannot_be_built_is_refused_by_the_name_of_the_file(run, model):
     write_checkpoint(run, tensors_of(5), state_of(5, model=model))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^{run.checkpoint(5) / STATE}: "):
         saved_config(run.checkpoint(5))
-    assert str(error.value).startswith(f"{run.checkpoint(5) / STATE}: ")
-    assert "\n" not in str(error.value)
-
-
-def test_what_runs_beside_this_one_have_too_is_kept_until_they_have_a_newer_one(run, tmp_path):
-    """Else one that is killed before it has written, or cannot, leaves no step of which all have
-    one."""
-    other = RunFolder(tmp_path / "other")
-    save(run, 1, 2)
-    save(other, 1, 2)
-    for step in (3, 4):  # the other one does not get this far
-        save(run, step)
-        prune(run, 1, [other])
-        assert steps_of(run) == [2, step]
-    save(other, 4)
-    prune(other, 1, [run])
-    prune(run, 1, [other])
-    assert steps_of(run) == steps_of(other) == [4]
 
 
 @pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
@@ -266,3 +197,46 @@ def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, 
     warning = space_warning(run.path, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
     assert bool(warning) == warned
     assert not warned or "--keep_last" in warning
+
+
+@pytest.fixture
+def tuned(run, tmp_path) -> SimpleNamespace:
+    """A run with adapters, whose checkpoint is added to a base of other weights."""
+    model = adapted(only_lora=False)
+    base = {n: p.detach() + 1 for n, p in model.named_parameters() if not is_adapter(n)}
+    (tmp_path / "tokenizer.model").write_bytes(b"of no matter")
+    write_base(run, model.config, base, tmp_path / "tokenizer.model")
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    state = state_of(3, model=model.config.to_dict(), lora=vars(model.lora))
+    write_checkpoint(run, {WEIGHTS: trained, OPTIMIZER: {}, RANDOM: {}}, state)
+    return SimpleNamespace(model=model, base=base, trained=trained)
+
+
+def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned):
+    loaded = dict(load_portable(run.base).named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in tuned.base.items())
+    assert WeightsFolder.find(str(run.base)).tokenizer.read_bytes() == b"of no matter"
+    merged = dict(Merged(ChainMap(tuned.trained, tuned.base), tuned.model.lora.scaling))
+    for name in (run.path, run.checkpoint(3)):
+        folder = WeightsFolder.find(str(name))
+        loaded = dict(folder.load().named_parameters())
+        assert loaded.keys() == merged.keys() == set(folder.tensors())
+        assert all(torch.equal(loaded[name], merged[name]) for name in merged)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda base: flip(base / "model.safetensors", -1), "the checksum of model.safetensors is"),
+        (lambda base: (base / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda base: base.rename(base.with_name("moved")), "no readable manifest.json"),
+    ],
+)
+def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, tuned, harm, message):
+    assert damage(run.checkpoint(3)) is None
+    harm(run.base)
+    problem = damage(run.checkpoint(3))
+    assert str(run.base) in problem
+    assert message in problem
+    with pytest.raises(UsageError, match=r"every checkpoint .* is damaged"):
+        WeightsFolder.find(str(run.path))

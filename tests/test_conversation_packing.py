@@ -1,5 +1,4 @@
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -92,74 +91,52 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
     pack, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
-    folder = pack(write(tmp_path / "a.jsonl"))
+    longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]  # this is not stored
+    folder = pack(write(tmp_path / "a.jsonl", longer), "longer", val_fraction=0)
+    tokenizer, description = Tokenizer(folder / "tokenizer.model"), read_description(folder)
+    assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
+    assert stored(folder, "val") == []
+    part, answers = description["splits"]["train"], []
+    for _, some in stored(folder, "train"):
+        answers += some
+    assert description["kind"] == "conversations"
+    assert part["documents"] == 300
+    assert part["tokens"] == sum(len(ids) for ids, _ in stored(folder, "train"))
+    assert part["answers"]["count"] == len(answers)
+    assert part["answers"]["tokens"] == sum(map(len, answers))
+    said = [t.content for turns in CONVERSATIONS for t in turns if t.role == ASSISTANT]
+    assert part["bytes"] == sum(len(text.encode()) for text in said)
+
+
+def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    folder = pack(write(tmp_path / "a.jsonl"), "one")
     train, val = told_apart(folder)
     assert train == sorted(train)
     assert val == sorted(val)
     assert sorted(train + val) == list(range(300))
     assert len(val) == pytest.approx(30, abs=15)
-    tokenizer = Tokenizer(folder / "tokenizer.model")
-    for split, numbers in (("train", train), ("val", val)):
-        assert stored(folder, split) == [expected(tokenizer, CONVERSATIONS[i]) for i in numbers]
-
-
-def test_the_description_counts_what_is_stored(pack, tmp_path):
-    folder = pack(write(tmp_path / "a.jsonl"))
-    description = read_description(folder)
-    assert description["kind"] == "conversations"
-    for split, numbers in zip(("train", "val"), told_apart(folder), strict=True):
-        part, found = description["splits"][split], stored(folder, split)
-        assert part["documents"] == len(found)
-        assert part["tokens"] == sum(len(ids) for ids, _ in found)
-        answers = [answer for _, answers in found for answer in answers]
-        assert part["answers"]["count"] == len(answers)
-        assert part["answers"]["tokens"] == sum(map(len, answers))
-        said = [t.content for i in numbers for t in CONVERSATIONS[i] if t.role == ASSISTANT]
-        assert part["bytes"] == sum(len(text.encode()) for text in said)
-
-
-def test_a_question_after_the_last_answer_is_not_stored(pack, tmp_path):
-    longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]
-    one = pack(write(tmp_path / "a.jsonl", longer), "one", val_fraction=0)
-    other = pack(write(tmp_path / "b.jsonl"), "other", val_fraction=0)
-    assert stored(one, "train") == stored(other, "train")
-    assert stored(other, "val") == []
-
-
-def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
-    one = files_of(pack(write(tmp_path / "a.jsonl"), "one"))
+    one = files_of(folder)
     other = files_of(pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2))
-    del one["dataset.json"], other["dataset.json"]  # which names the file
+    del one["dataset.json"], other["dataset.json"]  # it names the file
     assert one == other
 
 
-def test_the_stages_shares_are_as_large_as_asked_and_their_conversations_are_this_stages(
-    pack, tmp_path
-):
+def test_a_stage_takes_its_share_and_moves_none_to_the_other_split(pack, tmp_path):
     path = write(tmp_path / "a.jsonl")
-    whole = pack(path, "whole")
-    some = pack(path, "some", stage_share=0.2)
-    more = pack(path, "more", stage_share=0.5)
-    for one, other in ((some, more), (more, whole)):  # both splits: neither moves
-        for ours, theirs in zip(told_apart(one), told_apart(other), strict=True):
+    folders = {share: pack(path, f"{share}", stage_share=share) for share in (0.2, 0.5, 1)}
+    for fewer, more in ((0.2, 0.5), (0.5, 1)):
+        for ours, theirs in zip(told_apart(folders[fewer]), told_apart(folders[more]), strict=True):
             assert set(ours) < set(theirs)
-    for folder, share in ((some, 0.2), (more, 0.5), (whole, 1)):
+    for share, folder in folders.items():
         n = sum(map(len, told_apart(folder)))
         assert n / 300 == pytest.approx(share, abs=0.07)
         assert read_description(folder)["for_other_stages"] == 300 - n
+    train, val = told_apart(pack(path, "both", val_fraction=0.4, stage_share=0.4))
+    assert len(val) / len(train + val) == pytest.approx(0.4, abs=0.12)  # by another hash
 
 
-def test_stages_are_not_chosen_by_what_chooses_validation(pack, tmp_path):
-    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0.4, stage_share=0.4)
-    train, val = told_apart(folder)
-    assert len(val) / len(train + val) == pytest.approx(0.4, abs=0.12)
-
-
-BAD = [
-    *(b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"),
-    b'{"messages": [{"role": "robot", "content": "a"}]}',
-]
+BAD = [b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"]
 
 
 def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
@@ -174,12 +151,6 @@ def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
     assert sorted(train + val) == list(range(300))
     assert read_description(folder)["bad_documents"] == len(BAD)
     assert "a.jsonl, line 21: " in read_description(folder)["first_bad_document"]
-
-
-def test_of_two_conversations_one_is_for_validation(pack, tmp_path):
-    folder = pack(write(tmp_path / "a.jsonl", CONVERSATIONS[:2]), val_fraction=1e-9)
-    assert Counter(map(len, told_apart(folder))) == {1: 2}
-    read_description(folder)
 
 
 def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
@@ -202,19 +173,9 @@ def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
     assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
 
 
-def test_no_conversation_at_all_is_refused(pack, tmp_path):
-    with pytest.raises(DataError, match="no conversations for training"):
-        pack(write(tmp_path / "a.jsonl", []))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "x", "0", "0,1", "-1,2", "2,-4", "nan", "1,nan", "inf", "1,inf", "2;4", "2,,4"]
-)
-def test_shares_that_are_none_are_refused(text):
-    with pytest.raises(ValueError):  # noqa: PT011, whose words nobody sees
-        first_share(text)
-
-
-def test_shares_are_numbers_in_any_relation():
+@pytest.mark.parametrize("text", ["", "x", "0,1", "-1,2", "2,-4", "nan", "1,inf", "2;4", "2,,4"])
+def test_shares_are_numbers_in_any_relation(text):
     assert first_share("2,4,4") == first_share("50,100,100") == 0.2
     assert first_share("0.5, 0") == first_share("1") == 1
+    with pytest.raises(ValueError):  # noqa: PT011, whose words nobody sees
+        first_share(text)

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from data import corpus
 from data.corpus import (
     SECTION_BYTES,
     Reading,
-    Record,
     bytes_to_read,
     find_files,
     parse,
@@ -47,7 +45,8 @@ def write(path: Path, data: bytes) -> Path:
         ("a.jsonl.zst", jsonl("one", "第二\n句", "three"), ["one", "第二\n句", "three"]),
         ("a.txt", "one\n第二句\r\n\tthree".encode(), ["one\n第二句\r\n\tthree"]),
         ("a.txt", b"", []),
-        ("a.jsonl", b"", []),
+        ("a.jsonl", b'\n \n{"text": ""}\r\n\t\n{"text": "two"}\n\n', ["", "two"]),
+        ("a.jsonl.zst", b'{"text": "no newline at the end"}', ["no newline at the end"]),
         ("a.jsonl", b'{"text": "no newline at the end"}', ["no newline at the end"]),
         ("a.jsonl", b'{"id": 1, "text": "more", "meta": {"text": 2}}\r\n', ["more"]),
         ("a.jsonl", b'{"text": "\\ud83d\\ude00"}\n', ["😀"]),
@@ -56,15 +55,6 @@ def write(path: Path, data: bytes) -> Path:
 )
 def test_a_file_holds_these_documents(tmp_path, name, data, expected):
     assert texts(write(tmp_path / name, data)) == expected
-
-
-def test_blank_lines_between_documents_are_no_documents(tmp_path):
-    path = write(tmp_path / "a.jsonl", b"\n \n" + jsonl("one") + b"\r\n\t\n" + jsonl("two") + b"\n")
-    assert texts(path) == ["one", "two"]
-
-
-def test_an_empty_text_is_a_document_of_the_file(tmp_path):
-    assert texts(write(tmp_path / "a.jsonl", jsonl("", "one"))) == ["", "one"]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
@@ -86,50 +76,29 @@ def test_a_folder_holds_all_files_below_it_in_sorted_order(tmp_path):
     assert texts(tmp_path) == ["first", "second", "third", "fourth"]
 
 
-@pytest.mark.parametrize("name", ["a.md", "a.json", "a.zst", "a.txt.gz", "txt", "a.jsonl.bz2"])
+@pytest.mark.parametrize("name", ["a.md", "a.zst", "a.txt.gz", "txt", "a.jsonl.bz2"])
 def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path, name):
     path = write(tmp_path / name, b"text")
-    with pytest.raises(DataError, match=rf"{path}.*\.txt, \.jsonl, \.jsonl\.gz"):
-        find_files(str(path))
-
-
-def test_a_folder_without_text_is_refused_by_name(tmp_path):
-    write(tmp_path / "a" / "b.md", b"text")
-    with pytest.raises(DataError, match=rf"{tmp_path}: no \.txt.* file in this folder"):
-        find_files(str(tmp_path))
-
-
-def test_a_path_to_nothing_is_refused_by_name(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere\.txt: no such file"):
-        find_files(str(tmp_path / "nowhere.txt"))
-
-
-def test_a_file_that_went_away_is_an_error_with_its_name(tmp_path):
-    with pytest.raises(DataError, match=r"gone\.txt: cannot be read"):
-        list(read_records([str(tmp_path / "gone.txt")]))
+    for place in (path, path.parent):
+        with pytest.raises(DataError, match=rf"{place}.*\.txt, \.jsonl, \.jsonl\.gz"):
+            find_files(str(place))
 
 
 BAD_LINES = {
     "no JSON": (b"{text: 1}", "not JSON"),
-    "cut short": (b'{"text": "abc', "not JSON"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "not JSON"),
     "deep nesting": (b"[" * 100_000, "not JSON"),
     "an enormous number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
-    "no text": (b'{"content": "a"}', '"text"'),
-    "text is a number": (b'{"text": 5}', '"text"'),
-    "text is null": (b'{"text": null}', '"text"'),
+    "no text": (b'{"content": "a"}', 'no "text" with a string in it'),
     "text is a list": (b'{"text": ["a"]}', '"text"'),
-    "a list": (b'["text"]', '"text"'),
     "a string": (b'"text"', '"text"'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
     "UTF-8 cut short": ('{"text": "第'.encode()[:-1], "not valid UTF-8"),
-    "UTF-16": ('{"text": "a"}'.encode("utf-16-le"), "not JSON"),
     "lone surrogate": (b'{"text": "a\\ud800b"}', "surrogate"),
-    "surrogates in the wrong order": (b'{"text": "\\ude00\\ud83d"}', "surrogate"),
 }
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
 @pytest.mark.parametrize(("line", "what"), BAD_LINES.values(), ids=BAD_LINES)
 def test_a_bad_line_is_an_error_with_file_line_and_reason(tmp_path, suffix, line, what):
     path = write(tmp_path / f"a{suffix}", jsonl("good") + b"\n" + line + b"\n" + jsonl("good"))
@@ -142,121 +111,66 @@ def test_a_bad_line_is_an_error_with_file_line_and_reason(tmp_path, suffix, line
     assert "\n" not in str(error.value)
 
 
-def test_invalid_utf8_in_a_text_file_is_an_error_with_file_and_byte(tmp_path):
-    path = write(tmp_path / "a.txt", b"abc\xffdef")
-    with pytest.raises(DataError, match=rf"^{path}, byte 3: not valid UTF-8 .*iconv -f gb18030"):
-        texts(path)
-
-
-def test_the_byte_that_is_no_utf8_is_counted_from_the_start_of_the_file(tmp_path):
+def test_bytes_that_are_no_utf8_have_their_place(tmp_path):
     sections = b"\xef\xbb\xbf" + b"0123456\n" * (2 * SECTION_BYTES // 8)
     path = write(tmp_path / "a.txt", sections + "春眠".encode("gb18030"))
-    with pytest.raises(DataError, match=rf"byte {len(sections)}: "):
-        texts(path)
-    path = write(tmp_path / "b.txt", b"\xef\xbb\xbfabc\xff")
-    with pytest.raises(DataError, match="byte 6: "):
-        texts(path)
+    *_, last = read_records([str(path)])
+    with pytest.raises(DataError) as error:
+        parse(last)
+    n = len(sections) - last.position
+    assert f"{path}, byte {last.position}: not valid UTF-8" in str(error.value)
+    assert f"{n} bytes further" in str(error.value)
+    assert "iconv -f gb18030" in str(error.value)
 
 
-def compressed_lines() -> bytes:
-    return gzip.compress(jsonl(*(f"{i} {random.Random(i).random()}" for i in range(2000))))
-
-
-@pytest.mark.parametrize("share", [0.0005, 0.3, 0.9, 0.9999])
-def test_a_truncated_gzip_file_is_an_error_with_its_name(tmp_path, share):
-    data = compressed_lines()
+def test_a_gzip_file_cut_short_or_damaged_is_an_error_with_its_name(tmp_path):
+    data = gzip.compress(jsonl(*(f"{i} {random.Random(i).random()}" for i in range(2000))))
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(data[: int(share * len(data))])
-    with pytest.raises(DataError, match=rf"^{path}: cannot be read"):
-        texts(path)
-
-
-def test_a_damaged_gzip_file_is_an_error_with_its_name(tmp_path):
-    data = compressed_lines()
-    path = tmp_path / "a.jsonl.gz"
+    for share in (0.0005, 0.3, 0.9999):
+        path.write_bytes(data[: int(share * len(data))])
+        with pytest.raises(DataError, match=rf"^{path}: cannot be read"):
+            texts(path)
     for byte in random.Random(0).sample(range(10, len(data)), 20):
         path.write_bytes(data[:byte] + bytes([data[byte] ^ 0x55]) + data[byte + 1 :])
         with pytest.raises(DataError, match=str(path)):
             texts(path)
 
 
-def test_a_file_that_is_no_gzip_is_an_error_with_its_name(tmp_path):
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(jsonl("not compressed"))
-    with pytest.raises(DataError, match=rf"^{path}: cannot be read"):
-        texts(path)
-
-
-def lines_of(length: int, total: int) -> str:
-    return (("x" * (length - 1)) + "\n") * (total // length)
-
-
-def uneven_lines(seed: int) -> str:
-    chooser = random.Random(seed)
+def uneven_lines() -> str:
+    chooser = random.Random(0)
     words = [chooser.choice(["é", "第", "😀", "a"]) * chooser.randint(1, 30_000) for _ in range(60)]
     return "".join(word + chooser.choice(["\n", "\r\n", " ", "\n\n"]) for word in words)
 
 
 LONG_TEXTS = {
-    "short lines": lines_of(80, 500_000),
-    "short lines, whole blocks": lines_of(80, 8 * SECTION_BYTES),
-    "lines of 40 KB": lines_of(40_000, 500_000),
-    "lines a little over half a section": lines_of(SECTION_BYTES // 2 + 1, 600_000),
-    "lines of exactly a section": lines_of(SECTION_BYTES, 4 * SECTION_BYTES),
+    "whole blocks of short lines": ("x" * 63 + "\n") * (8 * SECTION_BYTES // 64),
+    "lines of 40 KB": ("x" * 39_999 + "\n") * 12,
+    "lines a little over half a section": ("x" * (SECTION_BYTES // 2) + "\n") * 70,
     "one line of three-byte characters": "第" * 100_000,
     "one line of four-byte characters, shifted": "a" + "😀" * 100_000,
     "one line that ends a byte too late": "a" * SECTION_BYTES + "é",
     "exactly one section": "a" * SECTION_BYTES,
     "newlines alone": "\n" * 200_000,
-    "uneven lines": uneven_lines(0),
-    "other uneven lines": uneven_lines(1),
+    "uneven lines": uneven_lines(),
     "a short first line and one long": "\n" + BOM + "a" * 200_000,
 }
 
 
+@pytest.mark.parametrize("most", [SECTION_BYTES, 1 << 10])
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
-def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text):
+def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text, most):
     path = write(tmp_path / "long.txt", text.encode())
-    records = list(read_records([str(path)]))
+    records = list(read_records([str(path)], Reading(section_bytes=most)))
     assert b"".join(record.raw for record in records) == text.encode()
     assert "".join(map(parse, records)) == text  # so no character is split either
     offset = 0
     for record in records:
         assert record.position == offset
+        assert len(record.raw) <= most
         offset += len(record.raw)
-
-
-@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
-def test_no_section_is_longer_than_section_bytes(tmp_path, text):
-    path = write(tmp_path / "long.txt", text.encode())
-    assert max(len(record.raw) for record in read_records([str(path)])) <= SECTION_BYTES
-
-
-def test_sections_end_at_line_ends_where_there_are_any(tmp_path):
-    path = write(tmp_path / "long.txt", LONG_TEXTS["short lines"].encode())
-    assert all(record.raw.endswith(b"\n") for record in read_records([str(path)]))
-
-
-def test_a_text_file_that_fits_is_one_document(tmp_path):
-    path = write(tmp_path / "a.txt", b"a\n" * (SECTION_BYTES // 2))
-    assert len(texts(path)) == 1
-
-
-@pytest.mark.parametrize("most", [1 << 10, 2 << 10])
-@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
-def test_sections_may_be_shorter_and_still_rejoin(tmp_path, text, most):
-    path = write(tmp_path / "long.txt", text.encode())
-    records = list(read_records([str(path)], Reading(section_bytes=most)))
-    assert max(len(record.raw) for record in records) <= most
-    assert "".join(map(parse, records)) == text
-
-
-def test_the_text_of_a_line_of_json_may_have_another_name(tmp_path):
-    path = write(tmp_path / "a.jsonl", b'{"text": "no", "content": "yes"}\n{"text": "alone"}\n')
-    first, second = read_records([str(path)], Reading(text_column="content"))
-    assert parse(first) == "yes"
-    with pytest.raises(DataError, match=r'a\.jsonl, line 2: no "content" with a string in it'):
-        parse(second)
+    if text == LONG_TEXTS["whole blocks of short lines"]:
+        assert all(record.raw.endswith(b"\n") for record in records)
+    assert (len(records) == 1) == (len(text.encode()) <= most)
 
 
 def test_the_size_of_a_text_is_that_of_its_files_and_four_times_that_of_compressed_ones(tmp_path):
@@ -276,15 +190,6 @@ def test_records_are_read_one_after_the_other_and_not_all_at_once(tmp_path):
         next(records)
 
 
-def test_the_place_of_a_record_is_its_line_or_byte():
-    assert Record("a.jsonl", 7, b"").place == "a.jsonl, line 7"
-    assert Record("a.jsonl.gz", 7, b"").place == "a.jsonl.gz, line 7"
-    assert Record("a.jsonl.zst", 7, b"").place == "a.jsonl.zst, line 7"
-    assert Record("a.csv", 7, b"").place == "a.csv, line 7"
-    assert Record("a.parquet", 7, b"").place == "a.parquet, row 7"
-    assert Record("a.txt", 7, b"").place == "a.txt, byte 7"
-
-
 def test_the_builtin_corpus_is_sound_source_code_without_tests():
     files = find_files("builtin")
     assert files == find_files("builtin")
@@ -294,10 +199,3 @@ def test_the_builtin_corpus_is_sound_source_code_without_tests():
     text = "".join(texts("builtin"))
     assert len(text) > 1_000_000
     assert text.count("\ndef ") > 1000
-
-
-def test_a_python_without_its_source_has_no_builtin_corpus(tmp_path, monkeypatch):
-    write(tmp_path / "os.py", b"pass\n")
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(DataError, match="without the source"):
-        find_files("builtin")

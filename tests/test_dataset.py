@@ -6,7 +6,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB_SIZE
 from torch.utils.data import DataLoader
 
 from data.dataset import PackedDataset
@@ -39,55 +38,34 @@ def random_documents(vocab_size: int, n=40, seed=0) -> list[np.ndarray]:
     return [generator.integers(0, vocab_size, length) for length in lengths]
 
 
-def assert_samples_are_slices(dataset: PackedDataset, stream: np.ndarray, seq_len: int) -> None:
+@pytest.mark.parametrize("vocab_size", [300, 70_000])
+@pytest.mark.parametrize("shard_tokens", [1, 20, 10**6])
+@pytest.mark.parametrize("seq_len", [1, 16, 50])
+def test_samples_are_slices_of_the_stream_wherever_shards_end(
+    tmp_path, vocab_size, shard_tokens, seq_len
+):
+    documents = random_documents(vocab_size)
+    folder = make_folder(tmp_path / "data", documents, vocab_size, shard_tokens=shard_tokens)
+    dataset, stream = PackedDataset(folder, "train", seq_len), np.concatenate(documents)
+    dataset.scan()
     assert len(dataset) == (len(stream) - 1) // seq_len
-    for i in range(len(dataset)):
-        tokens, targets = dataset[i]
+    for i, (tokens, targets) in enumerate(dataset):
         assert tokens.dtype == targets.dtype == torch.int64
         assert tokens.tolist() == stream[i * seq_len : (i + 1) * seq_len].tolist()
         assert targets.tolist() == stream[i * seq_len + 1 : (i + 1) * seq_len + 1].tolist()
+    assert i == len(dataset) - 1
+    for i in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset[i]
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 64])
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_sample_is_a_slice_of_the_stream_and_its_targets_the_next_tokens(packed, split, seq_len):
-    stream = np.fromfile(packed / f"{split}-00000.bin", "<u2")
-    assert_samples_are_slices(PackedDataset(packed, split, seq_len), stream, seq_len)
-
-
-@pytest.mark.parametrize("vocab_size", [300, 70_000])
-@pytest.mark.parametrize("shard_tokens", [1, 20, 100])
-@pytest.mark.parametrize("seq_len", [1, 16, 50])
-def test_samples_do_not_care_where_shards_end(tmp_path, vocab_size, shard_tokens, seq_len):
-    documents = random_documents(vocab_size)
-    folder = make_folder(tmp_path / "data", documents, vocab_size, shard_tokens=shard_tokens)
-    assert len(list(folder.glob("train-*.bin"))) > 3
-    dataset = PackedDataset(folder, "train", seq_len)
-    assert_samples_are_slices(dataset, np.concatenate(documents), seq_len)
-
-
-@pytest.mark.parametrize(("tokens", "samples"), [(17, 1), (32, 1), (33, 2), (48, 2), (49, 3)])
+@pytest.mark.parametrize(("tokens", "samples"), [(17, 1), (32, 1), (33, 2), (49, 3)])
 def test_the_last_target_must_exist_for_a_sample_to_count(tmp_path, tokens, samples):
     folder = make_folder(tmp_path / "data", [np.arange(tokens)], 300)
     dataset = PackedDataset(folder, "train", 16)
     assert len(dataset) == samples
     assert dataset[samples - 1][1][-1] == 16 * samples
-
-
-def test_iterating_ends_after_the_last_sample(tmp_path):
-    dataset = PackedDataset(make_folder(tmp_path / "data", [np.arange(40)], 300), "train", 16)
-    assert [tokens[0].item() for tokens, _ in dataset] == [0, 16]
-
-
-@pytest.mark.parametrize("shard_tokens", [10, 20, 100])
-def test_an_index_outside_is_an_error_and_not_another_sample(tmp_path, shard_tokens):
-    documents = [np.arange(10)] * 4
-    folder = make_folder(tmp_path / "data", documents, 300, shard_tokens=shard_tokens)
-    dataset = PackedDataset(folder, "train", 8)
-    assert len(dataset) == 4
-    for i in (4, 5, 1000, -1, -2, -3, -5):
-        with pytest.raises(IndexError):
-            dataset[i]
+    assert dataset.bytes_per_token == 3
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -97,58 +75,19 @@ def test_a_split_shorter_than_one_sequence_is_refused_with_both_lengths(tmp_path
         PackedDataset(folder, "train", 16)
 
 
-def test_an_empty_split_is_refused(tmp_path):
-    folder = make_folder(tmp_path / "data", [np.arange(100)], 300)
-    with pytest.raises(DataError, match="val split has 0 tokens"):
-        PackedDataset(folder, "val", 16)
-
-
-def test_bytes_per_token_are_those_of_the_split(packed):
-    part = json.loads((packed / "dataset.json").read_text(encoding="utf-8"))["splits"]["val"]
-    assert PackedDataset(packed, "val", 8).bytes_per_token == part["bytes"] / part["tokens"]
-
-
-@pytest.mark.parametrize("vocab_size", [300, 70_000])
-@pytest.mark.parametrize("bad_id", [0, 1])  # above the largest id
-def test_an_id_outside_the_vocabulary_is_found(tmp_path, vocab_size, bad_id):
-    documents = random_documents(vocab_size)
-    documents[-10][0] = vocab_size + bad_id
+def test_an_id_outside_the_vocabulary_is_found(tmp_path):
+    documents = random_documents(300)
+    documents[0][0] = 299  # the largest there is
+    documents[-10][0] = 300
     position = sum(map(len, documents[:-10]))
-    folder = make_folder(tmp_path / "data", documents, vocab_size, shard_tokens=50)
+    folder = make_folder(tmp_path / "data", documents, 300, shard_tokens=50)
     dataset = PackedDataset(folder, "train", 16)
-    expected = rf"{folder}: token id {vocab_size + bad_id} .*vocabulary of {vocab_size}"
+    expected = rf"{folder}: token id 300 .*vocabulary of 300"
     with pytest.raises(DataError, match=expected):
         dataset.scan()
     with pytest.raises(DataError, match=expected):
         dataset[position // 16]
     dataset[0]
-
-
-def test_the_largest_id_of_the_vocabulary_is_sound(tmp_path):
-    dataset = PackedDataset(make_folder(tmp_path / "data", [np.full(40, 299)], 300), "train", 16)
-    dataset.scan()
-    assert dataset[1][0].tolist() == [299] * 16
-
-
-def test_a_foreign_shard_of_the_same_length_is_found_by_its_ids(packed, tmp_path):
-    folder = shutil.copytree(packed, tmp_path / "copy")
-    path = folder / "train-00000.bin"
-    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
-    with pytest.raises(DataError, match=f"outside the vocabulary of {VOCAB_SIZE}"):
-        PackedDataset(folder, "train", 16).scan()
-
-
-@pytest.mark.parametrize("damage", ["missing", "truncated", "longer"])
-def test_a_damaged_shard_is_refused_at_once(packed, tmp_path, damage):
-    folder = shutil.copytree(packed, tmp_path / "copy")
-    path = folder / "val-00000.bin"
-    data = path.read_bytes()
-    path.write_bytes(data[:-2] if damage == "truncated" else data + b"\0\0")
-    if damage == "missing":
-        path.unlink()
-    for split in ("train", "val"):
-        with pytest.raises(DataError, match=r"val-00000\.bin"):
-            PackedDataset(folder, split, 16)
 
 
 def test_pickling_does_not_carry_the_data(tmp_path):
@@ -176,57 +115,29 @@ def test_data_that_is_moved_away_can_still_be_read_to_its_end(packed, tmp_path, 
         (tmp_path / "moved").rename(folder)
 
 
-def test_samples_are_copies_that_may_be_written_to(packed):
-    dataset = PackedDataset(packed, "train", 16)
-    tokens, _ = dataset[0]
-    before = tokens.clone()
-    tokens.zero_()
-    assert torch.equal(dataset[0][0], before)
-
-
-JUNK = [None, True, False, 0, -1, 1, 2, 10**6, 10**30, 1.0, -0.5, 1e308, "", "x", "\0", "\ud800"]
-JUNK += ["<u4", ",u2", "(2", "train", "x" * 5000, [], [[]], {}, {"a": 1}, [{}], ["file"]]
-
-
-def every_place(tree, found=None) -> list[tuple]:
+def places(tree, found=None) -> list[tuple]:
     """(container, key) of every value in a tree of dicts and lists."""
     found = [] if found is None else found
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
         found.append((tree, key))
         if isinstance(tree[key], dict | list):
-            every_place(tree[key], found)
+            places(tree[key], found)
     return found
 
 
-def without_a_key(text: str, chooser: random.Random) -> bytes:
-    description = json.loads(text)
-    container, key = chooser.choice(every_place(description))
-    del container[key]
-    return json.dumps(description).encode()
+JUNK = [None, True, -1, 0, 2, 10**30, 1.0, 1e308, "", "x", "\0", "\ud800", "<u4", [[]], {"a": 1}]
 
 
 def with_junk(text: str, chooser: random.Random) -> bytes:
     description = json.loads(text)
-    container, key = chooser.choice(every_place(description))
-    container[key] = chooser.choice(JUNK)
+    container, key = chooser.choice(places(description))
+    container[key] = chooser.choice([*JUNK, [container[key]], str(container[key])])
     return json.dumps(description).encode()
 
 
-def with_another_type(text: str, chooser: random.Random) -> bytes:
-    description = json.loads(text)
-    container, key = chooser.choice(every_place(description))
-    value = container[key]
-    others = [[value], {"value": value}, str(value)]
-    if isinstance(value, int):
-        others += [float(value), -value, value + 1]
-    container[key] = chooser.choice(others)
-    return json.dumps(description).encode()
-
-
-def with_bytes_flipped(text: str, chooser: random.Random) -> bytes:
+def with_a_byte_flipped(text: str, chooser: random.Random) -> bytes:
     data = bytearray(text.encode())
-    for _ in range(chooser.choice([1, 1, 1, 3])):
-        data[chooser.randrange(len(data))] = chooser.randrange(256)
+    data[chooser.randrange(len(data))] = chooser.randrange(256)
     return bytes(data)
 
 
@@ -234,29 +145,23 @@ def cut_short(text: str, chooser: random.Random) -> bytes:
     return text.encode()[: chooser.randrange(len(text))]
 
 
-@pytest.mark.parametrize(
-    "damage", [without_a_key, with_junk, with_another_type, with_bytes_flipped, cut_short]
-)
+@pytest.mark.parametrize("damage", [with_junk, with_a_byte_flipped, cut_short])
 def test_a_damaged_description_is_refused_or_still_works(packed, tmp_path, damage):
     folder = shutil.copytree(packed, tmp_path / "copy")
     path = folder / "dataset.json"
     sound = path.read_text(encoding="utf-8")
     expected = {split: PackedDataset(folder, split, 16)[0] for split in ("train", "val")}
-    refused, wrong = 0, []
-    for seed in range(400):
+    refused = 0
+    for seed in range(200):
         path.write_bytes(damage(sound, random.Random(seed)))
         try:
             for split in ("train", "val"):
                 dataset = PackedDataset(folder, split, 16)
                 dataset.scan()
-                dataset[len(dataset) - 1]
-                assert all(map(torch.equal, dataset[0], expected[split])), "other samples"
-                assert dataset.bytes_per_token > 0, "bytes per token"
+                assert all(map(torch.equal, dataset[0], expected[split])), seed
+                assert dataset.bytes_per_token > 0, seed
         except DataError:
             refused += 1
-        except Exception as error:
-            wrong.append(f"seed {seed}: {type(error).__name__}: {error}")
-    assert wrong == []
     assert refused > 20
 
 

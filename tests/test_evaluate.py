@@ -1,6 +1,7 @@
+"""scripts.evaluate as one process: what it scores, prints, writes and refuses."""
+
 import gzip
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -8,17 +9,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
-from conftest import VOCAB_SIZE, write_corpus
+from accelerate.state import AcceleratorState
+from conftest import VOCAB_SIZE
 from small_model import opinionated
 
 from data.dataset import PackedDataset
-from data.errors import DataError
-from data.packing import PackingOptions, prepare
+from data.shards import DESCRIPTION_FILE
 from data.tokenizer import TOKENIZER_FILE
 from evaluation.tasks import detect_task
 from formats.portable import save_portable
+from scripts import prepare_data
 from scripts.evaluate import main
+from training.validation import validate, validation_loader
 
 SEQ_LEN = 32
 QUESTIONS = [
@@ -26,11 +28,16 @@ QUESTIONS = [
     {"question": "sum", "choices": ["4", "第"], "answer": "B"},
     {"question": "2 + 2 = 4; " * 9, "choices": ["4", "5"], "answer": 1},
 ]
+CHATS = [
+    {"prompt": f"{i} + 1 =", "response": str(i + 1) * (30 if i == 4 else 1)} for i in range(2, 12)
+]
+TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
 
 
-def write_weights(folder: Path, model: torch.nn.Module, tokenizer: Path) -> None:
+def write_weights(folder: Path, model: torch.nn.Module, tokenizer: Path) -> Path:
     save_portable(folder, model.config, dict(model.named_parameters()))
     shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +51,28 @@ def trained_run(packed, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def evaluate(trained_run, tmp_path, capfd):
+def evaluate(accelerator, trained_run, tmp_path, capfd):
     """Runs the command; returns what it printed and the contents of its JSON file."""
 
-    def evaluate(*flags: str, run: Path = trained_run) -> tuple[str, dict]:
+    def evaluate(*flags: str | Path | int, runs: tuple[Path, ...] = (trained_run,)):
         AcceleratorState._reset_state(reset_partial_state=True)
         written = tmp_path / "result.json"
-        main([str(run), "--device", "cpu", "--json", str(written), *map(str, flags)])
+        main([*map(str, (*runs, "--device", "cpu", "--json", written, *flags))])
         return capfd.readouterr().out, json.loads(written.read_text(encoding="utf-8"))
 
-    yield evaluate
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    return evaluate
 
 
 @pytest.fixture
 def refused(evaluate, capfd):
     """The one line with which the command ends."""
 
-    def refused(*flags: str, **where: Path) -> str:
+    def refused(*flags: str | Path | int, **runs: tuple[Path, ...]) -> str:
         with pytest.raises(SystemExit) as ended:
-            evaluate(*flags, **where)
+            evaluate(*flags, **runs)
         assert ended.value.code == 2
         out, err = capfd.readouterr()
         assert out == ""
-        assert "Traceback" not in err
         (line,) = [line for line in err.splitlines() if "error:" in line]
         assert line.startswith("evaluate: error: ")
         return line
@@ -77,9 +81,7 @@ def refused(evaluate, capfd):
 
 
 def write_lines(path: Path, lines: list) -> Path:
-    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
-    data = text.encode()
-    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -87,233 +89,172 @@ def value(result: dict, name: str) -> float:
     return result["metrics"][name]["value"]
 
 
-def test_without_data_the_validation_split_of_the_run_is_scored(evaluate, packed, trained_run):
-    out, result = evaluate()
+@pytest.mark.parametrize("limit", [0, 7])
+def test_without_data_the_validation_of_the_run_is_scored(
+    evaluate, accelerator, packed, trained_run, limit
+):
     dataset = PackedDataset(packed, "val", SEQ_LEN)
-    assert (result["task"], result["split"]) == ("packed", "val")
-    assert result["data"] == str(packed)
-    assert result["model"] == str(trained_run / "weights")
-    assert result["sequences"] == len(dataset)
-    assert result["tokens"] == len(dataset) * SEQ_LEN
+    loader = validation_loader(dataset, 8, limit, accelerator)
+    model = opinionated(VOCAB_SIZE, SEQ_LEN)
+    loop = validate(model, loader, accelerator, dataset.bytes_per_token)
+    out, result = evaluate("--limit", limit, "--batch_size", 3)
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        assert value(result, name) == pytest.approx(loop[name], rel=1e-6)
+    samples = limit or len(dataset)
+    for name, expected in {
+        **{"model": str(trained_run / "weights"), "data": str(packed), "task": "packed"},
+        **{"split": "val", "sequences": samples, "tokens": samples * SEQ_LEN, "limit": limit},
+        **{"batch_size": 3, "dtype": "float32", "processes": 1, "max_seq_len": SEQ_LEN},
+    }.items():
+        assert result[name] == expected, name
     assert f"{packed}, val split: {result['tokens']:,} tokens" in out
-
-
-def test_the_block_shows_the_numbers_of_the_json_file(evaluate):
-    out, result = evaluate()
-    for name, metric in result["metrics"].items():
-        assert metric["low"] < metric["value"] < metric["high"], name
-    loss = result["metrics"]["loss"]
-    assert f" loss: {loss['value']:.4f}  ({loss['low']:.4f} to {loss['high']:.4f})" in out
-    accuracy = result["metrics"]["accuracy"]["value"]
-    assert f" accuracy: {accuracy:.2%}  (" in out
+    if not limit:
+        stream = [token for tokens, _ in dataset for token in tokens.tolist()]
+        documents = {stream[: i + 1].count(1) for i in range(0, len(stream), SEQ_LEN)}
+        assert result["units"] == len(documents) < len(dataset)
     assert f"95%, by the spread among {result['units']:,} documents\n" in out
-    assert value(result, "perplexity") == pytest.approx(math.exp(loss["value"]))
+    loss = result["metrics"]["loss"]
+    assert loss["low"] < loss["value"] < loss["high"]
+    assert f" loss: {loss['value']:.4f}  ({loss['low']:.4f} to {loss['high']:.4f})" in out
+    assert f" accuracy: {value(result, 'accuracy'):.2%}  (" in out
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
 
 
-def test_settings_are_recorded(evaluate):
-    _, result = evaluate("--batch_size", 3, "--limit", 5)
-    for name, expected in {
-        "batch_size": 3,
-        "limit": 5,
-        "dtype": "float32",
-        "processes": 1,
-        "max_seq_len": SEQ_LEN,
-        "sequences": 5,
-    }.items():
-        assert result[name] == expected, name
-    assert "torch" in result["packages"]
-
-
-def test_the_training_split_and_another_folder_can_be_asked_for(evaluate, packed):
-    _, val = evaluate("--data", packed)
-    _, train = evaluate("--data", packed, "--split", "train")
-    assert train["tokens"] > 5 * val["tokens"]
-
-
-def test_the_batch_size_does_not_change_the_numbers(evaluate, corpus):
-    for data in ((), ("--data", corpus, "--limit", 40)):
-        (_, one), (_, many) = (evaluate(*data, "--batch_size", n) for n in (1, 7))
-        for name, metric in one["metrics"].items():
-            assert many["metrics"][name] == pytest.approx(metric, rel=1e-6), name
-
-
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "folder"])
-def test_raw_text_is_recognised_whatever_file_it_is_in(evaluate, tmp_path, name):
+def test_a_folder_of_text_is_recognised_and_a_column_named(evaluate, tmp_path):
     text = "sum 3: 1 + 3 = 4; 第三句\n"
-    path = tmp_path / name
-    if name == "folder":
-        path.mkdir()
-        (path / "b.txt").write_text(text, encoding="utf-8")
-    else:
-        write_lines(path, [text if name == "a.txt" else {"text": text}])
-    out, result = evaluate("--data", path)
-    assert (result["task"], result["units"]) == ("text", 1)
-    assert result["bytes"] == len(text.encode())
-    assert " bytes in 1 document, windows of " in out
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(text, encoding="utf-8")
+    lines = gzip.compress(json.dumps({"body": text}).encode())
+    (tmp_path / "texts" / "b.jsonl.gz").write_bytes(lines)
+    out, result = evaluate("--data", tmp_path / "texts", "--text_column", "body")
+    assert (result["task"], result["units"]) == ("text", 2)
+    assert result["bytes"] == 2 * len(text.encode())
     assert "interval: none, for there are fewer than 3 documents" in out
     assert result["metrics"]["loss"]["low"] is None
 
 
-def test_the_first_documents_are_taken_and_the_stride_is_half_the_context(evaluate, corpus):
+def test_the_first_documents_are_taken(evaluate, corpus):
     out, result = evaluate("--data", corpus, "--limit", 20)
     lines = corpus.read_text(encoding="utf-8").splitlines()[:20]
     assert result["bytes"] == sum(len(json.loads(line)["text"].encode()) for line in lines)
-    assert (result["units"], result["stride"]) == (20, SEQ_LEN // 2)
-    assert f"windows of {SEQ_LEN}, stride {SEQ_LEN // 2}" in out
+    assert f"in 20 documents, windows of {SEQ_LEN}, stride {SEQ_LEN // 2}" in out
 
 
-def test_questions_are_recognised_by_their_first_line(evaluate, tmp_path):
-    out, result = evaluate("--data", write_lines(tmp_path / "q.jsonl", QUESTIONS))
+def test_questions_are_answered_with_the_delimiter_or_as_turns(
+    evaluate, refused, trained_run, tmp_path
+):
+    path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
+    out, result = evaluate("--data", path)
     assert (result["task"], result["units"], result["truncated"]) == ("choice", 3, 1)
-    assert value(result, "chance") == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
-    assert 3 * value(result, "acc") in range(4)
+    assert (result["template"], result["delimiter"]) == (False, " ")
     assert f"1 question over {SEQ_LEN} tokens, whose beginning was left out" in out
     assert "chance: 44.44%  what guessing gives" in out
+    _, long = evaluate("--data", path, "--delimiter", "\n" + "+" * 27)
+    assert long["truncated"] == 2
+    chats = tmp_path / "chats"
+    shutil.copytree(trained_run / "weights", chats)
+    (chats / "chat_template.jinja").write_text("{{ messages }}")
+    for flags, template in (([], True), (["--no-template"], False)):
+        out, result = evaluate("--data", path, *flags, runs=(chats,))
+        assert result["template"] is template
+        assert ("as turns" in out) is template
+    said = refused("--data", path, "--delimiter", ":", runs=(chats,))
+    assert "--delimiter is for questions without the template" in said
 
 
-def test_the_delimiter_takes_its_place_in_the_context(evaluate, tmp_path):
-    path = write_lines(tmp_path / "q.jsonl", QUESTIONS)
-    long = "\n" + "+" * 27
-    results = [evaluate("--data", path, *flags)[1] for flags in ((), ("--delimiter", long))]
-    assert [result["delimiter"] for result in results] == [" ", long]
-    assert [result["truncated"] for result in results] == [1, 2]
+def test_prepared_conversations_and_their_text_give_the_same_numbers(evaluate, packed, tmp_path):
+    path, out = write_lines(tmp_path / "chat.jsonl", CHATS), tmp_path / "out"
+    flags = ["--conversations", path, "--tokenizer", packed / TOKENIZER_FILE, "--out", out]
+    prepare_data.main([*map(str, flags), "--val_fraction", "0"])
+    _, prepared = evaluate("--data", out, "--split", "train")
+    said, text = evaluate("--data", path)
+    assert text["metrics"]["loss"] == pytest.approx(prepared["metrics"]["loss"])
+    assert (text["cut"], text["left_out"]) == (prepared["cut"], prepared["left_out"]) == (0, 1)
+    assert text["tokens"] == prepared["tokens"]
+    assert f"{text['tokens']} tokens of answers in 9 conversations" in said
+    assert "1 without one left out" in said
 
 
-def test_the_task_can_be_told(evaluate, tmp_path):
-    both = [question | {"text": "sum"} for question in QUESTIONS]
-    path = write_lines(tmp_path / "q.jsonl", both)
-    assert evaluate("--data", path)[1]["task"] == "choice"
-    assert evaluate("--data", path, "--task", "text")[1]["bytes"] == 9
-
-
-TURNS = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+def test_several_models_stand_in_one_table(evaluate, trained_run, corpus, tmp_path):
+    other = shutil.copytree(trained_run / "weights", tmp_path / "other")
+    said, results = evaluate("--data", corpus, "--limit", 9, runs=(trained_run, other))
+    names = [str(trained_run / "weights"), str(other)]
+    assert [result["model"] for result in results] == names
+    data, head, *lines = said.strip().splitlines()
+    assert data == str(corpus)
+    assert head.split()[:2] == ["model", "parameters"]
+    assert [line.split()[0] for line in lines] == names
+    assert results[0]["metrics"] == results[1]["metrics"]
 
 
 @pytest.mark.parametrize(
-    ("columns", "task"),
+    ("content", "text_column", "task"),
     [
-        ({"id": ["1"], "text": ["sum"]}, "text"),
-        ({"id": ["1"], "messages": [TURNS]}, "conversations"),
-        ({"instruction": ["1?"], "input": [None], "output": ["2"]}, "conversations"),
+        ({"question": "x", "text": "y"}, None, "choice"),
+        ({"messages": TURNS, "text": "y"}, None, "text"),
+        ({"messages": TURNS, "body": "y"}, "body", "text"),
+        ({"instruction": "1?", "output": "2"}, None, "conversations"),
     ],
 )
-def test_a_table_is_what_its_columns_say(columns, task, tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table(columns), path)
-    assert detect_task(str(path)) == task
-    assert detect_task(str(path), text_column=next(iter(columns))) == "text"
-
-
-def test_a_table_of_something_else_is_refused_with_what_it_could_have(tmp_path):
-    pq.write_table(pa.table({"id": [1], "content": ["x"]}), tmp_path / "a.parquet")
-    says = r"a\.parquet: no column is one of text, conversations, .*; it has 'id', 'content'$"
-    with pytest.raises(DataError, match=says):
-        detect_task(str(tmp_path / "a.parquet"))
-
-
-def test_bfloat16_is_said_and_close(evaluate):
-    _, exact = evaluate()
-    out, rounded = evaluate("--dtype", "bfloat16")
-    assert "run: bfloat16" in out
-    assert value(rounded, "loss") != value(exact, "loss")
-    assert value(rounded, "loss") == pytest.approx(value(exact, "loss"), rel=0.02)
+def test_the_first_line_or_row_tells_the_task(content, text_column, task, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [content])
+    assert detect_task(str(path), text_column) == task
+    if task != "choice":
+        pq.write_table(pa.Table.from_pylist([{"id": 1} | content]), tmp_path / "a.parquet")
+        assert detect_task(str(tmp_path / "a.parquet"), text_column) == task
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ("--batch_size 0", "--batch_size must be at least 1, not 0"),
-        ("--limit -1", "--limit must be at least 0, not -1"),
-        ("--stride 0", "--stride must be at least 1, not 0"),
         ("--stride 8", "--stride is for --task text"),
         ("--delimiter :", "--delimiter is for --task choice"),
-        ("--delimiter \udcff", "--delimiter '\\udcff' is no text"),
-        ("--dtype float16", "--dtype"),
-        ("--task poem", "--task"),
-        ("--jsn x", "did you mean --json?"),
         ("--num_processes 2", "it belongs to accelerate launch"),
         ("--json /nowhere/x.json", "--json /nowhere/x.json: no file can be written there"),
         ("--data /nowhere", "/nowhere: no such file or folder"),
+        ("--data CORPUS --split val --task conversations", "--split is for a prepared folder"),
+        (f"--data CORPUS --stride {SEQ_LEN + 1}", f"leaves tokens out: at most {SEQ_LEN}"),
     ],
 )
-def test_flags_that_cannot_work_end_in_one_line(refused, flags, says):
-    assert says in refused(*flags.split())
+def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
+    assert says in refused(*flags.replace("CORPUS", str(corpus)).split())
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "says"),
+    ("name", "lines", "flags", "says"),
     [
-        ("a.jsonl", [], "a.jsonl: an empty file"),
-        ("a.txt", [], "a.txt: an empty file"),
-        ("a.jsonl", [{"text": ""}], "no document with any text to score"),
-        ("a.jsonl", [{"title": "x"}], 'a.jsonl, line 1: neither a "text" nor a "question"'),
-        ("a.jsonl", ["[1\n"], "a.jsonl, line 1: not JSON"),
-        ("a.jsonl", [{"text": "x"}, {"no": 1}], 'a.jsonl, line 2: no "text"'),
-        ("a.jsonl", [*QUESTIONS, {"text": "x"}], 'a.jsonl, line 4: no "question"'),
-        ("a.jsonl", [QUESTIONS[0] | {"answer": 3}], 'a.jsonl, line 1: "answer" is 3'),
-        ("a.jsonl", [QUESTIONS[0] | {"choices": ["a", ""]}], "a.jsonl, line 1: choice 1 is ''"),
-        ("a.tsv", ["x"], "a.tsv: cannot read this kind of file"),
-        ("a.csv", ["x"], "a.csv: no column 'text'; --text_column takes one of 'x'"),
+        ("a.jsonl", [], "", "a.jsonl: no text"),
+        ("a.jsonl", [], "--task choice", "a.jsonl: no question"),
+        ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
+        ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", 'a.jsonl, line 4: no "question"'),
+        ("a.tsv", [], "", "a.tsv: cannot read this kind of file"),
+        ("a.txt", ["x"], "--text_column body", "none of these files has columns"),
     ],
 )
-def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, lines, says):
-    assert says in refused("--data", write_lines(tmp_path / name, lines))
+def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, lines, flags, says):
+    assert says in refused("--data", write_lines(tmp_path / name, lines), *flags.split())
 
 
-def test_a_name_of_the_text_where_no_file_has_names_is_refused(refused, tmp_path):
-    text = write_lines(tmp_path / "a.txt", ["x"])
-    said = refused("--data", text, "--text_column", "body")
-    assert "--text_column body: none of these files has columns" in said
-
-
-def test_a_stride_longer_than_the_context_is_refused(refused, corpus):
-    line = refused("--data", corpus, "--stride", SEQ_LEN + 1)
-    assert f"--stride {SEQ_LEN + 1} leaves tokens out: at most {SEQ_LEN}" in line
-
-
-def test_data_of_another_tokenizer_is_refused(refused, trained_run, tmp_path):
-    options = PackingOptions(VOCAB_SIZE - 1, val_fraction=0.1, workers=1, skip_bad_lines=False)
-    out, text = tmp_path / "other", write_corpus(tmp_path / "sums.jsonl")
-    prepare([str(text)], out, options, progress=lambda n_bytes: None)
-    line = refused("--data", out)
-    assert f"{out} was prepared with another tokenizer" in line
+def test_data_of_another_tokenizer_is_refused(refused, packed, trained_run, tmp_path):
+    description = Path(shutil.copytree(packed, tmp_path / "other")) / DESCRIPTION_FILE
+    content = json.loads(description.read_text(encoding="utf-8")) | {"tokenizer_sha256": "0"}
+    description.write_text(json.dumps(content), encoding="utf-8")
+    line = refused("--data", tmp_path / "other")
+    assert f"{tmp_path / 'other'} was prepared with another tokenizer" in line
     assert f"--tokenizer {trained_run / 'weights' / TOKENIZER_FILE}" in line
 
 
-def test_a_split_shorter_than_one_sequence_is_refused(refused, corpus, trained_run, tmp_path):
-    tokenizer = str(trained_run / "weights" / TOKENIZER_FILE)
-    options = PackingOptions(None, 0.0, workers=1, skip_bad_lines=False, tokenizer=tokenizer)
-    prepare([str(corpus)], tmp_path / "no_val", options, progress=lambda n_bytes: None)
-    line = refused("--data", tmp_path / "no_val")
-    assert f"the val split is shorter than a sequence of {SEQ_LEN}" in line
-
-
 def test_weights_alone_need_data(refused, trained_run, tmp_path):
-    shutil.copytree(trained_run / "weights", tmp_path / "alone" / "weights")
-    line = refused(run=tmp_path / "alone" / "weights")
-    assert line.endswith("does not tell which data it was trained on: give --data")
+    alone = shutil.copytree(trained_run / "weights", tmp_path / "alone" / "weights")
+    assert "pass --data" in refused(runs=(alone,))
 
 
-def test_data_of_the_run_that_is_gone_is_named(refused, trained_run, tmp_path):
-    shutil.copytree(trained_run, tmp_path / "run")
-    settings = {"arguments": {"data": "out/data/gone"}}
-    (tmp_path / "run" / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
-    assert "out/data/gone, which is not there" in refused(run=tmp_path / "run")
-
-
-def test_a_wrong_run_is_named(refused, tmp_path):
-    assert "nothing: no such folder" in refused(run=tmp_path / "nothing")
-
-
-@pytest.mark.parametrize("kind", ["packed", "text", "choice"])
-def test_broken_weights_are_refused_and_give_no_number(refused, packed, corpus, tmp_path, kind):
+def test_broken_weights_are_refused_and_give_no_number(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
     model.norm.weight.data.fill_(3e38)  # finite, but what comes out is not
-    write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
-    questions = write_lines(tmp_path / "q.jsonl", QUESTIONS)
-    data = {"packed": packed, "text": corpus, "choice": questions}[kind]
-    line = refused("--data", data, run=tmp_path / "weights")
+    weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
+    line = refused("--data", packed, runs=(weights,))
     assert "what the model says is not a number: its weights are broken" in line
 
 

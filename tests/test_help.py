@@ -9,7 +9,7 @@ from conftest import run
 
 SCRIPTS = (
     *("generate", "chat", "serve", "prepare_data", "evaluate", "export_hf", "export_gguf"),
-    *("import_weights", "merge_lora", "teacher_logits"),
+    *("import_weights", "merge_lora"),
 )
 
 

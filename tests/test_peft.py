@@ -46,15 +46,13 @@ def change_what_is_trained(model: Transformer) -> dict:
     return base
 
 
-@pytest.fixture(params=["adapters alone", "all", "untied, a block adapted"])
+@pytest.fixture(params=["all", "untied, a block adapted"])
 def run(request, tmp_path) -> SimpleNamespace:
     """A model that was trained, its base as portable weights and exported, its adapter."""
-    kinds = {"adapters alone": adapted, "all": lambda: adapted(only_lora=False)}
-    model = kinds.get(request.param, untied)()
+    model = adapted(only_lora=False) if request.param == "all" else untied()
     base = change_what_is_trained(model)
     trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-    names = ("base", "exported", "adapter")
-    for name in names:
+    for name in ("base", "exported", "adapter"):
         (tmp_path / name).mkdir()
     save_portable(tmp_path / "base", model.config, base)
     plain = load_portable(tmp_path / "base")
@@ -76,11 +74,6 @@ def test_peft_computes_the_same_on_the_exported_base(run):
     assert (logits(base) - logits(run.model)).abs().max() > 0.1
     theirs = PeftModel.from_pretrained(base, run.path / "adapter")
     torch.testing.assert_close(logits(theirs), logits(run.model), rtol=1e-4, atol=1e-4)
-    merged = theirs.merge_and_unload()
-    torch.testing.assert_close(logits(merged), logits(run.model), rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_saved_comes_back_as_it_was(run):
     weights, scaling = load_adapter(run.path / "adapter", run.model.config)
     assert scaling == run.model.lora.scaling
     assert weights.keys() == run.trained.keys()
@@ -106,11 +99,10 @@ def test_an_adapter_that_peft_wrote_is_read(run):
     torch.testing.assert_close(logits(ours), logits(theirs.eval()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("answers", ["base", "adapter"])
-def test_the_script_merges(run, monkeypatch, capsys, answers):
+def test_the_script_merges(run, monkeypatch, capsys):
     tokenizer = run.path / "base" / "tokenizer.model"
     tokenizer.write_bytes(b"of no matter")
-    (run.path / answers / TEMPLATE_FILE).write_text("says that it answers")
+    (run.path / "adapter" / TEMPLATE_FILE).write_text("says that it answers")
     base = load_portable(run.path / "base")
     trained = SimpleNamespace(model=base, tokenizer=SimpleNamespace(path=str(tokenizer)))
     trained.folder = run.path / "base"
@@ -135,19 +127,6 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def with_settings(folder: Path, **settings) -> None:
-    values = json.loads((folder / ADAPTER_CONFIG).read_text())
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(values | settings))
-
-
-def with_tensors(folder: Path, change) -> None:
-    tensors = load_file(folder / ADAPTER_WEIGHTS)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in change(tensors).items()},
-        folder / ADAPTER_WEIGHTS,
-    )
-
-
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 HEAD = "base_model.model.lm_head.weight"
 
@@ -161,20 +140,22 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
     [
         (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), this model needs \(4, 32\)"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
-        (
-            lambda t: renamed(t, "layers.0", "layers.7"),
-            "layers.7.attention.w.* is not in this model",
-        ),
-        (lambda t: renamed(t, "self_attn", "attn"), "is in no Llama with LoRA"),
-        (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "in no Llama with LoRA"),
+        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is not in this model"),
+        (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "is in no Llama"),
         (lambda t: t | {Q_A: t[Q_A] * torch.nan}, "wq.lora_a holds NaN"),
         (lambda t: t | {HEAD: torch.zeros(50, 32)}, "trained the output layer apart"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
-    with_tensors(folder, change)
+    tensors = change(load_file(folder / ADAPTER_WEIGHTS))
+    save_file({n: tensors[n].contiguous() for n in tensors}, folder / ADAPTER_WEIGHTS)
     with pytest.raises(ConfigError, match=message):
         load_adapter(folder, adapted().config)
+
+
+def with_settings(folder: Path, **settings) -> None:
+    values = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(values | settings))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +164,6 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"r": None}, "no r and lora_alpha"),
         ({"r": 0}, "no r and lora_alpha"),
         ({"lora_alpha": "much"}, "no r and lora_alpha"),
         ({"r": 5}, r"wk.lora_a is \(4, 32\), this model needs \(5, 32\)"),
@@ -199,7 +179,7 @@ def test_files_that_are_missing_or_no_adapter_are_named(folder, tmp_path_factory
     with pytest.raises(ConfigError, match=r"no readable adapter_config\.json"):
         load_adapter(tmp_path_factory.mktemp("empty"), adapted().config)
     (folder / ADAPTER_WEIGHTS).write_bytes(b"no adapter")
-    with pytest.raises(ConfigError, match="no readable adapter"):
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: damaged"):
         load_adapter(folder, adapted().config)
 
 

@@ -54,12 +54,19 @@ def test_a_row_of_a_table_is_a_document(tmp_path, column):
     assert texts(write_parquet(tmp_path / "a.parquet", columns), column) == DOCUMENTS
 
 
-def test_a_folder_may_hold_every_kind(tmp_path):
-    write_csv(tmp_path / "a.csv", [["text"], ["one"]])
-    write_parquet(tmp_path / "b.parquet", {"text": ["two"]})
-    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "three"}'))
-    (tmp_path / "d.txt").write_text("four")
-    assert texts(tmp_path) == ["one", "two", "three", "four"]
+@pytest.mark.parametrize("column", ["Body", ""])
+def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, column):
+    wanted = f"no column {column!r}; --text_column takes one of 'id', 'body'"
+    assert wanted in one_line(write_csv(tmp_path / "a.csv", [["id", "body"]]), column)
+    columns = {"id": [1], "body": ["x"]}
+    assert wanted in one_line(write_parquet(tmp_path / "a.parquet", columns), column)
+
+
+@pytest.mark.parametrize("values", [[1], [True], [["a"]], [{"a": "b"}]], ids=str)
+def test_a_column_of_parquet_that_holds_no_text_is_refused_with_its_type(tmp_path, values):
+    path = write_parquet(tmp_path / "a.parquet", {"text": values, "body": ["x"]})
+    kind = str(pq.read_schema(path).field("text").type).partition("<")[0]
+    assert kind in one_line(path)
 
 
 STRINGS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
@@ -86,22 +93,6 @@ def test_rows_of_csv_have_the_line_on_which_they_begin(tmp_path):
     assert [(r.position, parse(r)) for r in records(path)] == [(2, "one\n\nmore"), (6, "two")]
 
 
-@pytest.mark.parametrize("column", ["text", "Body", ""])
-def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, column):
-    wanted = f"no column {column!r}; --text_column takes one of 'id', 'body'"
-    assert wanted in one_line(write_csv(tmp_path / "a.csv", [["id", "body"]]), column)
-    columns = {"id": [1], "body": ["x"]}
-    assert wanted in one_line(write_parquet(tmp_path / "a.parquet", columns), column)
-
-
-@pytest.mark.parametrize("values", [[1], [1.5], [True], [["a"]], [{"a": "b"}]], ids=str)
-def test_a_column_of_parquet_that_holds_no_text_is_refused_with_its_type(tmp_path, values):
-    path = write_parquet(tmp_path / "a.parquet", {"text": values, "body": ["x"]})
-    kind = pq.read_schema(path).field("text").type
-    wanted = f"column 'text' holds {kind}, which is no text; --text_column takes one of 'text', "
-    assert wanted in one_line(path)
-
-
 BAD_ROWS = {
     "null": ("row 2: null and no text", {"text": ["a", None, "b"]}),
     "no UTF-8": ("row 2: not valid UTF-8", {"text": pa.array([b"a", b"x\xff", b"b"])}),
@@ -123,15 +114,11 @@ def test_a_bad_row_has_its_place_and_the_others_are_read(tmp_path, place, conten
     assert [parse(first), parse(last)] == ["a", "b"]
 
 
-def test_a_quote_that_is_never_closed_is_found_at_the_end(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text('id,text\n1,a\n2,"no end\n3,b\n')
-    assert f"{path}, line 3: not CSV (unexpected end of data)" in one_line(path)
-
-
-def test_a_field_without_an_end_is_not_read_into_memory(tmp_path, monkeypatch):
+def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LONGEST_FIELD", 1000)
     path = tmp_path / "a.csv"
+    path.write_text('text\na\n"no end\nb\n')
+    assert f"{path}, line 3: not CSV (unexpected end of data)" in one_line(path)
     path.write_text('text\na\n"' + "x\n" * 2000)
     assert f"{path}, line 3: not CSV (field larger than field limit (1000))" in one_line(path)
 
@@ -141,51 +128,38 @@ def random_lines(n: int = 2000) -> bytes:
     return b"".join(b'{"text": "%d"}\n' % chooser.randrange(10**9) for _ in range(n))
 
 
-@pytest.mark.parametrize("share", [0.0005, 0.3, 0.9, 0.9999])
 @pytest.mark.parametrize("frames", [1, 3])
-def test_a_zst_file_cut_short_is_an_error_with_its_name(tmp_path, share, frames):
-    data = zstandard.compress(random_lines()) * frames
+def test_a_zst_file_cut_short_is_an_error_with_its_name(tmp_path, frames):
+    window = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=window).compressobj()
+    data = frames * (compressor.compress(random_lines()) + compressor.flush())
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(data)
-    assert len(texts(path)) == 2000 * frames
-    path.write_bytes(data[: -max(1, int((1 - share) * len(data) / frames))])
+    assert "".join(texts(path)) == frames * "".join(
+        json.loads(line)["text"] for line in random_lines().splitlines()
+    )
+    for missing in (1, 1000, len(data) // frames - 5):
+        path.write_bytes(data[:-missing])
+        assert "cannot be read: " in one_line(path)
+    path.write_bytes(b"no zst")
     assert "cannot be read: " in one_line(path)
 
 
-@pytest.mark.parametrize("data", [b"no zst", random_lines(10), b"\x28\xb5\x2f\xfd\xff\xff\xff"])
-def test_a_file_that_is_no_zst_is_an_error_with_its_name(tmp_path, data):
-    (tmp_path / "a.jsonl.zst").write_bytes(data)
-    assert "cannot be read: " in one_line(tmp_path / "a.jsonl.zst")
-
-
-def test_a_zst_file_of_a_very_large_window_is_read(tmp_path):
-    window = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
-    data = zstandard.ZstdCompressor(compression_params=window).compressobj()
-    content = data.compress(random_lines()) + data.flush()
-    (tmp_path / "a.jsonl.zst").write_bytes(content)
-    assert len(texts(tmp_path / "a.jsonl.zst")) == 2000
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_parquet_file_cut_short_is_an_error_with_its_name(tmp_path, share):
-    path = write_parquet(tmp_path / "a.parquet", {"text": random_lines().decode().split()})
-    data = path.read_bytes()
-    path.write_bytes(data[: int(share * len(data))])
-    assert "cannot be read: " in one_line(path)
-
-
-def test_a_parquet_file_damaged_in_500_ways_is_refused_in_one_line_or_still_read(tmp_path):
-    data = write_parquet(tmp_path / "a.parquet", {"text": DOCUMENTS * 20}).read_bytes()
-    dice, messages = random.Random(0), []
-    for _ in range(500):
+def test_a_damaged_parquet_file_is_refused_in_one_line_or_still_read(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", {"text": DOCUMENTS * 20})
+    data, dice, messages = path.read_bytes(), random.Random(0), []
+    for share in (0.0, 0.01, 0.99):
+        path.write_bytes(data[: int(share * len(data))])
+        assert "cannot be read: " in one_line(path)
+    for _ in range(200):
         damaged = bytearray(data)
         damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-        (tmp_path / "a.parquet").write_bytes(damaged)
+        path.write_bytes(damaged)
         try:
-            texts(tmp_path / "a.parquet")
+            texts(path)
         except DataError as error:
             messages.append(str(error))
-    assert len(messages) > 50
+    assert len(messages) > 20
     assert not any("\n" in message for message in messages)
 
 

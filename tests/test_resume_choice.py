@@ -18,9 +18,7 @@ from training.arguments import TrainingArguments
 from training.distillation_arguments import DistillationArguments
 from training.resume import (
     StartingPoint,
-    choose_run,
-    describe_finished,
-    differences,
+    claim,
     find_starting_point,
     resumed_arguments,
     run_identity,
@@ -29,6 +27,7 @@ from training.resume import (
 )
 
 NOW = 1.7e9
+SFT = "train_sft_accelerate.py"
 
 
 @pytest.fixture(autouse=True)
@@ -38,20 +37,19 @@ def locks():
     release_locks()
 
 
-def choose(out_dir: Path, **flags) -> tuple[Path, Path | None]:
-    start = choose_run(TrainingArguments(out_dir=str(out_dir), **flags))
-    return start.folder.path, start.checkpoint
+def find(out_dir: Path, quiet: bool = False, **flags) -> StartingPoint:
+    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags), quiet)
 
 
 def refused(out_dir: Path, **flags) -> str:
     with pytest.raises(UsageError) as error:
-        choose(out_dir, **flags)
+        find(out_dir, **flags)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
-    """A run with metrics and checkpoints, written `age` seconds before NOW.
+    """Make a run with metrics and checkpoints, written `age` seconds before NOW.
 
     Args:
         state: for state.json, such as what a run that resumes must have in common.
@@ -66,21 +64,24 @@ def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
     return path
 
 
-def flip(path: Path, position: int) -> None:
+def damage_file(run: Path, step: int, name: str = WEIGHTS) -> None:
+    """Flip a bit of a checkpoint's file."""
+    path = RunFolder(run).checkpoint(step) / name
     contents = bytearray(path.read_bytes())
-    contents[position] ^= 1
+    contents[3] ^= 1
     path.write_bytes(contents)
 
 
-def test_a_new_run_gets_a_folder_of_its_name(tmp_path):
-    assert choose(tmp_path, run_name="first") == (tmp_path / "first", None)
-    assert (tmp_path / "first").is_dir()
-
-
-def test_a_run_without_a_name_is_named_after_the_time(tmp_path):
-    path, _ = choose(tmp_path)
-    assert path.parent == tmp_path
-    assert path.name.replace("-", "").isdigit()
+def test_a_new_run_gets_a_folder_of_its_name_or_of_the_time(tmp_path):
+    assert find(tmp_path).folder.path.name.replace("-", "").isdigit()
+    start = find(tmp_path, run_name="first")
+    assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
+    assert list(tmp_path.iterdir()) == []
+    claim(start)
+    set_aside(start)
+    assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
+    with pytest.raises(UsageError, match="in use by process"):
+        claim(start)
 
 
 def test_a_new_run_never_falls_on_an_old_one(tmp_path):
@@ -91,356 +92,257 @@ def test_a_new_run_never_falls_on_an_old_one(tmp_path):
     assert "another run_name" in message
 
 
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_nor_on_one_of_another_program_whatever_it_is_told_to_resume(tmp_path, resume):
+def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
+    """Whatever it is told to resume."""
     run = make_run(tmp_path / "first", 10)
     (run / "settings.json").write_text("{}")  # of pretraining, as that was the only one
-    args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
-    with pytest.raises(
-        UsageError, match=r"first holds a run of train_pretrain\S+: choose another run_name$"
-    ):
-        choose_run(args)
-
-
-def test_a_run_of_another_program_that_is_named_goes_on_with_that_one(tmp_path):
-    run = make_run(tmp_path / "first", 10)
-    (run / "settings.json").write_text(json.dumps({"program": "train_sft_accelerate.py"}))
+    for resume in (None, "auto"):
+        args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
+        with pytest.raises(UsageError, match=r"holds a run of train_pretrain\S+: choose another"):
+            find_starting_point(args)
+    (run / "settings.json").write_text(json.dumps({"program": SFT}))
     for named in (run, run / "checkpoints" / "step-00000010"):
         said = refused(tmp_path, resume=str(named))
-        assert "first holds a run of train_sft_accelerate.py: that goes on with it" in said
-
-
-def test_an_empty_folder_is_no_run(tmp_path):
-    (tmp_path / "first").mkdir()
-    assert choose(tmp_path, run_name="first") == (tmp_path / "first", None)
+        assert f"first holds a run of {SFT}: that goes on with it" in said
 
 
 def test_a_file_in_the_way_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    assert "the run folder cannot be used" in refused(tmp_path / "file", run_name="first")
-    assert "the run folder cannot be used" in refused(tmp_path, run_name="file")
+    for start in (find(tmp_path, run_name="file"), find(tmp_path / "file", run_name="first")):
+        with pytest.raises(UsageError, match="the run folder cannot be used"):
+            claim(start)
 
 
-def test_auto_takes_the_checkpoint_written_last_of_all_runs(tmp_path):
-    make_run(tmp_path / "older", 10, 900, age=100)
-    newer = make_run(tmp_path / "newer", 20, 30)
-    assert choose(tmp_path, resume="auto") == (newer, RunFolder(newer).checkpoint(30))
-
-
-def test_auto_with_a_name_stays_with_that_run(tmp_path):
-    older = make_run(tmp_path / "older", 10, age=100)
-    make_run(tmp_path / "newer", 20)
-    assert choose(tmp_path, resume="auto", run_name="older")[0] == older
+def test_auto_takes_the_checkpoint_written_last_of_all_runs_or_of_the_run_named(tmp_path):
+    older = make_run(tmp_path / "older", 10, 900, age=100)
+    newer = make_run(tmp_path / "newer", 9, 1000)
+    (newer / "checkpoints" / "step-00002000.partial-7").mkdir()
+    assert find(tmp_path, resume="auto").checkpoint == RunFolder(newer).checkpoint(1000)
+    start = find(tmp_path, resume="auto", run_name="older")
+    assert (start.checkpoint, start.step) == (RunFolder(older).checkpoint(900), 900)
 
 
 @pytest.mark.parametrize("flags", [{}, {"run_name": "first"}])
 def test_auto_with_nothing_to_resume_starts_a_run_and_says_so(tmp_path, capsys, flags):
-    path, checkpoint = choose(tmp_path / "runs", resume="auto", **flags)
-    assert checkpoint is None
-    assert path.is_dir()
+    assert find(tmp_path / "runs", quiet=True, resume="auto", **flags).checkpoint is None
+    assert capsys.readouterr().out == ""
+    assert find(tmp_path / "runs", resume="auto", **flags).checkpoint is None
     assert "no checkpoint" in capsys.readouterr().out
-
-
-def test_auto_passes_over_checkpoints_that_were_not_finished(tmp_path):
-    run = make_run(tmp_path / "first", 10)
-    (run / "checkpoints" / "step-00000020.partial-7").mkdir()
-    assert choose(tmp_path, resume="auto")[1] == RunFolder(run).checkpoint(10)
-
-
-def test_steps_are_compared_as_numbers(tmp_path):
-    run = make_run(tmp_path / "first", 9, 10, 1000)
-    assert choose(tmp_path, resume="auto")[1] == RunFolder(run).checkpoint(1000)
-
-
-def test_the_path_of_a_run_means_its_last_checkpoint(tmp_path):
-    run = make_run(tmp_path / "first", 10, 20)
-    assert choose(tmp_path / "elsewhere", resume=str(run)) == (run, RunFolder(run).checkpoint(20))
-
-
-def test_the_path_of_a_checkpoint_means_that_one(tmp_path):
-    run = make_run(tmp_path / "first", 10, 20)
-    checkpoint = RunFolder(run).checkpoint(10)
-    assert choose(tmp_path / "elsewhere", resume=str(checkpoint)) == (run, checkpoint)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("here", "resume"),
+    ("here", "resume", "step"),
     [
-        (".", "runs/first"),
-        (".", "{run}"),
-        (".", "runs/first/checkpoints/step-00000010"),
-        ("runs", "first"),
-        ("runs/first/checkpoints", "step-00000010"),
-        ("runs/first", "."),
-        ("elsewhere", "../runs/first"),
+        (".", "runs/first", 20),
+        (".", "{run}", 20),
+        (".", "runs/first/checkpoints/step-00000010", 10),
+        ("runs", "first", 20),
+        ("runs/first/checkpoints", "step-00000010", 10),
+        ("runs/first", ".", 20),
+        ("elsewhere", "../runs/first", 20),
     ],
 )
-def test_a_run_has_a_relative_path_inside_the_working_folder_and_an_absolute_one_elsewhere(
-    tmp_path, monkeypatch, here, resume
+def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(
+    tmp_path, monkeypatch, here, resume, step
 ):
-    run = make_run(tmp_path / "runs" / "first", 10)
+    """Its path is relative inside the working folder and absolute elsewhere."""
+    run = make_run(tmp_path / "runs" / "first", 10, 20)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / here)
-    path, checkpoint = choose(tmp_path, resume=resume.format(run=run))
+    start = find(tmp_path / "others", resume=resume.format(run=run))
     expected = {".": Path("runs/first"), "runs": Path("first")}.get(here, run)
-    assert (path, checkpoint) == (expected, RunFolder(expected).checkpoint(10))
-    assert path.resolve() == run
-    # What follows uses its name.
-    assert path.name == "first"
-
-
-def test_finding_a_run_makes_no_folder_takes_no_lock_and_can_be_quiet(tmp_path, capsys):
-    args = TrainingArguments(out_dir=str(tmp_path / "runs"), resume="auto", run_name="first")
-    assert find_starting_point(args, quiet=True).checkpoint is None
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "runs").exists()
-    run = make_run(tmp_path / "runs" / "first", 10)
-    assert find_starting_point(args).checkpoint == RunFolder(run).checkpoint(10)
-    assert not RunFolder(run).lock.exists()
+    assert (start.folder.path, start.checkpoint) == (expected, RunFolder(expected).checkpoint(step))
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
 def test_a_path_without_a_checkpoint_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
-    message = refused(tmp_path, resume=str(tmp_path / name))
-    assert f"--resume {tmp_path / name}" in message
+    assert f"--resume {tmp_path / name}: neither" in refused(tmp_path, resume=str(tmp_path / name))
 
 
-def damaged(run: Path, step: int, name: str = WEIGHTS) -> Path:
-    """That checkpoint, with a bit of this file flipped."""
-    checkpoint = RunFolder(run).checkpoint(step)
-    flip(checkpoint / name, 3)
-    return checkpoint
-
-
-def test_auto_takes_the_newest_that_is_sound_and_sets_the_damaged_aside(tmp_path, capsys):
+def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path, capsys):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
-    damaged(run.path, 3)
-    start = choose_run(TrainingArguments(out_dir=str(tmp_path), run_name="run", resume="auto"))
+    damage_file(run.path, 3)
+    start = find(tmp_path, run_name="run", resume="auto")
     assert (start.checkpoint, start.step) == (run.checkpoint(2), 2)
+    assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}: " in capsys.readouterr().out
+    assert len(run.all_checkpoints()) == 3
     set_aside(start)
-    assert f"DAMAGED CHECKPOINT {run.checkpoint(3)}" in capsys.readouterr().out
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001", "step-00000002"]
     assert list(run.checkpoints.glob("step-00000003.aside-*"))
-
-
-def test_auto_does_not_start_anew_where_everything_is_damaged(tmp_path):
-    run = make_run(tmp_path / "run", 1)
-    damaged(run, 1)
+    for step in (1, 2):
+        damage_file(run.path, step)
     message = refused(tmp_path, run_name="run", resume="auto")
-    assert message.startswith(f"every checkpoint of {run} is damaged")
+    assert message.startswith(f"every checkpoint of {run.path} is damaged")
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused_and_a_sound_one_offered(tmp_path):
     run = make_run(tmp_path / "run", 1, 2)
-    damaged(run, 2, OPTIMIZER)
+    damage_file(run, 2, OPTIMIZER)
     message = refused(tmp_path, resume=str(run))
     assert f"the checksum of {OPTIMIZER} is wrong" in message
     assert message.endswith(f"the newest sound one is {RunFolder(run).checkpoint(1)}")
-    damaged(run, 1)
+    damage_file(run, 1)
     assert refused(tmp_path, resume=str(run)).endswith("no other is sound")
 
 
 def test_going_back_sets_the_course_not_taken_aside(tmp_path):
+    """The weights of a finished run get the last logged step as their name, and fall on no
+    others."""
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
-    run.weights.mkdir()
+    run.metrics.write_text('{"step": 1}\n{"step": 4}\n', encoding="utf-8")
     run.bad_samples.touch()
-    start = choose_run(TrainingArguments(out_dir=str(tmp_path), resume=str(run.checkpoint(1))))
-    assert start.step == 1
-    assert len(run.all_checkpoints()) == 3  # a start that is refused later changes nothing
-    set_aside(start)
-    assert not run.weights.exists()
+    start = find(tmp_path, resume=str(run.checkpoint(1)))
+    for number in "01":  # it goes back twice, and is finished again in between
+        run.weights.mkdir()
+        (run.weights / "number").write_text(number, encoding="utf-8")
+        set_aside(start)
     assert not run.bad_samples.exists()
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
-
-
-def test_weights_of_a_finished_run_have_their_own_step_and_fall_on_no_others(tmp_path):
-    """Whatever it goes on from; the last step is logged, and may have failed to be saved."""
-    run = RunFolder(make_run(tmp_path / "run", 1, 3))
-    run.metrics.write_text('{"step": 1}\n{"step": 4}\n', encoding="utf-8")
-    for number in range(2):  # it goes back twice, and is finished again in between
-        run.weights.mkdir()
-        (run.weights / "number").write_text(str(number), encoding="utf-8")
-        set_aside(StartingPoint(run, run.checkpoint(1), {"step": 1}))
     kept = sorted(run.path.glob("weights-step-*"))
     assert [path.name.partition(".aside-")[0] for path in kept] == ["weights-step-00000004"] * 2
     assert [(path / "number").read_text(encoding="utf-8") for path in kept] == ["0", "1"]
-    assert "." not in kept[0].name
-
-
-def test_a_new_run_has_trained_no_step_and_has_nothing_to_set_aside(tmp_path):
-    start = choose_run(TrainingArguments(out_dir=str(tmp_path), run_name="first"))
-    assert start.step == 0
-    set_aside(start)
-    assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
-
-
-def test_a_run_that_another_holds_is_refused(tmp_path):
-    choose(tmp_path, run_name="first")
-    assert "in use by process" in refused(tmp_path, run_name="first")
-
-
-def test_differences_name_both_sides():
-    assert differences({"dim": 1, "a": 2}, {"dim": 1, "a": 3, "b": 4}) == [
-        "a: 2 in the checkpoint, 3 now",
-        "b: None in the checkpoint, 4 now",
-    ]
 
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400)
-
-
-def data_of(letter: str) -> SimpleNamespace:
-    """A PackedDataset as far as its identity is concerned; each letter is another."""
-    return SimpleNamespace(description={"tokenizer_sha256": letter * 64}, identity=letter * 16)
-
-
-MINE, OTHERS = data_of("a"), data_of("b")
+MINE, OTHERS = (
+    SimpleNamespace(description={"tokenizer_sha256": letter * 64}, identity=letter * 16)
+    for letter in "ab"
+)
 
 
 def saved_by(
     path: Path, args: TrainingArguments, processes: int = 1, form: str = "new", **changes
 ) -> StartingPoint:
-    """The checkpoint of a run that so many processes have trained with CONFIG on MINE.
+    """Make the checkpoint of a run that so many processes have trained with CONFIG on MINE.
 
     Args:
         form: "old" is the one in which the model was among the parts of the identity.
         changes: to the shape of the model; None leaves a field out.
     """
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
-    identity = run_identity(MINE, args, processes)
+    identity = run_identity(MINE, args, processes, teacher=None)
     state = {"identity": identity, "model": shape, "processes": processes}
     if form == "old":
-        how = ("dropout", "use_flash_attn")
-        shape = {k: v for k, v in state.pop("model").items() if k not in how}
-        state["identity"] = shape | identity
+        shape = {k: v for k, v in shape.items() if k not in ("dropout", "use_flash_attn")}
+        del identity["optimizer"]
+        state = {"identity": shape | identity, "processes": processes}
     run = RunFolder(make_run(path / "saved", 10, **state))
     return StartingPoint(run, run.checkpoint(10), read_state(run.checkpoint(10)))
 
 
-def not_the_same(start: StartingPoint, *now, processes: int = 1) -> str:
-    """What is said of another run, without the checkpoint's name.
+def resumed(
+    start: StartingPoint, args: TrainingArguments, config=CONFIG, data=MINE, processes=1
+) -> TrainingArguments:
+    identity = run_identity(data, args, processes, teacher=None)
+    filled, identity = resumed_arguments(start, args, config, identity, processes)
+    assert identity == start.state["identity"]
+    return filled
 
-    Args:
-        now: TrainingArguments, LMConfig and data of that run.
-    """
+
+def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
+    """Return what is said of a run that differs, in parts, without the checkpoint's name."""
     with pytest.raises(UsageError) as error:
-        resumed_arguments(start, *now, processes)
+        resumed(start, *now, **how)
     assert "\n" not in str(error.value)
-    return str(error.value).removeprefix(f"cannot resume {start.checkpoint}: ")
+    return str(error.value).removeprefix(f"cannot resume {start.checkpoint}: ").split("; ")
 
 
 FORMS = pytest.mark.parametrize("form", ["old", "new"])
 
 
 @FORMS
-def test_the_same_run_goes_on_with_the_arguments_it_was_given(tmp_path, form):
+def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
     start = saved_by(tmp_path, args, form=form)
     now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
-    assert resumed_arguments(start, now, CONFIG, MINE, processes=1) == now
-
-
-@FORMS
-def test_how_the_model_computes_may_be_another(tmp_path, form):
-    args = TrainingArguments()
-    start = saved_by(tmp_path, args, form=form)
     config = dataclasses.replace(CONFIG, dropout=0.1, use_flash_attn=False)
-    assert resumed_arguments(start, args, config, MINE, processes=1) == args
+    assert resumed(start, now, config) == now
 
 
 @FORMS
-def test_every_difference_is_listed(tmp_path, form):
+def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path, form):
     start = saved_by(tmp_path, TrainingArguments(batch_size=8), form=form)
-    args = TrainingArguments(batch_size=16, seed=7, optimizer="muon")
+    args = TrainingArguments(batch_size=16, seed=7, optimizer="muon", resume="auto")
     config = dataclasses.replace(CONFIG, dim=64, n_layers=4)
-    assert not_the_same(start, args, config, MINE).split("; ") == [
+    assert not_the_same(start, args, config) == [
         "dim: 48 in the checkpoint, 64 now",
         "global_batch: 8 in the checkpoint, 16 now",
         "n_layers: 3 in the checkpoint, 4 now",
         "optimizer: adamw in the checkpoint, muon now",
         "seed: 42 in the checkpoint, 7 now",
+        f"the flags that go on with it stand in {start.folder.settings}",
+        "--resume out/runs/NAME names another run",
     ]
 
 
-def test_where_the_run_s_own_flags_stand_is_said(tmp_path):
+def test_other_data_is_called_by_its_name_with_the_flag_that_goes_on(tmp_path):
     start = saved_by(tmp_path, TrainingArguments())
-    start.folder.settings.write_text("{}", encoding="utf-8")
-    said = not_the_same(start, TrainingArguments(seed=7), CONFIG, MINE)
-    assert said.endswith(f"; the flags that go on with it stand in {start.folder.settings}")
-
-
-@FORMS
-def test_a_checkpoint_that_names_no_optimizer_is_adamws(tmp_path, form):
-    args = TrainingArguments()
-    start = saved_by(tmp_path, args, form=form)
-    state = json.loads((start.checkpoint / "state.json").read_text(encoding="utf-8"))
-    assert state["identity"].pop("optimizer") == "adamw"
-    (start.checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    start = dataclasses.replace(start, state=read_state(start.checkpoint))
-    assert resumed_arguments(start, args, CONFIG, MINE, processes=1) == args
-    muon = dataclasses.replace(args, optimizer="muon")
-    message = not_the_same(start, muon, CONFIG, MINE)
-    assert message == "optimizer: adamw in the checkpoint, muon now"
+    start.folder.settings.write_text(json.dumps({"arguments": {"data": "out/data/my"}}))
+    said = not_the_same(start, TrainingArguments(data="out/data/other"), data=OTHERS)
+    assert said == [
+        f"data: out/data/my ({'a' * 16}) in the checkpoint, out/data/other ({'b' * 16}) now",
+        f"tokenizer: {'a' * 16} in the checkpoint, {'b' * 16} now",
+        "--data out/data/my goes on with it",
+    ]
+    for settings in ("", "[]", '{"arguments": 1}'):
+        start.folder.settings.write_text(settings)
+        said = not_the_same(start, TrainingArguments(), data=OTHERS)
+        assert said[0] == f"data: {'a' * 16} in the checkpoint, {'b' * 16} now"
 
 
 def test_a_run_begun_with_muon_is_told_under_which_engines_it_goes_on(tmp_path):
-    args = TrainingArguments(optimizer="muon")
+    start = saved_by(tmp_path, TrainingArguments(optimizer="muon"))
+    advice = "--optimizer muon goes on with it, under every engine but ZeRO-3 and offload"
+    assert not_the_same(start, TrainingArguments())[1:] == [advice]
+
+
+def test_another_teacher_is_another_run(tmp_path):
+    args = DistillationArguments(teacher="now")
     start = saved_by(tmp_path, args)
-    message = not_the_same(start, TrainingArguments(), CONFIG, MINE, processes=1)
-    assert message == (
-        "optimizer: muon in the checkpoint, adamw now; --optimizer muon goes on with it, under "
-        "every engine but ZeRO-3 and offload"
-    )
+    start.state["identity"]["teacher"] = "1" * 16
+    identity = run_identity(MINE, args, 1, teacher="2" * 64)
+    with pytest.raises(UsageError, match=r"teacher: 1{16} in the checkpoint, 2{16} now"):
+        resumed_arguments(start, args, CONFIG, identity, 1)
 
 
 @FORMS
 def test_a_field_that_an_old_checkpoint_does_not_know_has_its_default(tmp_path, form):
-    """Written before the field came to LMConfig, the run goes on as long as it keeps to it."""
     args = TrainingArguments()
     start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
-    assert resumed_arguments(start, args, CONFIG, MINE, processes=1) == args
-    other = dataclasses.replace(CONFIG, rope_theta=1000.0)
-    message = not_the_same(start, args, other, MINE)
-    assert message == f"rope_theta: {LMConfig.rope_theta} in the checkpoint, 1000.0 now"
+    assert resumed(start, args) == args
+    said = not_the_same(start, args, dataclasses.replace(CONFIG, rope_theta=1000.0))
+    assert said[0] == f"rope_theta: {LMConfig.rope_theta} in the checkpoint, 1000.0 now"
 
 
-@FORMS
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(1, 6), (2, 3), (3, 2), (6, 1)])
-def test_on_other_processes_the_global_batch_stays_and_what_was_given_is_not_changed(
-    tmp_path, form, processes, accumulation_steps
-):
-    start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6, form=form)
+def test_on_other_processes_the_global_batch_stays(tmp_path, processes, accumulation_steps):
+    start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
-    given = copy.deepcopy((args, CONFIG, MINE, start.state))
-    resumed = resumed_arguments(start, args, CONFIG, MINE, processes)
-    assert resumed == dataclasses.replace(args, accumulation_steps=accumulation_steps)
-    assert (args, CONFIG, MINE, start.state) == given
+    given = copy.deepcopy((args, start.state))
+    expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)
+    assert resumed(start, args, processes=processes) == expected
+    assert (args, start.state) == given
+    other = dataclasses.replace(args, seed=7)
+    assert not_the_same(start, other, processes=processes)[0] == "seed: 42 in the checkpoint, 7 now"
 
 
-def test_a_global_batch_that_cannot_be_made_is_refused(tmp_path):
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_a_global_batch_that_cannot_be_made_is_refused(tmp_path, batch_size):
     start = saved_by(tmp_path, TrainingArguments(batch_size=6))
-    for batch_size in (4, 8):
-        args = TrainingArguments(batch_size=batch_size)
-        message = not_the_same(start, args, CONFIG, MINE, processes=2)
-        assert f"global batch of 6 sequences cannot be made of --batch_size {batch_size}" in message
-        assert "on 2 processes" in message
+    (said,) = not_the_same(start, TrainingArguments(batch_size=batch_size), processes=2)
+    made = f"global batch of 6 sequences cannot be made of --batch_size {batch_size} on 2 processes"
+    assert made in said
 
 
-def test_on_other_processes_the_rest_must_be_the_same_nevertheless(tmp_path):
-    start = saved_by(tmp_path, TrainingArguments(batch_size=8))
-    args = TrainingArguments(batch_size=4, seed=7)
-    message = not_the_same(start, args, CONFIG, MINE, processes=2)
-    assert message == "seed: 42 in the checkpoint, 7 now"
-
-
-def test_what_is_other_than_before_is_said(tmp_path, capsys):
+def test_changes_since_the_stop_are_said(tmp_path, capsys):
     saved = TrainingArguments(batch_size=4, learning_rate=1e-3)
     start = saved_by(tmp_path, saved, processes=2)
     settings = {"arguments": vars(saved), "engine": "DDP"}
     start.folder.settings.write_text(json.dumps(settings), encoding="utf-8")
     asked = dataclasses.replace(saved, learning_rate=2e-3)
-    args = resumed_arguments(start, asked, CONFIG, MINE, processes=1)
+    args = resumed(start, asked)
     say_what_changed(start, asked, args, processes=1, engine="none")
     assert capsys.readouterr().out.splitlines() == [
         "1 process instead of 2: --accumulation_steps is 2 now, the global batch stays",
@@ -450,60 +352,3 @@ def test_what_is_other_than_before_is_said(tmp_path, capsys):
     ]
     say_what_changed(start, saved, saved, processes=2, engine="DDP")
     assert capsys.readouterr().out == ""
-
-
-def test_a_finished_run_says_what_would_go_on_with_it(tmp_path):
-    start = saved_by(tmp_path, TrainingArguments())
-    line = describe_finished(start, 10)
-    assert line.startswith(f"{start.folder.path} is finished: 10 of 10 steps")
-    assert "--epochs or --max_steps" in line
-
-
-MY_SETTINGS = json.dumps({"arguments": {"data": "out/data/my"}})
-OTHER_CONFIG = dataclasses.replace(CONFIG, vocab_size=500)
-
-
-def difference(tmp_path: Path, settings: str, **flags) -> str:
-    """What is said of a run with OTHERS' data, where the one that saved has these settings."""
-    args = TrainingArguments(**flags)
-    start = saved_by(tmp_path, dataclasses.replace(args, batch_size=8))
-    start.folder.settings.write_text(settings, encoding="utf-8")
-    return not_the_same(start, args, OTHER_CONFIG, OTHERS)
-
-
-def of_data(key: str) -> str:
-    """The line about one of the checksums of the data."""
-    saved, now = (run_identity(data, TrainingArguments(), 1) for data in (MINE, OTHERS))
-    assert saved[key] != now[key]
-    return f"{key}: {saved[key]} in the checkpoint, {now[key]} now"
-
-
-def test_other_data_is_called_by_its_name_with_the_flag_that_goes_on(tmp_path):
-    assert difference(tmp_path, MY_SETTINGS, data="out/data/builtin") == (
-        "data: out/data/my in the run, out/data/builtin now; --data out/data/my goes on with it"
-    )
-
-
-def test_with_auto_the_other_run_is_advised_as_well(tmp_path):
-    message = difference(tmp_path, MY_SETTINGS, data="out/data/builtin", resume="auto")
-    assert "--data out/data/my goes on with it; --resume out/runs/NAME" in message
-
-
-def test_where_more_than_the_data_differs_the_data_alone_is_not_advised(tmp_path):
-    message = difference(tmp_path, MY_SETTINGS, data="out/data/builtin", batch_size=16)
-    assert "data: out/data/my in the run" in message
-    assert "global_batch: 8 in the checkpoint, 16 now; the flags that go on" in message
-    assert "--data out" not in message
-
-
-@pytest.mark.parametrize("settings", ["", "[]", '{"arguments": 1}', '{"arguments": {"data": 0}}'])
-def test_data_without_a_name_is_told_by_its_checksum(tmp_path, settings):
-    message = difference(tmp_path, settings, data="out/data/builtin")
-    assert of_data("data") in message
-    assert of_data("tokenizer") in message
-
-
-def test_data_that_was_prepared_anew_in_the_same_folder_is_told_by_its_checksum(tmp_path):
-    message = difference(tmp_path, MY_SETTINGS, data="out/data/../data/my/")
-    assert of_data("data") in message
-    assert "--data" not in message

@@ -1,13 +1,39 @@
+"""How rows are scored, and what text and conversations become as rows."""
+
+import json
+import math
+from collections import Counter
+
 import pytest
 import torch
+from conftest import VOCAB_SIZE
 from small_model import opinionated
 from torch.nn import functional as F
 
+from data.corpus import Record
+from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation import scoring
+from evaluation.language_modelling import (
+    conversation_rows,
+    document_rows,
+    summary,
+    unit_sums,
+)
 from evaluation.scoring import Row, Score, Scorer
 from model import IGNORE_INDEX, Transformer
 
-SEQ_LEN, VOCAB_SIZE = 16, 50
+SEQ_LEN = 16
+TEXTS = [
+    "sum 7: 1 + 7 = 8; 2 + 7 = 9; 3 + 7 = 10; 4 + 7 = 11; 5 + 7 = 12;",  # several windows
+    "1",
+    "",  # is left out
+    "第三句 👩🏽‍🚀 \u2581\tø",
+]
+
+
+@pytest.fixture
+def tokenizer(packed) -> Tokenizer:
+    return Tokenizer(packed / TOKENIZER_FILE)
 
 
 @pytest.fixture
@@ -41,13 +67,22 @@ def alone(model: Transformer, row: Row) -> Score:
     return Score(nll, hits, n, row.n_bytes)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4, 13])
-def test_rows_of_different_lengths_score_as_each_does_alone(scorer, n):
-    rows = random_rows(n)
-    scored = list(scorer.rows(rows))
-    assert [id(row) for row, _ in scored] == [id(row) for row in rows]
-    for row, score in scored:
+@pytest.mark.parametrize("n", [1, 13])
+def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, n):
+    """Blocks of 5 rows end inside a unit of 3."""
+    monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
+    rows, read = random_rows(n), []
+    units = scorer.units(read.append(row) or row for row in rows)
+    first = next(units)
+    assert len(read) == min(n, 5)
+    scored = [first, *units]
+    assert [(unit, len(scores)) for unit, scores in scored] == [
+        (unit, min(3, n - 3 * unit)) for unit in range(-(-n // 3))
+    ]
+    scores = [score for _, scores in scored for score in scores]
+    for row, score in zip(rows, scores, strict=True):
         assert score == pytest.approx(alone(scorer.model, row), rel=1e-5)
+    assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
 def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
@@ -59,55 +94,74 @@ def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
         return forward(*asked_for)
 
     monkeypatch.setattr(scorer.model, "forward", model)
-    for _ in scorer.rows(random_rows(5)):
-        assert torch.backends.cuda.cudnn_sdp_enabled()  # as whoever asked has it
+    list(scorer.rows(random_rows(5)))
     assert asked == [False, False]
 
 
 def test_the_likeliest_next_tokens_are_all_hits(scorer):
     tokens = torch.arange(SEQ_LEN)
     targets = scorer.model(tokens[None]).logits[0].argmax(dim=-1)
-    ((_, right),) = scorer.rows([Row(0, tokens, targets, 1)])
-    ((_, wrong),) = scorer.rows([Row(0, tokens, (targets + 1) % VOCAB_SIZE, 1)])
-    assert (right.hits, right.n_tokens) == (SEQ_LEN, SEQ_LEN)
-    assert (wrong.hits, wrong.n_tokens) == (0, SEQ_LEN)
-
-
-def test_rows_are_read_a_block_at_a_time_and_come_back_in_order(scorer, monkeypatch):
-    monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
-    whole, read = random_rows(12), []
-
-    def reader():
-        for row in whole:
-            read.append(row)
-            yield row
-
-    scored = scorer.rows(reader())
-    first, _ = next(scored)
-    assert first is whole[0]
-    assert len(read) == 5
-    assert [row.n_bytes for row, _ in scored] == [10 * i for i in range(1, 12)]
-
-
-def test_no_block_stays_in_memory_with_the_accelerator(scorer):
-    list(scorer.rows(random_rows(9)))
-    assert scorer.accelerator._dataloaders == []
-
-
-def test_units_are_whole_even_where_a_block_ends_inside_one(scorer, monkeypatch):
-    rows = random_rows(10)
-    expected = [alone(scorer.model, row).nll for row in rows]
-    monkeypatch.setattr(scoring, "BLOCK_ROWS", 4)
-    units = list(scorer.units(rows))
-    assert [(unit, len(scores)) for unit, scores in units] == [(0, 3), (1, 3), (2, 3), (3, 1)]
-    got = [score.nll for _, scores in units for score in scores]
-    assert got == pytest.approx(expected, rel=1e-5)
+    for chosen, accuracy in ((targets, 1), ((targets + 1) % VOCAB_SIZE, 0)):
+        found = summary(unit_sums(scorer, [Row(0, tokens, chosen, 1)]), "tokens")
+        assert (found["tokens"], found["metrics"]["accuracy"].value) == (SEQ_LEN, accuracy)
 
 
 def test_bfloat16_runs_under_autocast_and_is_close_but_not_equal(scorer):
-    rows = random_rows(12)
-    exact = sum(score.nll for _, score in scorer.rows(rows))
+    exact = sum(score.nll for _, score in scorer.rows(random_rows(12)))
     scorer.dtype = torch.bfloat16
-    rounded = sum(score.nll for _, score in scorer.rows(rows))
+    rounded = sum(score.nll for _, score in scorer.rows(random_rows(12)))
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.02)
+
+
+def naive_nll(model, ids: list[int], stride: int) -> float:
+    """One token at a time: the context of ids[t] begins at the first window that reaches it."""
+    total = 0.0
+    for t in range(1, len(ids)):
+        start = stride * max(0, math.ceil((t - SEQ_LEN) / stride))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[start:t]])).logits[0, -1].double()
+        total -= F.log_softmax(logits, dim=-1)[ids[t]].item()
+    return total
+
+
+@pytest.mark.parametrize("stride", [1, 5, 16])
+def test_documents_score_as_they_do_one_token_at_a_time(scorer, tokenizer, stride):
+    texts = list(filter(None, TEXTS))
+    ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    assert len(ids[0]) > 2 * SEQ_LEN
+    records = [Record(f"{i}.txt", 0, text.encode()) for i, text in enumerate(TEXTS)]
+    sums = unit_sums(scorer, document_rows(records, tokenizer, SEQ_LEN, stride))
+    nll = sum(naive_nll(scorer.model, document, stride) for document in ids)
+    n_tokens = sum(len(document) - 1 for document in ids)
+    n_bytes = sum(len(text.encode()) for text in texts)
+    found = summary(sums, "texts")
+    assert (found["units"], found["tokens"], found["bytes"]) == (len(texts), n_tokens, n_bytes)
+    metrics = {name: estimate.value for name, estimate in found["metrics"].items()}
+    assert metrics["loss"] == pytest.approx(nll / n_tokens, rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(nll / n_tokens), rel=1e-5)
+    assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / n_bytes, rel=1e-6)
+
+
+def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
+    conversations = [["23"], ["4" * 40], ["56", "7" * 40]]
+    records = []
+    for answers in conversations:
+        turns = [
+            {"role": role, "content": content}
+            for answer in answers
+            for role, content in (("user", "1"), ("assistant", answer))
+        ]
+        records.append(Record("c.jsonl", 1, json.dumps({"messages": turns}).encode()))
+    counts = Counter()
+    rows = list(conversation_rows(records, tokenizer, 2 * SEQ_LEN, counts))
+    assert counts == {"left_out": 1, "cut": 1}
+    assert [(row.unit, row.n_bytes) for row in rows] == [(0, 2), (2, 2)]
+    just_fits = len(rows[0].tokens)
+    for seq_len, n_rows in ((just_fits, 1), (just_fits - 1, 0)):
+        assert len([*conversation_rows(records[:1], tokenizer, seq_len, counts)]) == n_rows
+    for row, answer in zip(rows, ("23", "56"), strict=True):
+        said = row.targets[row.targets != IGNORE_INDEX].tolist()
+        assert tokenizer.decode(said[:-1]) == answer
+        assert said[-1] == tokenizer.eos_id == row.targets[-1]
+        assert row.tokens[1:][row.targets[:-1] != IGNORE_INDEX].tolist() == said[:-1]

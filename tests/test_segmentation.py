@@ -35,12 +35,6 @@ def test_the_share_of_pieces_that_are_split_is_as_said(tokenizer):
     assert len(split) == n + (n - split.count(pair))
 
 
-def test_the_same_draw_gives_the_same_pieces(tokenizer):
-    splitter, ids = Splitter(tokenizer), tokenizer.encode(TEXT)
-    one, two = (splitter.split(ids, np.random.default_rng(7)) for _ in range(2))
-    assert one == two
-
-
 def test_markers_and_bytes_are_never_split(tokenizer):
     ids = [tokenizer.bos_id, *tokenizer.encode("\x00\x01"), tokenizer.eos_id]
     assert Splitter(tokenizer).split(ids * 500, np.random.default_rng(0)) == ids * 500

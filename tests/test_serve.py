@@ -1,80 +1,218 @@
-"""What is said before a model is asked; test_serve_launch.py has the rest."""
+"""A server, asked as people do: by the openai package, by hand, and wrongly."""
 
-import asyncio
+import http.client
 import importlib.util
-from types import SimpleNamespace
+import itertools
+import json
+import socket
 
+import openai
 import pytest
+from live_server import LiveServer, wait_until
 from starlette.testclient import TestClient
 
-from data.tokenizer import Tokenizer
-from inference.continuation import Continuation
 from inference.sampling import Sampling
-from inference.server.app import Served, make_app, whole
-from inference.server.replies import Reply
+from inference.server.app import Served, make_app
 from scripts.serve import LOCAL, main
 
+LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, a question fills the second
+HELLO = [{"role": "user", "content": "1 + 1"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["nowhere"], "nowhere: no such folder"),
-        (["auto", "--port", "70000"], "--host 127.0.0.1 --port 70000: "),
-        (["auto", "--host", "not.an.address.invalid"], "--host not.an.address.invalid --port 8000"),
-        (["auto", "--top_p", "0"], "--top_p must be above 0 and at most 1, not 0.0"),
-        (["auto", "--batch_size", "0"], "--batch_size must be at least 1, not 0"),
-    ],
-)
-def test_a_mistake_is_one_line(capsys, flags, error):
-    with pytest.raises(SystemExit) as ended:
-        main(flags)
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"serve: error: {error}")
-    assert said.count("\n") == 1
+
+@pytest.fixture(scope="module")
+def servers(packed):
+    sizes = {"long": LONG, "short": SHORT}
+    started = {name: LiveServer(name, packed / "tokenizer.model", n) for name, n in sizes.items()}
+    yield started
+    for server in started.values():
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def server(servers):
+    return servers["long"]
+
+
+def client_of(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return client_of(server)
+
+
+OPENAIS = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
+VLLMS = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
+ASKED = {"model": "long", "messages": HELLO, "extra_body": VLLMS, **OPENAIS}
+
+
+@pytest.fixture(scope="module")
+def expected(server) -> str:
+    return server.continues(server.asked("1 + 1"), 20, **OPENAIS, **VLLMS)
+
+
+def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server, expected):
+    idle = {
+        "n": 1,
+        "logprobs": False,
+        "presence_penalty": 0.0,
+        "stop": None,
+        "user": "me",
+        "tools": [],
+    }
+    answer = client.chat.completions.create(**ASKED, max_tokens=20, **idle)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected)
+    assert choice.finish_reason == "length"
+    usage, n = answer.usage, len(server.asked("1 + 1"))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n, 20, n + 20)
+    assert answer.model == "long"
+    free = ASKED | {"seed": None, "max_tokens": 20}
+    drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
+    assert len(drawn) > 1  # a seed of its own each time
+
+
+def test_it_streams_the_same_in_pieces(client, expected):
+    streamed = {"max_completion_tokens": 20, "stream": True}
+    usage = {"include_usage": True}
+    *texts, last = client.chat.completions.create(**ASKED, **streamed, stream_options=usage)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
+    assert "".join(pieces) == expected
+    assert sum(map(bool, pieces)) > 5
+    assert texts[0].choices[0].delta.role == "assistant"
+    reasons = [chunk.choices[0].finish_reason for chunk in texts]
+    assert reasons == [None] * (len(texts) - 1) + ["length"]
+    assert (last.choices, last.usage.completion_tokens) == ([], 20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
+    ids = [server.tokenizer.bos_id, *server.tokenizer.encode("sum 1:")]
+    whole = server.continues(ids, 20)
+    stop = whole[6:9]
+    asked = {"model": "long", "prompt": ["sum 1:"], "temperature": 0, "stop": [stop, "not there"]}
+    answer = client.completions.create(**asked, stream=stream)
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_several_are_answered_while_a_long_answer_goes_on(client, server, expected):
+    greedy = {"model": "long", "messages": HELLO, "temperature": 0}
+    endless = client.chat.completions.create(**greedy, stream=True)
+    assert len(list(itertools.islice(endless, 5))) == 5
+    answer = client.chat.completions.create(**ASKED, max_tokens=20)
+    assert answer.choices[0].message.content == expected
+    assert next(endless).choices[0].finish_reason is None
+    endless.close()
+    wait_until(lambda: server.worker.load["running"] == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_stops_its_work(client, server, stream):
+    body = json.dumps({"messages": HELLO, "stream": stream}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(server.address) as leaving:
+        leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        wait_until(lambda: server.worker.load["running"] == 1)
+    # The clock is another answer, of half as many tokens: the one that was left would outlast it.
+    clock = client.completions.create(
+        model="long", prompt="1", max_tokens=LONG // 2, temperature=0, stream=True
+    )
+    assert any(server.worker.load["running"] == 1 for _ in clock)
+    clock.close()
+    wait_until(lambda: server.worker.load == {"running": 0, "waiting": 0})
+
+
+def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict]:
+    """A request made by hand: status and JSON of the answer."""
+    connection = http.client.HTTPConnection(*server.address)
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    connection.request("POST", path, body, {"Content-Type": "application/json"} | headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+LONG_TEXT = "1 + 1 = 2; " * 60
+TURN = {"role": "user", "content": "1"}
+ANSWER = {"role": "assistant", "content": "2"}
+PICTURE = {"role": "user", "content": [{"type": "image_url"}]}
+MESSAGE = b'{"messages": [{"role": "user", "content": "%b"}]}'
+REFUSED = [  # path, body, status, the parameter to blame, a word of the message
+    (CHAT, {"messages": []}, 400, "messages", "at least 1"),
+    (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
+    (CHAT, {"messages": [TURN, TURN]}, 400, "messages", "assistant"),
+    (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "the last has to be the user's"),
+    (CHAT, {"messages": [PICTURE]}, 400, "messages", "text alone"),
+    (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, "messages", "no room for"),
+    (CHAT, {"messages": [TURN], "temperature": -1}, 400, "temperature", "at least 0 and finite"),
+    (CHAT, {"messages": [TURN], "max_tokens": 0}, 400, "max_tokens", "1"),
+    (CHAT, {"messages": [TURN], "n": 2}, 400, "n", "has only 1"),
+    (CHAT, {"messages": [TURN], "tools": [{}]}, 400, "tools", "has only []"),
+    (CHAT, {"messages": [TURN], "temprature": 1}, 400, "temprature", "not know it"),
+    (CHAT, {"messages": [TURN], "model": "gpt-5"}, 404, "model", "gpt"),
+    (CHAT, b"{messages:", 400, None, "no JSON"),
+    (CHAT, b"[" * 60_000, 400, None, ""),
+    (CHAT, b'{"seed": ' + b"9" * 9999 + b"}", 400, None, ""),
+    (CHAT, MESSAGE % b"\\ud800", 400, "messages", ""),  # half a character
+    (CHAT, MESSAGE % b'1"}], "top_p": NaN, "a": [{"b": "', 400, "top_p", "finite"),
+    (COMPLETIONS, {"prompt": LONG_TEXT}, 400, "prompt", "no room"),
+    (COMPLETIONS, {"prompt": "1", "logprobs": 0}, 400, "logprobs", "has only False"),
+    (COMPLETIONS, {"prompt": ""}, 400, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": "a" * (1 << 16)}, 413, None, "65,536 bytes"),
+    ("/v1/embeddings", {}, 404, None, "Not Found"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
+    path, body, status, param, word = REFUSED[case]
+    code, answer = post(servers["short"], path, body)
+    error = answer["error"]
+    assert (code, error["param"]) == (status, param)
+    assert word in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_form_on_a_strangers_page_cannot_ask(servers):
+    """A form can send any body from a browser, but not with this Content-Type."""
+    body = {"messages": [TURN], "max_tokens": 2}
+    assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
+    assert post(servers["short"], CHAT, body)[0] == 200
+
+
+def test_the_openai_package_understands_the_errors(servers, monkeypatch):
+    client = client_of(servers["short"])
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="short", prompt=LONG_TEXT)
+    assert refused.value.code == "context_length_exceeded"
+    assert [model.id for model in client.models.list()] == ["short"]
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.models.retrieve("gpt-4")
+    assert refused.value.code == "model_not_found"
+    monkeypatch.setattr(servers["short"].worker, "_together", -64)
+    with pytest.raises(openai.RateLimitError, match="too many requests"):
+        client.completions.create(model="short", prompt="1")
+
+
+@pytest.mark.parametrize("hosts", [LOCAL, ()])
+def test_a_server_of_this_machine_alone_answers_to_no_other_name(hosts):
+    settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
+    name = "Hugging/Face"  # a model may be called as on the Hub
+    client = TestClient(make_app(Served(**settings, name=name, max_bytes=9, hosts=hosts)))
+    strangers = ("evil.example:8000", "localhost.evil.example", "", "[::1")
+    for host in ("127.0.0.1:8000", "LocalHost:1", "[::1]:80", *strangers):
+        expected = 403 if hosts and host in strangers else 200
+        for path in ("/", f"/v1/models/{name}"):
+            assert client.get(path, headers={"Host": host}).status_code == expected
 
 
 def test_packages_that_are_missing_are_named(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main(["auto"])
-    assert ended.value.code == 2
     told = "serve: error: serving takes fastapi uvicorn: python -m pip install fastapi uvicorn\n"
     assert capsys.readouterr().err == told
-
-
-def app(name: str, hosts: tuple[str, ...] = ()):
-    settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
-    return make_app(Served(**settings, name=name, max_bytes=9, hosts=hosts))
-
-
-def test_a_model_may_be_called_as_on_the_hub():
-    answer = TestClient(app("HuggingFaceTB/SmolLM2")).get("/v1/models/HuggingFaceTB/SmolLM2")
-    assert (answer.status_code, answer.json()["id"]) == (200, "HuggingFaceTB/SmolLM2")
-
-
-@pytest.mark.parametrize(
-    ("asked", "status"),
-    [
-        *(("127.0.0.1:8000", 200), ("localhost", 200), ("LocalHost:1", 200), ("[::1]:80", 200)),
-        *(("evil.example:8000", 403), ("localhost.evil.example", 403), ("", 403), ("[::1", 403)),
-    ],
-)
-def test_who_listens_on_this_machine_alone_has_no_other_name(asked, status):
-    for path in ("/", "/v1/models"):
-        answer = TestClient(app("mine", LOCAL)).get(path, headers={"Host": asked})
-        assert answer.status_code == status
-    if status == 403:
-        assert answer.json()["error"]["message"].startswith("this server is not called '")
-    assert TestClient(app("mine")).get("/", headers={"Host": asked}).status_code == 200
-
-
-def test_a_client_that_leaves_before_its_turn_gives_its_text_up(packed):
-    async def receive() -> dict:
-        return {"type": "http.disconnect"}
-
-    tokenizer = Tokenizer(packed / "tokenizer.model")
-    text = Continuation(tokenizer, [5], Sampling(), 8, deliver=lambda *_: None)
-    request = SimpleNamespace(receive=receive)
-    answer = asyncio.run(whole(asyncio.Queue(), text, Reply(True, "mine"), request))
-    assert (answer.status_code, text.finish_reason) == (499, "cancelled")

@@ -1,19 +1,18 @@
+"""Ids become whole characters, up to a stop string."""
+
 import random
 
 import pytest
 import sentencepiece
 
 from data.tokenizer import Tokenizer
-from inference.text_stream import TextStream
+from inference.sampling import Sampling
+from inference.text_stream import StreamedText, TextStream
 from tests.conftest import write_corpus
 
-TEXTS = [
-    "sum 3: 1 + 2 = 3;\n",
-    "床前明月光，疑是地上霜。\n",
-    "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces ",
-    "\u2581 literal, \x00 control, \r\n",
-    " leading",
-]
+SUM = "sum 3: 1 + 2 = 3;\n"
+SPACES = "emoji 🤗👩‍👩‍👧 and é, tabs\t\tand  spaces "
+TEXTS = [SUM, SPACES, "\u2581 literal, \x00 control, \r\n", " leading"]
 
 
 @pytest.fixture(scope="module")
@@ -25,101 +24,101 @@ def tokenizer(packed) -> Tokenizer:
 def foreign(tmp_path_factory) -> Tokenizer:
     """One that writes a space before every text and drops it when decoding, as Llama's does."""
     folder = tmp_path_factory.mktemp("foreign")
-    corpus = write_corpus(folder / "sums.jsonl")
+    settings = {"model_type": "bpe", "vocab_size": 400, "byte_fallback": True, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus),
-        model_prefix=str(folder / "t"),
-        model_type="bpe",
-        vocab_size=400,
-        byte_fallback=True,
-        minloglevel=2,
+        input=str(write_corpus(folder / "sums.jsonl")), model_prefix=str(folder / "t"), **settings
     )
     return Tokenizer(folder / "t.model")
 
 
-def streamed(tokenizer: Tokenizer, ids: list[int], stop=()) -> list[str]:
-    stream = TextStream(tokenizer, stop)
-    parts = []
-    for id in ids:
-        parts.append(stream.add(id))
-        if stream.stopped:
-            break
-    return [*parts, stream.end()]
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = TextStream(tokenizer)
+    return [*map(stream.add, ids), stream.end()]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_together_are_the_text(tokenizer, text):
-    parts = streamed(tokenizer, tokenizer.encode(text))
-    assert "".join(parts) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_an_id_that_only_the_model_has_room_for_is_nothing(tokenizer, text):
-    """As where a vocabulary was rounded up."""
+def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
     first, *ids = tokenizer.encode(text)
-    beyond = [first, tokenizer.vocab_size, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]
-    assert tokenizer.decode(beyond) == text
-    assert "".join(streamed(tokenizer, beyond)) == text
+    beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # a rounded vocabulary
+    for parts in (streamed(tokenizer, [first, *ids]), streamed(tokenizer, beyond)):
+        assert "".join(parts) == text
+        assert not any("\ufffd" in part for part in parts)
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_no_part_holds_a_broken_character(tokenizer, text):
-    ids = tokenizer.encode(text)
-    assert len(ids) > len(text) or text.isascii()  # characters are split into bytes
-    assert not any("\ufffd" in part for part in streamed(tokenizer, ids))
-
-
-def test_a_character_comes_with_its_last_byte(tokenizer):
+def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokenizer):
     ids = tokenizer.encode("🤗!")
-    assert len(ids) == 5
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!", ""]
+    broken = tokenizer.decode(ids[:2])
+    assert streamed(tokenizer, ids[:2]) == ["", "", broken]
+    assert streamed(tokenizer, [*ids[:2], *tokenizer.encode("sum")])[2].startswith(broken + "s")
 
 
 @pytest.mark.parametrize("which", ["tokenizer", "foreign"])
 def test_random_ids_give_what_decoding_all_of_them_gives(which, request):
-    tokenizer = request.getfixturevalue(which)
-    draw = random.Random(0)
+    tokenizer, draw = request.getfixturevalue(which), random.Random(0)
+    prompt = [1, *tokenizer.encode("sum x")]
     for _ in range(300):
-        prompt = [1, *(draw.randrange(tokenizer.vocab_size) for _ in range(draw.randrange(4)))]
-        prompt += tokenizer.encode("x")  # whole characters, as in a text that was encoded
         ids = [draw.randrange(3, tokenizer.vocab_size) for _ in range(30)]
         ids += [draw.randrange(3, 259) for _ in range(20)]  # bytes, mostly no valid characters
         whole = tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :]
         assert "".join(streamed(tokenizer, ids)) == whole
 
 
-def test_bytes_that_never_become_a_character_are_given_at_the_end(tokenizer):
-    ids = tokenizer.encode("🤗")[:2]
-    assert streamed(tokenizer, ids) == ["", "", tokenizer.decode(ids)]
+@pytest.fixture
+def written(tokenizer):
+    """Gives these tokens to a text; returns the text and why it ended."""
+
+    def write(tokens: list[int], most: int = 99, **options) -> tuple[str, str | None]:
+        delivered = []
+        text = StreamedText(
+            prompt=[5],
+            max_new_tokens=most,
+            sampling=Sampling(),
+            tokenizer=tokenizer,
+            deliver=lambda *piece: delivered.append(piece),
+            **options,
+        )
+        for token in tokens:
+            text.take(token)
+        pieces, reasons = zip(*delivered, strict=True)
+        assert "".join(pieces) == text.text
+        assert reasons == (None,) * (len(reasons) - 1) + (text.finish_reason,)
+        return text.text, text.finish_reason
+
+    return write
 
 
 @pytest.mark.parametrize(
     ("stop", "expected"),
     [
         ((";",), "sum 3: 1 + 2 = 3"),
-        (("= 3;",), "sum 3: 1 + 2 "),
         (("2 = 4", "3;"), "sum 3: 1 + 2 = "),
-        (("nothing of it",), "sum 3: 1 + 2 = 3;\n"),
         (("sum",), ""),
-        (("",), "sum 3: 1 + 2 = 3;\n"),
         ((" = 3", " + "), "sum 3: 1"),
+        (("m", "u"), "s"),  # one piece holds both
     ],
 )
-def test_a_stop_string_ends_the_text_and_is_not_given(tokenizer, stop, expected):
-    ids = tokenizer.encode(TEXTS[0])
-    parts = streamed(tokenizer, ids, stop)
-    assert "".join(parts) == expected
+def test_a_stop_string_ends_the_text_and_is_not_given(written, tokenizer, stop, expected):
+    assert written(tokenizer.encode(SUM), stop=stop) == (expected, "stop")
 
 
-def test_what_may_become_a_stop_string_is_held_back_and_given_when_it_does_not(tokenizer):
-    stream = TextStream(tokenizer, ("ab!",))
-    parts = [stream.add(id) for text in ("a", "b", "c") for id in tokenizer.encode(text)]
-    assert parts == ["", "", "abc"]
-    assert stream.end() == ""
+def test_a_text_ends_with_its_length_or_the_end_piece(written, tokenizer):
+    ids, eos = tokenizer.encode(SUM), tokenizer.eos_id
+    assert written(ids, stop=("nothing of it", "")) == (SUM, None)
+    assert written([*ids, 5, 5], len(ids)) == (SUM, "length")
+    assert written([*ids, eos, 5], len(ids) + 1) == (SUM, "stop")
 
 
-def test_what_the_prompt_has_shown_already_is_not_given_again_and_is_no_stop_string(tokenizer):
-    stream = TextStream(tokenizer, (" 3",), shown=" ")
-    parts = [stream.add(id) for text in (" 3", ": 1", " 3") for id in tokenizer.encode(text)]
-    assert "".join(parts) == "3: 1"
-    assert stream.stopped
+def test_the_beginning_of_a_stop_string_is_held_back_until_the_rest_does_not_come(
+    written, tokenizer
+):
+    ids = tokenizer.encode("2 = 3; ")
+    assert written(ids, stop=("3; x",)) == ("2 = ", None)
+    assert written([*ids, tokenizer.eos_id], stop=("3; x",)) == ("2 = 3; ", "stop")
+    assert written(ids, len(ids), stop=("3; x",)) == ("2 = 3; ", "length")
+
+
+def test_the_space_at_a_prompts_end_is_not_given_again_and_is_in_no_stop_string(written, tokenizer):
+    ids = tokenizer.encode(" 3: 1 3")
+    given = written(ids, stop=(" 3",), next_ids=tokenizer.ids_with_space)
+    assert given == ("3: 1", "stop")

@@ -1,5 +1,5 @@
-import random
 import re
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -59,27 +59,16 @@ def test_decoding_returns_the_text_exactly(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not {0, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
+    assert tokenizer.encode_batch(["x", text]) == [tokenizer.encode("x"), ids]
 
 
-def test_decoding_returns_random_text_exactly(tokenizer):
-    chooser = random.Random(0)
-    ranges = [(0, 0x80), (0, 0x3000), (0x2580, 0x2584), (0x4E00, 0x9FFF), (0xE000, 0x110000)]
-
-    def random_text():
-        low, high = chooser.choice(ranges)
-        characters = [chr(chooser.randrange(low, high)) for _ in range(chooser.randrange(60))]
-        characters += chooser.choices(" \n\t\u2581a1", k=chooser.randrange(10))
-        chooser.shuffle(characters)
-        return "".join(characters)
-
-    strings = [random_text() for _ in range(1000)]
-    assert [tokenizer.decode(ids) for ids in tokenizer.encode_batch(strings)] == strings
-
-
-def test_a_batch_is_encoded_as_its_texts_one_by_one(tokenizer):
-    batch = list(NASTY.values())
-    assert tokenizer.encode_batch(batch) == [tokenizer.encode(text) for text in batch]
-    assert tokenizer.encode_batch([]) == []
+def test_ids_without_a_piece_and_cut_characters_can_be_decoded(tokenizer):
+    ids = tokenizer.encode("龘")
+    assert tokenizer.decode(ids[:-1]).strip("\ufffd") == ""
+    assert tokenizer.decode([400, *ids, 10_000]) == "龘"
+    assert [tokenizer.bytes_of(id) for id in (400, tokenizer.eos_id)] == [b"", None]
+    assert b"".join(filter(None, map(tokenizer.bytes_of, ids))) == "龘".encode()
 
 
 def test_pieces_that_begin_with_a_space_are_those_that_decode_to_one(tokenizer):
@@ -100,51 +89,27 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
         assert tokenizer.encode_prompt(text) == (ids, [])
 
 
-def test_markers_decode_to_nothing(tokenizer):
-    ids = [tokenizer.bos_id, *tokenizer.encode("1 + 1"), tokenizer.eos_id]
-    assert tokenizer.decode(ids) == "1 + 1"
-
-
-def test_bytes_that_form_no_character_decode_to_the_replacement_character(tokenizer):
-    assert tokenizer.decode(tokenizer.encode("龘")[:-1]).strip("\ufffd") == ""
-
-
-def test_the_vocabulary_has_the_size_asked_for_and_distinct_markers(tokenizer):
-    assert tokenizer.vocab_size == 400
-    assert len({0, tokenizer.bos_id, tokenizer.eos_id}) == 3
-
-
-def test_text_like_the_training_text_becomes_few_pieces(tokenizer, texts):
-    text = "".join(texts[:50])
-    assert len(tokenizer.encode(text)) < len(text.encode()) / 2
-
-
 def test_training_on_the_same_text_gives_the_same_file(texts, tokenizer, tmp_path):
     train_tokenizer(iter(texts), 400, tmp_path / "again.model")
     with open(tokenizer.path, "rb") as first:
         assert (tmp_path / "again.model").read_bytes() == first.read()
 
 
-def test_more_characters_than_pieces_are_spelled_in_bytes(tmp_path):
-    text = "".join(MANY_CHINESE)
-    assert len(set(text)) > 3000
-    train_tokenizer([t + " the cat sat on the mat\n" for t in MANY_CHINESE], 300, tmp_path / "t")
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [text + " the cat sat on the mat\n" for text in MANY_CHINESE],
+        MANY_CHINESE,  # without a single space
+        [f"\0{text}\u2581" for text in MANY_CHINESE],
+    ],
+)
+def test_characters_without_a_piece_are_spelled_in_bytes(tmp_path, texts):
+    train_tokenizer(texts, 300, tmp_path / "t")
     tokenizer = Tokenizer(tmp_path / "t")
     assert tokenizer.vocab_size == 300
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert 0 not in tokenizer.encode(text)
-
-
-def test_text_with_nul_and_space_symbols_can_be_trained_on(tmp_path, texts):
-    train_tokenizer([f"\0{text}\u2581" for text in texts], 300, tmp_path / "t")
-    tokenizer = Tokenizer(tmp_path / "t")
-    assert tokenizer.decode(tokenizer.encode("\0 \u2581 1 + 1")) == "\0 \u2581 1 + 1"
-
-
-def test_spaces_come_back_though_the_training_text_has_none(tmp_path):
-    train_tokenizer(MANY_CHINESE, 300, tmp_path / "t")
-    tokenizer = Tokenizer(tmp_path / "t")
-    assert tokenizer.decode(tokenizer.encode("a b \u2581 c ")) == "a b \u2581 c "
+    for text in ("".join(MANY_CHINESE), "a b \u2581 c ", "\0 \u2581 1 + 1"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert 0 not in tokenizer.encode(text)
 
 
 def number_to_pass(error: DataError) -> int:
@@ -153,7 +118,7 @@ def number_to_pass(error: DataError) -> int:
     return int(advice[1])
 
 
-@pytest.mark.parametrize("vocab_size", [-5, 0, 1, 100, 259, 261])
+@pytest.mark.parametrize("vocab_size", [-5, 0, 261])
 def test_too_small_a_vocabulary_is_refused_with_a_number_that_works(texts, tmp_path, vocab_size):
     with pytest.raises(DataError, match=f"vocab_size {vocab_size} is too small") as error:
         train_tokenizer(texts, vocab_size, tmp_path / "t")
@@ -162,9 +127,7 @@ def test_too_small_a_vocabulary_is_refused_with_a_number_that_works(texts, tmp_p
 
 LITTLE_TEXT = {
     "three letters": ["abc"],
-    "one sentence": ["the cat sat on the mat\n"],
     "one sentence often": ["hello world, this is a small text\n"] * 20,
-    "Chinese": ["中文句子。你好世界\n"] * 5,
     "many characters": MANY_CHINESE[:20],
 }
 
@@ -174,51 +137,29 @@ def test_too_little_text_is_refused_with_a_number_that_works(tmp_path, little):
     with pytest.raises(DataError, match="too little text for 6400 pieces") as error:
         train_tokenizer(little, 6400, tmp_path / "t")
     assert not (tmp_path / "t").exists()
-    train_tokenizer(little, number_to_pass(error.value), tmp_path / "t")
+    size = number_to_pass(error.value)
+    train_tokenizer(little, size, tmp_path / "t")
     assert Tokenizer(tmp_path / "t").decode(Tokenizer(tmp_path / "t").encode("ok")) == "ok"
+    train_tokenizer(little, 6400, tmp_path / "shrunk", may_shrink=True)
+    assert Tokenizer(tmp_path / "shrunk").vocab_size == size
 
 
-def test_text_too_little_for_any_vocabulary_is_refused_without_a_number_that_fails(tmp_path):
-    for vocab_size in (6400, 300, 270, 265, 263, 262):
-        with pytest.raises(DataError, match="too little text") as error:
-            train_tokenizer(["a b c\n" * 200], vocab_size, tmp_path / "t")
+@pytest.mark.parametrize("texts", [[], [""], ["\0"], ["a b c\n" * 200]])
+def test_text_for_no_vocabulary_at_all_is_refused_without_a_number(tmp_path, texts):
+    for vocab_size in (6400, 262):
+        with pytest.raises(DataError) as error:
+            train_tokenizer(texts, vocab_size, tmp_path / "t")
         assert not re.search(r"--vocab_size \d+ or less", str(error.value))
 
 
-@pytest.mark.parametrize("vocab_size", [10**6, 2**31, 10**12])
-def test_an_enormous_vocabulary_is_refused(texts, tmp_path, vocab_size):
-    with pytest.raises(DataError, match=str(vocab_size)):
-        train_tokenizer(texts, vocab_size, tmp_path / "t")
-
-
-@pytest.mark.parametrize("texts", [[], [""], ["\0"], ["\u2581\u2581"]])
-def test_no_text_at_all_is_refused(tmp_path, texts):
-    with pytest.raises(DataError):
-        train_tokenizer(texts, 300, tmp_path / "t")
-
-
-def damaged(data: bytes, kind: str) -> bytes:
-    return {
-        "empty": b"",
-        "text": b"this is no model\n" * 20,
-        "zeros": bytes(1000),
-        "noise": random.Random(0).randbytes(1000),
-        "cut": data[: len(data) // 2],
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["empty", "text", "zeros", "noise", "cut"])
-def test_a_file_that_is_no_model_is_refused_by_name(tokenizer, tmp_path, kind):
-    with open(tokenizer.path, "rb") as file:
-        (tmp_path / "t.model").write_bytes(damaged(file.read(), kind))
+@pytest.mark.parametrize("content", [None, b"", b"no model\n" * 20, bytes(1000), "cut"])
+def test_a_file_that_is_no_model_is_refused_by_name(tokenizer, tmp_path, content):
+    if content == "cut":
+        content = Path(tokenizer.path).read_bytes()[:5000]
+    if content is not None:
+        (tmp_path / "t.model").write_bytes(content)
     with pytest.raises(DataError, match=str(tmp_path / "t.model")):
         Tokenizer(tmp_path / "t.model")
-
-
-def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
-    for path in (tmp_path / "nowhere.model", tmp_path):
-        with pytest.raises(DataError, match=f"{path}: no such tokenizer file"):
-            Tokenizer(path)
 
 
 @pytest.mark.parametrize("missing", ["bos_id", "eos_id"])

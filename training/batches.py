@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from data.dataset import TokenStream
-from data.loader import micro_batches
+from data.dataset import TokenStream, micro_batches
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
 from training.arguments import TrainingArguments

@@ -198,7 +198,7 @@ def _restore_random(
     """Restore this rank's random state from a checkpoint that `saved` ranks wrote."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
     states = [_meter_state(random, f"{other}.", meter) for other in range(saved)]
-    meter.load_state(states, engine.processes, rank)
+    meter.load_state(states, rank)
     if saved == engine.processes:
         torch.set_rng_state(random[f"{rank}.cpu"])
         if device.type == "cuda" and f"{rank}.cuda" in random:

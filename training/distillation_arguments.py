@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from data.conversation_set import ConversationSet
 from data.dataset import PackedDataset, TokenStream
-from data.shards import kind_of, read_description
+from data.shards import read_description
 from model.config import setting
 from runs.find import DISTILLATION
 from training.arguments import FILE_NAME, POSITIVE, SHARE, TrainingArguments
@@ -54,4 +54,4 @@ class DistillationArguments(TrainingArguments):
     def dataset(self) -> type[TokenStream]:
         """For the kind of data that --data holds. Raises DataError: it holds none."""
         kinds = {each.kind: each for each in (PackedDataset, ConversationSet)}
-        return kinds[kind_of(read_description(self.data))]
+        return kinds[read_description(self.data)["kind"]]

@@ -18,8 +18,7 @@ from model.lora import LoRA, merged_weights
 from report.history import read_rows
 from report.page import leave_report
 from report.picture import draw_losses
-from runs.base import with_base
-from runs.checkpoint import best, val_loss
+from runs.checkpoint import best, val_loss, with_base
 from runs.find import BEST
 from runs.folder import RunFolder, step_of
 from training.arguments import TrainingArguments

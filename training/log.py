@@ -12,9 +12,8 @@ from common.atomic import write_whole
 from common.progress import progress_bar
 from report.history import number, read_rows
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
-from training.engine.usage import peak_memory_bytes
-from training.meter import LossMeter
-from training.speed import StepClock, as_time
+from training.engine.memory import peak_memory_bytes
+from training.meter import LossMeter, StepClock
 
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's that make a warning
 
@@ -56,7 +55,7 @@ class TrainingLog:
         self.total_steps = total_steps
         self.first_step = first_step
         self.prefix = f"{name}  " if name else ""
-        self.meter = LossMeter(accelerator, parts, on_skip=self._say_skipped)
+        self.meter = LossMeter(accelerator, parts)
         self.divergence = DivergenceWatch(path, first_step)
         self.clock = StepClock()
         self.bar = progress_bar(
@@ -68,7 +67,6 @@ class TrainingLog:
         )
         precision = matrix_precision(accelerator.mixed_precision)
         self._peak = peak_flops(device_name(accelerator.device), precision)
-        self._said_crowded = accelerator.device.type != "cpu"  # on a GPU it does not matter
         self._file = None
         self._unwritten = b""
 
@@ -84,17 +82,12 @@ class TrainingLog:
         """Note that an optimizer step has ended; report where it is time."""
         self.clock.steps += 1
         self.bar.update()
-        self.meter.end_step(step, grad_norm)
-        if not self.bar.disable and self.meter.last_loss is not None:
-            speed = self.clock.tokens * self.accelerator.num_processes / self.clock.seconds
-            text = f"loss {self.meter.last_loss:.3f}, {speed:,.0f} tokens/s"
-            self.bar.set_postfix_str(text, refresh=False)
+        self.meter.end_step(grad_norm)
         if step % self.log_interval == 0 or step in (1, self.total_steps):
-            self.meter.judge()
             self._report(step, learning_rate, float(grad_norm), epoch)
             self.clock = StepClock()
         elif step == self.first_step:
-            self.meter.judge()
+            float(grad_norm)  # wait for a GPU
             self.clock = StepClock()
 
     def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
@@ -116,7 +109,7 @@ class TrainingLog:
             **means,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "skipped_steps": self.meter.skipped_steps,
+            "skipped_steps": self.meter.skipped_steps(),
             "tokens_per_second": speed,
             "step_seconds": round(per_step, 4),
             "mfu": utilisation,
@@ -124,22 +117,15 @@ class TrainingLog:
         }
         self._write(values, "train")
         shown = "  ".join(f"{name} {_show(mean)}" for name, mean in means.items())
+        if means["loss"] is not None:
+            self.bar.set_postfix_str(f"loss {means['loss']:.3f}", refresh=False)
         self.say(
             f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}"
+            + (f"  skipped {values['skipped_steps']}" if values["skipped_steps"] else "")
         )
         if warning := self.divergence.check(step, means["loss"], step == self.total_steps):
             self.say(warning)
-        if step != self.first_step and not self._said_crowded and self.clock.is_crowded():
-            self._said_crowded = True
-            self.say(
-                "WARNING: other programs use these cores too, and threads that wait for each other "
-                "lose more by it than their share; end them, or leave them a core: taskset -c 0 in "
-                "front of the command"
-            )
-
-    def _say_skipped(self, step: int, grad_norm: float) -> None:
-        self.say(f"step {step}/{self.total_steps}  SKIPPED: gradient norm {grad_norm}")
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -219,6 +205,13 @@ class DivergenceWatch:
 
 def _show(loss: float | None) -> str:
     return "n/a" if loss is None else f"{loss:.4f}"
+
+
+def as_time(seconds: float) -> str:
+    """Return a duration as h:mm:ss, or m:ss below an hour."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def drop_rows_from(path: Path, step: int) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import ADAM_EPS
-from training.engine.gpu import has_bf16
+from training.engine.device import has_bf16
 from training.engine.launch import Engine
 from training.engine.partition import partitions, shape_of
 from training.muon import Muon

@@ -21,11 +21,12 @@ from model import ConfigError
 from training.arguments import TrainingArguments, parse_arguments
 from training.checkpointing import require_same_adapters
 from training.distillation_arguments import DistillationArguments
+from training.engine.device import require_usable_gpu
 from training.engine.environment import name_configuration
-from training.engine.estimate import GIB, available_memory, estimate, largest_batch
-from training.engine.gpu import require_usable_gpus
+from training.engine.estimate import estimate, largest_batch
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin
+from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
 from training.sft_arguments import SFTArguments
@@ -50,7 +51,7 @@ def check_launch(
         raise UsageError(f"the number of processes must be at least 1, not {processes}")
     args, model_settings = parse_arguments(flags, kind)
     require_trackers(args.trackers)
-    require_usable_gpus()
+    require_usable_gpu()
     check_precision(args, torch.cuda.is_available())
     if sequences:  # of all of them the global batch is made, however they are divided
         args = replace(args, batch_size=sequences, accumulation_steps=1)
@@ -127,7 +128,7 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     work = prepared.workload(processes, gpus[0], compiled)
     most = max(1, largest_batch(kind, work, room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
-    needed = estimate(kind, replace(work, batch_size=size)).peak
+    needed = estimate(kind, replace(work, args=replace(work.args, batch_size=size))).peak
     print(
         f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
         f"(up to {needed / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; --batch_size and "

@@ -67,13 +67,12 @@ class Prepared:
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return what a process does in a step, for the estimate of its memory."""
-        return Workload.of(
-            self.args,
-            self.config,
+        return Workload(
+            args=self.args,
+            shapes=self.shapes,
             processes=processes,
             device=device,
             compiled=compiled,
-            lora=self.shapes.lora,
             teacher=self.teacher and self.teacher.beside,
         )
 

@@ -150,8 +150,8 @@ class Run:
         steps in a row had a gradient that is not finite.
         """
         val_loss = self.report(step, grad_norm)
-        if self.gives_up:
-            raise UsageError(self.give_up())
+        if self.gives_up(step):
+            raise UsageError(self.give_up(step))
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
             self.save(step, val_loss)
@@ -174,8 +174,6 @@ class Run:
         self.log.step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
-        if self.gives_up:
-            return None
         is_due = self._is_time(step, self.args.eval_interval)
         val_loss = self.validate(step) if is_due else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
@@ -218,22 +216,25 @@ class Run:
         """Return True every `interval` steps (0: never) and at the last step."""
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
-    @property
-    def gives_up(self) -> bool:
-        """True after max_bad_steps steps in a row with a non-finite gradient."""
-        return self.log.meter.bad_in_row >= self.args.max_bad_steps
+    def gives_up(self, step: int) -> bool:
+        """Return True after max_bad_steps steps in a row with a non-finite gradient.
 
-    def give_up(self) -> str:
+        It looks only every max_bad_steps steps, because looking waits for a GPU.
+        """
+        most = self.args.max_bad_steps
+        return step % most == 0 and self.log.meter.bad_in_row() >= most
+
+    def give_up(self, step: int) -> str:
         """Write down the samples of the last bad step; return why the run ends."""
         self.checkpointer.wait()
-        step, size = self.log.meter.last_bad, self.batches.samples_per_step
+        size = self.batches.samples_per_step
         samples = self.batches.sampler.indices(np.arange((step - 1) * size, step * size)).tolist()
         if self.engine.is_main:
             row = json.dumps({"step": step, "samples": samples})
             self.folder.bad_samples.write_text(row + "\n", encoding="utf-8")
         shown = ", ".join(map(str, samples[:16])) + (", ..." if len(samples) > 16 else "")
         return (
-            f"{self.log.meter.bad_in_row} steps in a row had a non-finite gradient and changed "
+            f"{self.log.meter.bad_in_row()} steps in a row had a non-finite gradient and changed "
             f"nothing; the batch of step {step} was samples {shown} (all in the run's "
             "bad_samples.json); the last checkpoint is as it was: try a lower --learning_rate"
         )

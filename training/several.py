@@ -17,12 +17,12 @@ from torch import Tensor
 
 from common.columns import columns
 from common.errors import UsageError
-from model import ConfigError, LMConfig
+from model import ConfigError
 from report.history import read_history
 from report.page import UNKNOWN, final_numbers, leave_report, write_report
 from runs.checkpoint import damage
 from runs.folder import RunFolder, step_of
-from training.arguments import TrainingArguments, as_arguments, build_parser, flags_of
+from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_main_process
 from training.interruption import StopRequest, end_stopped, how_to_resume
@@ -42,12 +42,6 @@ OWN = {
     *("min_lr_ratio", "decay_fraction", "weight_decay", "beta1", "beta2", "muon_momentum"),
     *("grad_clip", "max_bad_steps", "sample_prompt", "sample_tokens"),
 }
-SWITCHES = {
-    item.name
-    for kind in (TrainingArguments, LMConfig)
-    for item, _ in flags_of(kind)
-    if item.type is bool
-}
 SUMMARY = (
     *("training loss", "validation loss", "best validation loss", "bits per byte"),
     *("tokens per second", "training time"),
@@ -60,7 +54,8 @@ class Model(NamedTuple):
 
 
 def parse_models(argv: list[str] | None = None) -> list[Model]:
-    """Return what each --model is to be trained with.
+    """Return what each --model is to be trained with: the flags of the command line, then those of
+    its file.
 
     Raises UsageError, ConfigError: unknown flags, values that cannot work, or models that cannot be
     trained together; names the file.
@@ -80,41 +75,33 @@ def parse_models(argv: list[str] | None = None) -> list[Model]:
     files = given.pop("model")
     if "run_name" in given:
         raise UsageError('--run_name: each model has one of its own, "run_name" in its file')
-    models = [_read(file, given) for file in files]
+    models = [Model(*_read(file, given)) for file in files]
     _require_shared(files, models)
     return models
 
 
-def _read(file: str, given: dict) -> Model:
-    """Read a model's flags; `given` are those that hold for all models."""
+def _read(file: str, given: dict) -> tuple[TrainingArguments, dict]:
+    """Read a model's flags; `given` are those of the command line, for all models."""
     try:
         flags = json.loads(Path(file).read_text(encoding="utf-8"))
-        words = [_word(name, value) for name, value in flags.items()]
+        own = build_parser().parse_args([_word(name, value) for name, value in flags.items()])
+        return as_arguments(given | {"run_name": Path(file).stem} | vars(own))
     except OSError as error:
         raise UsageError(f"--model {file}: {error.strerror}") from error
+    except (UsageError, ConfigError) as error:
+        raise type(error)(f"{file}: {error}") from error
     except (ValueError, RecursionError, AttributeError) as error:
         raise UsageError(
             f'--model {file}: needs flags and their values in braces, such as {{"dim": 128}} '
             f"({error})"
         ) from error
-    try:
-        own = {"run_name": Path(file).stem} | vars(build_parser().parse_args(words))
-        for name in own.keys() & given.keys() - {"local_rank"}:
-            if own[name] != given[name]:
-                raise UsageError(
-                    f'"{name}" is {own[name]!r} there, and --{name} {given[name]} holds for all: '
-                    "leave one of them out"
-                )
-        return Model(*as_arguments(own | given))
-    except (UsageError, ConfigError) as error:
-        raise type(error)(f"{file}: {error}") from error
 
 
 def _word(name: str, value) -> str:
-    """Return a flag and its value as they are typed."""
+    """Return a flag and its value as one word of a command line."""
     if isinstance(value, list | dict | None):
         raise ValueError(f'"{name}" must be one value, not {json.dumps(value)}')
-    if name in SWITCHES and isinstance(value, bool):
+    if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     return f"--{name}={value}"
 
@@ -186,8 +173,8 @@ class Runs:
         Raises UsageError: every run has given up.
         """
         for run in self.trained:
-            if run.gives_up:
-                run.log.say(f"GAVE UP: {run.give_up()}")
+            if run.gives_up(step):
+                run.log.say(f"GAVE UP: {run.give_up(step)}")
                 run.close()
                 self.gave_up.append(run)
         if not self.trained:
@@ -241,12 +228,11 @@ class Runs:
         return str(out)
 
     def _summary(self) -> str:
-        """Return a table with a row per run, a column for each number that one of them has."""
+        """Return a table of the final numbers, a row per run."""
         ends = {path.name: final_numbers(read_history(path)) for path in self.folders}
-        known = [name for name in SUMMARY if any(name in numbers for numbers in ends.values())]
         return columns(
             [
-                {"run": run} | {name: numbers.get(name, UNKNOWN) for name in known}
+                {"run": run} | {name: numbers.get(name, UNKNOWN) for name in SUMMARY}
                 for run, numbers in ends.items()
             ]
         )
@@ -342,11 +328,7 @@ def resumed_together(models: list[TrainingArguments]) -> list[str | None]:
             print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the step before", flush=True)
         if not problems:
             return [str(path) for path in paths]
-    known = (
-        f"{run.path} {', '.join(map(str, sorted(own))) or 'none'}"
-        for run, own in zip(runs, steps, strict=True)
-    )
     raise UsageError(
-        f"--resume auto: there is no step of which all have a sound checkpoint ({'; '.join(known)})"
-        ": leave out the --model that is behind, or give it another run_name and start it apart"
+        "--resume auto: there is no step of which all have a sound checkpoint: leave out the "
+        "--model that is behind, or give it another run_name and start it apart"
     )

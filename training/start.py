@@ -6,7 +6,7 @@ from functools import partial
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
-from runs.base import write_base
+from runs.checkpoint import write_base
 from training.arguments import Arguments, TrainingArguments, parse_arguments
 from training.build import BuiltModel, build_model
 from training.engine.failures import one_line_failures

@@ -11,9 +11,10 @@ from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
-from training.engine.estimate import GIB, advice, available_memory, estimate, fits
+from training.engine.estimate import Estimate, Workload, advice, estimate, fits
 from training.engine.failures import less_memory
 from training.engine.kinds import GPU
+from training.engine.memory import GIB, available_memory
 from training.optimizer import muon_matrices
 from training.run import Run
 from training.teacher import Teacher
@@ -31,10 +32,14 @@ def start_block(run: Run) -> str:
     validation = "NO VALIDATION"
     if run.val_loader:
         validation = f"validation on {len(run.val_loader.dataset):,}"
+    origin = prepared.initial.describe()
+    if checkpoint := prepared.start.checkpoint:
+        origin = checkpoint.name + (", not again --init_from" if args.init_from else "")
     parameters = prepared.shapes.num_parameters()
+    work, room = _needs(run)
     fields = {
         "run folder": str(run.folder.path),
-        "starts from": _origin(run),
+        "starts from": origin,
         "engine": engine.name + _hint(run),
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
@@ -51,7 +56,7 @@ def start_block(run: Run) -> str:
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{rate.schedule}",
         "checkpoints": _checkpoints(run),
-        "memory": _memory(run),
+        "memory": _memory(estimate(engine.kind, work)),
     }
     if run.teacher:
         fields["teacher"] = _teacher(run.teacher, args.dtype)
@@ -60,21 +65,18 @@ def start_block(run: Run) -> str:
         fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
     if prepared.schedule_note:
         fields["schedule"] = prepared.schedule_note
-    if better := advice(engine.kind, _workload(run), _room(run)):
+    if better := advice(engine.kind, work, room):
         fields["advice"] = better
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
 
-def _workload(run: Run):
-    compiled = run.built.compilation.on
-    return run.prepared.workload(run.engine.processes, run.accelerator.device, compiled)
-
-
-def _room(run: Run) -> int | None:
-    """Return the bytes that the process with the least memory can have, None if unknown. Every
-    process must call it."""
-    room = available_memory(run.accelerator.device, run.engine.processes)
-    return None if room is None else -run.engine.largest(-room)
+def _needs(run: Run) -> tuple[Workload, int | None]:
+    """Return what a process does in a step, and the bytes that the process with the least memory
+    can have, None if unknown. Every process must call it."""
+    device, processes = run.accelerator.device, run.engine.processes
+    room = available_memory(device, processes)
+    room = None if room is None else -run.engine.largest(-room)
+    return run.prepared.workload(processes, device, run.built.compilation.on), room
 
 
 def _hint(run: Run) -> str:
@@ -86,13 +88,6 @@ def _hint(run: Run) -> str:
         " (for ZeRO-2: accelerate launch --use_deepspeed --deepspeed_config_file ds_config.json "
         "..., or --deepspeed ds_config.json behind any launcher)"
     )
-
-
-def _origin(run: Run) -> str:
-    start = run.prepared.start
-    if start.checkpoint is None:
-        return run.prepared.initial.describe()
-    return start.checkpoint.name + (", not again --init_from" if run.args.init_from else "")
 
 
 def _precision(run: Run) -> str:
@@ -159,18 +154,20 @@ def _checkpoints(run: Run) -> str:
     return ", ".join([*when, "at the end"])
 
 
-def _memory(run: Run) -> str:
-    """Return what a process is expected to need."""
-    expected = estimate(run.engine.kind, _workload(run))
+def _memory(expected: Estimate) -> str:
+    """Return the memory that a process is expected to need."""
+    transient = expected.peak - expected.held - expected.teacher
+    parts = {
+        "weights and optimizer": expected.held,
+        "the teacher": expected.teacher,
+        "activations and buffers": transient,
+    }
+    said = ", ".join(f"{size / GIB:.2f} {name}" for name, size in parts.items() if size)
     elsewhere = {"in RAM": expected.ram, "on NVMe": expected.nvme}
+    beside = "".join(f"{size / GIB:.2f} {where}, " for where, size in elsewhere.items() if size)
     return (
-        f"about {expected.peak / GIB:.2f} GiB per process expected ({expected.held / GIB:.2f} "
-        "weights and optimizer, "
-        + (f"{expected.teacher / GIB:.2f} the teacher, " if expected.teacher else "")
-        + f"{(expected.peak - expected.held - expected.teacher) / GIB:.2f} activations and "
-        "buffers), "
-        + "".join(f"{size / GIB:.2f} {where}, " for where, size in elsewhere.items() if size)
-        + "besides about 1 GiB for Python and PyTorch"
+        f"about {expected.peak / GIB:.2f} GiB per process expected ({said}), {beside}besides about "
+        "1 GiB for Python and PyTorch"
     )
 
 
@@ -204,16 +201,11 @@ def warnings(run: Run) -> list[str]:
                 "optimizer steps, of --accumulation_steps micro-batches each"
             )
     if total_steps < FEW_STEPS:
-        more = "a smaller global batch (--batch_size, --accumulation_steps), more --epochs or text"
-        more = "a higher --max_steps gives more" if args.max_steps else f"{more} give more"
-        found.append(f"WARNING: {total_steps} steps are hardly training; {more}")
-    teacher = run.prepared.teacher
-    if teacher and teacher.shapes.num_parameters() < run.prepared.shapes.num_parameters():
         found.append(
-            f"WARNING: the teacher, {teacher.source.path}, is smaller than its student; --teacher "
-            "names another"
+            f"WARNING: {total_steps} steps are hardly training; a higher --max_steps, more "
+            "--epochs or text, or a smaller global batch give more"
         )
-    kind, work, room = run.engine.kind, _workload(run), _room(run)
+    kind, (work, room) = run.engine.kind, _needs(run)
     if room is not None and not fits(kind, work, room):
         found.append(
             f"WARNING: a process may need {estimate(kind, work).peak / GIB:.1f} GiB of memory and "

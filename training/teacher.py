@@ -60,7 +60,7 @@ class TeacherWeights:
     @property
     def beside(self) -> Beside:
         """The teacher as the memory estimate of its student counts it."""
-        return Beside(self.config, kind_of(self.zero.config) if self.zero else DDP)
+        return Beside(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
 
     @cached_property
     def shapes(self) -> Transformer:

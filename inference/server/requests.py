@@ -1,21 +1,42 @@
-"""What may be asked for: the bodies of requests, in OpenAI's form.
+"""Bodies of requests, in OpenAI's form: https://platform.openai.com/docs/api-reference.
 
-https://platform.openai.com/docs/api-reference; top_k, min_p and repetition_penalty as vLLM adds
-them. A name that is not known and a value that would be passed over are errors.
+top_k, min_p and repetition_penalty are as in vLLM; their limits are in inference/sampling.py. A
+field that is not known is refused, and so is a value that this server could only ignore.
 """
 
 import random
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from data.conversations import Turn
+from data.chat_template import encode_chat_prompt
+from data.conversations import USER, Turn, check_turns
+from data.tokenizer import Tokenizer
+from inference.prompts import require_text
 from inference.sampling import Sampling
+
+ONLY = {  # field: the only value that this server can give it
+    "best_of": 1,
+    "echo": False,
+    "frequency_penalty": 0,
+    "functions": [],
+    "logit_bias": {},
+    "logprobs": False,
+    "n": 1,
+    "presence_penalty": 0,
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "tools": [],
+}
+WITHOUT_EFFECT = (  # on the answer of any server, or where there are no tools
+    *("metadata", "name", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    *("include_obfuscation", "service_tier", "store", "tool_choice", "user"),
+)
 
 
 def text_of_parts(content: Any) -> Any:
-    """The text of [{"type": "text", "text": "…"}, …]; what is no list as it is."""
+    """Return the text of [{"type": "text", "text": "…"}, …], or what is no list as it is."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
@@ -24,8 +45,8 @@ def text_of_parts(content: Any) -> Any:
     return "".join(texts)
 
 
-def only_one(prompt: Any) -> Any:
-    """The prompt of a list with one."""
+def one_of_list(prompt: Any) -> Any:
+    """Return the prompt of a list with one."""
     return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
@@ -33,83 +54,83 @@ def as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-NoDict = Annotated[dict, Field(max_length=0)]
-NoList = Annotated[list, Field(max_length=0)]
-Texts = Annotated[list[str], Field(max_length=4), BeforeValidator(as_list)]
+def is_idle(name: str, value: Any) -> bool:
+    """Return whether a field asks for no more than what is done anyway."""
+    only = ONLY.get(name)
+    same = value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 is not False
+    return value is None or same or name in WITHOUT_EFFECT
 
 
 class Form(BaseModel):
+    """A JSON object. Null says the same as a field that is left out."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_idle_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if not is_idle(name, value)}
 
 
 class StreamOptions(Form):
     include_usage: bool = False
-    include_obfuscation: Any = None  # padding against eavesdroppers, of which there is none
-
-
-class TextOnly(Form):
-    type: Literal["text"] = "text"
 
 
 class Message(Form):
     role: str
     content: Annotated[str, BeforeValidator(text_of_parts)]
-    name: Any = None
-    refusal: None = None
 
 
 class Asked(Form):
-    """What both kinds of request have in common; None is what the server does anyway."""
+    """The fields of both kinds of request."""
+
+    prompt_field: ClassVar[str]  # the field that holds the prompt
 
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Texts | None = None
-    # What this server does in one way only.
-    n: Literal[1] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    logit_bias: NoDict | None = None
-    # What changes nothing about the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    stop: Annotated[list[str], Field(max_length=4), BeforeValidator(as_list)] = []
 
     def sampling(self, default: Sampling) -> Sampling:
-        """With a random seed unless one is given. Raises ValueError: see `Sampling`."""
-        names = [field.name for field in fields(Sampling)]
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        """Return the settings, with a random seed unless one is given. Raises ValueError: see
+        `Sampling`."""
+        names = {field.name for field in fields(Sampling)}
+        given = self.model_dump(include=names, exclude_none=True)
         return replace(default, **{"seed": random.getrandbits(62)} | given)
 
 
 class ChatAsked(Asked):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
-    tools: NoList | None = None
-    functions: NoList | None = None
-    response_format: TextOnly | None = None
-    tool_choice: Any = None  # of no tools
-    parallel_tool_calls: Any = None
+    prompt_field = "messages"
 
-    @property
-    def turns(self) -> list[Turn]:
-        return [Turn(message.role, message.content) for message in self.messages]
+    messages: list[Message] = Field(min_length=1)
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """Return the prompt's ids, and the ids that may come next, [] for all.
+
+        Raises ValueError: messages that are no conversation with a question at its end.
+        """
+        turns = [Turn(message.role, message.content) for message in self.messages]
+        check_turns(turns, "messages")
+        if turns[-1].role != USER:
+            raise ValueError("messages: the last has to be the user's")
+        return encode_chat_prompt(tokenizer, turns), []
 
 
 class CompletionAsked(Asked):
-    prompt: Annotated[str, BeforeValidator(only_one)]
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
-    logprobs: None = None
-    suffix: Literal[""] | None = None
+    prompt_field = "prompt"
+
+    prompt: Annotated[str, BeforeValidator(one_of_list)]
+
+    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+        """Return the same of a text. Raises ValueError: it is empty, or no text."""
+        return tokenizer.encode_prompt(require_text(self.prompt))

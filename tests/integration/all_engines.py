@@ -16,6 +16,8 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, distributed
+from training.engine.workload import Workload
+from training.setup import build_model
 
 from formats.portable import TensorFile, save_tensors
 from model import LMConfig, Transformer
@@ -27,10 +29,8 @@ from training.engine.deepspeed_config import read_config
 from training.engine.kinds import kind_of
 from training.engine.launch import build_engine, plain_module
 from training.engine.memory import live_parameters
-from training.engine.workload import Workload
 from training.interruption import leave
 from training.optimizer import set_learning_rate
-from training.setup import build_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 # Of three processes none has as much of a matrix as another one.

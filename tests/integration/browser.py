@@ -1,6 +1,5 @@
 """A headless Chromium, driven through the DevTools protocol over a pipe, without a package."""
 
-import base64
 import json
 import os
 import select
@@ -87,14 +86,6 @@ class Browser:
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
-
-    def point_at(self, x: float, y: float) -> None:
-        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, not only what fits the window."""
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _read(self) -> dict:
         while b"\0" not in self._received:

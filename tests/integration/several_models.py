@@ -34,12 +34,12 @@ def main(folder: Path, engines: list[str]) -> None:
     # Programs follow each other in the group of the first one.
     torch.distributed.destroy_process_group = lambda group=None: None
     shared = json.loads((folder / "flags.json").read_text())
+    several, alone = train_several_accelerate.main, train_pretrain_accelerate.main
     result = {}
     for engine in engines:
         files = sorted((folder / engine).glob("*.json"))
         words = [word for file in files for word in ("--model", str(file))]
-        words += [*shared[engine], "--out_dir", str(folder / engine / "together")]
-        several = train_several_accelerate.main
+        words += [*shared, "--out_dir", str(folder / engine / "together")]
         result[engine] = {
             "stopped": said_by(several, *words, "--time_limit", AT_ONCE),
             "resumed": said_by(several, *words, "--resume", "auto"),
@@ -47,7 +47,7 @@ def main(folder: Path, engines: list[str]) -> None:
         for file in files:
             own = [f"--{name}={value}" for name, value in json.loads(file.read_text()).items()]
             where = ["--out_dir", str(folder / engine / "alone"), "--run_name", file.stem]
-            said_by(train_pretrain_accelerate.main, *own, *shared[engine], *where)
+            said_by(alone, *own, *shared, *where)
     if os.environ["RANK"] == "0":
         (folder / "result.json").write_text(json.dumps(result))
 

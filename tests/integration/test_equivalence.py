@@ -2,9 +2,8 @@
 
 import math
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,7 +19,8 @@ from model import IGNORE_INDEX, LMConfig, Transformer
 pytestmark = pytest.mark.slow
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED = 6, 8, 32, 7
-PEAK, WARMUP = 1e-3, 2
+PEAK, MUON_PEAK, WARMUP = 1e-3, 0.02, 2
+CLIPPED = 0.1
 TOLERANCE = 1e-4
 # engine, processes, batch_size, accumulation_steps: a global batch of 8 each
 SHARED_OUT = {
@@ -28,24 +28,34 @@ SHARED_OUT = {
     "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
     "DDP 2 x 4": ("ddp", 2, 4, 1),
     "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
-    "ZeRO-2 1 x 8": ("zero2", 1, 8, 1),
-    "ZeRO-2 2 x 4": ("zero2", 2, 4, 1),
-    "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
-}
-DDP, ZERO_2 = "DDP 2 x 2 x 2 accumulation", "ZeRO-2 2 x 2 x 2 accumulation"
-CLIPPED, UNCLIPPED = 0.1, 0.0
-MUON_PEAK, MUON = 0.02, " --optimizer muon"
-SHARED_OUT_BY_MUON = {
-    "plain 8": ("plain", 1, 8, 1),
-    "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
     "ZeRO-1 2 x 4": ("zero1", 2, 4, 1),
     "ZeRO-2 1 x 8": ("zero2", 1, 8, 1),
     "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
+    "ZeRO-3 2 x 4": ("configs/zero3.yaml", 2, 4, 1),
+}
+PLAIN, ACCUMULATED, DDP, ZERO_1, ZERO_2 = (
+    *("plain 8", "plain 2 x 4 accumulation", "DDP 2 x 2 x 2 accumulation", "ZeRO-1 2 x 4"),
+    "ZeRO-2 2 x 2 x 2 accumulation",
+)
+
+
+class How(NamedTuple):
+    """A way to train that is tested."""
+
+    grad_clip: float = CLIPPED
+    muon: bool = False
+    dataset: type = PackedDataset
+
+
+HOW = {
+    "clipped": How(),
+    "unclipped": How(grad_clip=0.0),
+    "muon": How(muon=True),
+    "masked": How(dataset=MaskedDataset),
 }
 
 
-@dataclass
-class Reference:
+class Reference(NamedTuple):
     losses: list[float]
     grad_norms: list[float]
     weights: dict[str, torch.Tensor]
@@ -67,18 +77,16 @@ def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float
     matrix -= rate * 0.1 * matrix + rate * max(1, rows / cols) ** 0.5 * x
 
 
-def plain_pytorch(
-    data: Path, grad_clip: float, muon: bool = False, dataset: type = PackedDataset
-) -> Reference:
-    """Training by hand: one process, one batch, nothing of `training/`."""
-    train_set = dataset(data, "train", SEQ_LEN)
+def plain_pytorch(data: Path, how: How) -> Reference:
+    """Train by hand: one process, one batch, nothing of `training/`."""
+    train_set = how.dataset(data, "train", SEQ_LEN)
     torch.manual_seed(SEED)
     model = Transformer(
         LMConfig(
             dim=32, n_layers=2, n_heads=4, max_seq_len=SEQ_LEN, vocab_size=train_set.vocab_size
         )
     )
-    blocks = [p for p in model.layers.parameters() if p.dim() == 2] if muon else []
+    blocks = [p for p in model.layers.parameters() if p.dim() == 2] if how.muon else []
     momenta = {p: torch.zeros_like(p) for p in blocks}
     matrices = [p for p in model.parameters() if p.dim() == 2 and p not in momenta]
     scales = [p for p in model.parameters() if p.dim() == 1]
@@ -96,9 +104,9 @@ def plain_pytorch(
         loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-        if grad_clip and norm > grad_clip:
+        if how.grad_clip and norm > how.grad_clip:
             for p in model.parameters():
-                p.grad *= grad_clip / norm
+                p.grad *= how.grad_clip / norm
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate
         optimizer.step()
@@ -118,22 +126,28 @@ def plain_pytorch(
 
 
 @pytest.fixture(scope="module")
-def reference(packed):
-    """The same by hand, for each clipping."""
-    return {grad_clip: plain_pytorch(packed, grad_clip) for grad_clip in (CLIPPED, UNCLIPPED)}
+def by_hand(packed) -> dict[str, Reference]:
+    return {name: plain_pytorch(packed, how) for name, how in HOW.items()}
 
 
-@pytest.fixture(scope="module")
-def muon_reference(packed):
-    return plain_pytorch(packed, CLIPPED, muon=True)
+def start(how: str, name: str, packed: Path, path: Path, more: str = "", command=None) -> Trained:
+    """Train in a way that is tested, shared out among processes and micro-batches.
 
-
-def flags(batch_size: int, accumulation_steps: int, grad_clip: float) -> str:
-    return (
+    Args:
+        command: replaces that of the engine.
+    """
+    engine, processes, batch_size, accumulation_steps = SHARED_OUT[name]
+    flags = (
         f"--batch_size {batch_size} --accumulation_steps {accumulation_steps} "
-        f"--grad_clip {grad_clip} --max_steps {STEPS} --learning_rate {PEAK} "
-        f"--warmup_steps {WARMUP} --seed {SEED} --dtype float32 --save_interval 3"
+        f"--grad_clip {HOW[how].grad_clip} --max_steps {STEPS} --learning_rate {PEAK} "
+        f"--warmup_steps {WARMUP} --seed {SEED} --dtype float32 --save_interval 3{more}"
     )
+    if how == "muon":
+        flags += f" --optimizer muon --muon_learning_rate {MUON_PEAK}"
+    if how == "masked":
+        program = ["-m", "tests.integration.masked_pretraining"]
+        command = [*launch_command(engine, processes)[:-1], *program]
+    return train(command or engine, processes, packed, path, flags)
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +155,10 @@ def runs(packed, tmp_path_factory):
     """Runs, each of them launched once, when it is first asked for."""
     out_dir, done = tmp_path_factory.mktemp("runs"), {}
 
-    def get(name: str, grad_clip: float, more: str = "") -> Trained:
-        key = name, grad_clip, more
-        if key not in done:
-            engine, processes, *sizes = (SHARED_OUT | SHARED_OUT_BY_MUON | ZERO_3)[name]
-            path = out_dir / f"run-{len(done)}"
-            done[key] = train(engine, processes, packed, path, flags(*sizes, grad_clip) + more)
-        return done[key]
+    def get(how: str, name: str) -> Trained:
+        if (how, name) not in done:
+            done[how, name] = start(how, name, packed, out_dir / f"run-{len(done)}")
+        return done[how, name]
 
     return get
 
@@ -158,7 +169,7 @@ def largest_difference(a: dict, b: dict) -> float:
 
 
 def relative(moments: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict:
-    """In units of the largest one of each tensor: squares of gradients are tiny numbers."""
+    """Return moments in units of the largest one of each tensor: squares of gradients are tiny."""
     return {name: value / reference[name].abs().max() for name, value in moments.items()}
 
 
@@ -169,181 +180,120 @@ def assert_same_end(run: Trained, reference: Reference) -> None:
     assert largest_difference(moments, relative(by_hand, by_hand)) <= 10 * TOLERANCE
 
 
-def but_for(variants: tuple[str, ...], names: Iterable[str]) -> list:
-    """Parameters for a test, those marked that differ from another one in little."""
-    marks = dict.fromkeys(variants, pytest.mark.variant)
-    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+def assert_same_bits(run: Trained, whole: Trained) -> None:
+    """The run went on from the third of the whole run's steps."""
+    assert run.column("loss") == whole.column("loss")[3:]
+    for file in ("weights", "optimizer"):
+        assert largest_difference(run.tensors(file), whole.tensors(file)) == 0
 
 
-CASES = [
-    *((name, CLIPPED) for name in SHARED_OUT),
-    *(
-        pytest.param(name, UNCLIPPED, marks=() if name == "plain 8" else pytest.mark.variant)
-        for name in SHARED_OUT
-    ),
-]
+def variant(*values):
+    """Parameters of a test that differ from others in little."""
+    return pytest.param(*values, marks=pytest.mark.variant)
 
 
-@pytest.mark.parametrize(("name", "grad_clip"), CASES)
-def test_every_engine_trains_as_plain_pytorch_does(name, grad_clip, runs, reference):
-    run, by_hand = runs(name, grad_clip), reference[grad_clip]
-    assert run.column("loss") == pytest.approx(by_hand.losses, abs=TOLERANCE)
-    assert run.column("grad_norm") == pytest.approx(by_hand.grad_norms, abs=TOLERANCE)
-    assert_same_end(run, by_hand)
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *(("clipped", name) for name in (PLAIN, ACCUMULATED, DDP, "ZeRO-2 1 x 8", ZERO_2)),
+        *(variant("clipped", name) for name in ("DDP 2 x 4", ZERO_1, "ZeRO-3 2 x 4")),
+        *(("unclipped", PLAIN), variant("unclipped", DDP), variant("unclipped", ZERO_2)),
+        *(("muon", PLAIN), ("muon", ZERO_2), variant("muon", DDP), variant("muon", ZERO_1)),
+        *(("masked", ACCUMULATED), ("masked", ZERO_2), variant("masked", DDP)),
+    ],
+)
+def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
+    run, reference = runs(how, name), by_hand[how]
+    tolerance = TOLERANCE / 10 if how == "masked" else TOLERANCE
+    assert run.column("loss") == pytest.approx(reference.losses, abs=tolerance)
+    assert run.column("grad_norm") == pytest.approx(reference.grad_norms, abs=tolerance)
+    assert_same_end(run, reference)
 
 
-def test_the_clipping_that_was_tested_does_clip(reference):
-    clipped, unclipped = reference[CLIPPED], reference[UNCLIPPED]
-    assert min(clipped.grad_norms) > 2 * CLIPPED
+def test_every_way_was_at_work(by_hand, packed):
+    """Otherwise less would have been proven."""
+    clipped, unclipped, muon = (by_hand[how] for how in ("clipped", "unclipped", "muon"))
+    assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     # AdamW divides by the size of gradients, so it shows in the moments rather than in weights.
     moments = [relative(r.moments, unclipped.moments) for r in (clipped, unclipped)]
     assert largest_difference(*moments) > 0.5
+    assert muon.losses[-1] < clipped.losses[-1] - 0.02
+    train_set = MaskedDataset(packed, "train", SEQ_LEN)
+    batches = iter(MicroBatchSampler(len(train_set), 2, seed=SEED))
+    counts = {
+        sum(int((train_set[i][1] != IGNORE_INDEX).sum()) for i in next(batches))
+        for _ in range(STEPS * 4)
+    }
+    assert 0 in counts
+    assert len(counts) > 5
 
 
-def test_validation_does_not_depend_on_who_shares_it(runs):
+@pytest.mark.parametrize(
+    ("how", "dataset"), [("clipped", PackedDataset), ("masked", MaskedDataset)]
+)
+def test_validation_is_the_mean_over_every_target_whoever_shares_it(how, dataset, runs, packed):
     """Its samples are an odd number, so that one of two processes has fewer."""
-    results = [runs(name, CLIPPED).rows("val_loss")[-1] for name in SHARED_OUT]
-    assert {row["val_samples"] for row in results} == {results[0]["val_samples"]}
-    assert results[0]["val_samples"] % 2 == 1
-    expected = pytest.approx(results[0]["val_loss"], abs=TOLERANCE)
-    assert [row["val_loss"] for row in results] == [expected] * len(results)
+    val_set = dataset(packed, "val", SEQ_LEN)
+    assert len(val_set) % 2 == 1
+    samples = [val_set[i] for i in range(len(val_set))]
+    tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+    for name in (ACCUMULATED, ZERO_2):
+        run = runs(how, name)
+        row = run.rows("val_loss")[-1]
+        with torch.no_grad():
+            expected = load_portable(run.path / "weights")(tokens, targets).loss.item()
+        assert row["val_loss"] == pytest.approx(expected, abs=1e-5)
+        assert row["val_samples"] == len(val_set)
 
 
-def moved(checkpoint: Path, to: Path) -> str:
-    """A run that has nothing but this checkpoint; the flag that resumes it."""
+def moved(run: Trained, to: Path) -> str:
+    """Make a run that has nothing but a run's checkpoint of step 3; return the flag for it."""
+    checkpoint = run.checkpoint(3)
     shutil.copytree(checkpoint, to / "checkpoints" / checkpoint.name)
     return f" --resume {to}"
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("ZeRO-2 2 x 4", "plain 8"), ("plain 8", "ZeRO-2 2 x 2 x 2 accumulation")]
+    ("how", "before", "after"),
+    [
+        *(("clipped", ZERO_2, PLAIN), ("clipped", PLAIN, ZERO_2)),
+        *(variant("muon", ZERO_2, PLAIN), ("muon", PLAIN, "round robin")),
+    ],
 )
 def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
-    before, after, runs, reference, packed, tmp_path
-):
-    resume = moved(runs(before, CLIPPED).checkpoint(3), tmp_path / "moved")
-    engine, processes, *sizes = SHARED_OUT[after]
-    here = flags(*sizes, CLIPPED) + resume
-    resumed = train(engine, processes, packed, tmp_path / "moved", here)
-    assert resumed.column("step") == [4, 5, 6]
-    assert resumed.column("loss") == pytest.approx(reference[CLIPPED].losses[3:], abs=TOLERANCE)
-    assert_same_end(resumed, reference[CLIPPED])
-
-
-@pytest.mark.parametrize("name", but_for((DDP, "ZeRO-1 2 x 4"), SHARED_OUT_BY_MUON))
-def test_every_engine_trains_by_muon_as_plain_pytorch_does(name, runs, muon_reference):
-    run = runs(name, CLIPPED, MUON)
-    assert "optimizer: Muon on 14 matrices (0.03 million parameters)" in run.out
-    assert run.column("loss") == pytest.approx(muon_reference.losses, abs=TOLERANCE)
-    assert run.column("grad_norm") == pytest.approx(muon_reference.grad_norms, abs=TOLERANCE)
-    assert_same_end(run, muon_reference)
-
-
-def test_muon_was_at_work(muon_reference, reference):
-    assert muon_reference.losses[-1] < reference[CLIPPED].losses[-1] - 0.02
-    assert min(muon_reference.grad_norms) > 2 * CLIPPED
-
-
-@pytest.mark.parametrize(
-    "name", but_for((DDP, "ZeRO-1 2 x 4"), ("plain 8", DDP, "ZeRO-1 2 x 4", ZERO_2))
-)
-def test_muon_resumes_bit_for_bit(name, runs, packed, tmp_path):
-    whole = runs(name, CLIPPED, MUON)
-    resume = moved(whole.checkpoint(3), tmp_path / "moved")
-    engine, processes, *sizes = SHARED_OUT_BY_MUON[name]
-    here = flags(*sizes, CLIPPED) + MUON + resume
-    resumed = train(engine, processes, packed, tmp_path / "moved", here)
-    assert resumed.column("loss") == whole.column("loss")[3:]
-    for file in ("weights", "optimizer"):
-        assert largest_difference(resumed.tensors(file), whole.tensors(file)) == 0
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("ZeRO-2 2 x 2 x 2 accumulation", "plain 8"), ("plain 8", "ZeRO-2 in another order")],
-)
-def test_muons_checkpoint_goes_on_with_another_engine_and_number_of_processes(
-    before, after, runs, muon_reference, packed, tmp_path
+    how, before, after, runs, by_hand, packed, tmp_path
 ):
     """DeepSpeed's "round_robin_gradients" deals out the parameters in another order."""
-    resume = moved(runs(before, CLIPPED, MUON).checkpoint(3), tmp_path / "moved")
-    if after == "plain 8":
-        command, processes, batch_size = "plain", 1, 8
-    else:
-        config = deepspeed_file(tmp_path / "ds.json", round_robin_gradients=True)
-        command, processes, batch_size = deepspeed_command(config, 2), 2, 4
-    here = flags(batch_size, 1, CLIPPED) + MUON + resume
-    resumed = train(command, processes, packed, tmp_path / "moved", here)
-    assert resumed.column("loss") == pytest.approx(muon_reference.losses[3:], abs=TOLERANCE)
-    assert_same_end(resumed, muon_reference)
+    more, command = moved(runs(how, before), tmp_path / "moved"), None
+    if after == "round robin":
+        file = deepspeed_file(tmp_path / "ds.json", round_robin_gradients=True)
+        after, command = ZERO_2, deepspeed_command(file, 2)
+    resumed = start(how, after, packed, tmp_path / "moved", more, command)
+    assert resumed.column("step") == [4, 5, 6]
+    assert resumed.column("loss") == pytest.approx(by_hand[how].losses[3:], abs=TOLERANCE)
+    assert_same_end(resumed, by_hand[how])
 
 
-ZERO_3 = {"ZeRO-3 2 x 4": ("configs/zero3.yaml", 2, 4, 1)}
-RECOMPUTED = {
-    "plain 8": "selective",
-    "DDP 2 x 2 x 2 accumulation": "blocks",
-    "ZeRO-2 2 x 2 x 2 accumulation": "selective",
-    "ZeRO-3 2 x 4": "blocks",
-}
+@pytest.mark.parametrize("name", [variant(PLAIN), variant(DDP), variant(ZERO_1), ZERO_2])
+def test_muon_resumes_bit_for_bit(name, runs, packed, tmp_path):
+    whole = runs("muon", name)
+    assert "optimizer: Muon on 14 matrices (0.03 million parameters)" in whole.out
+    more = moved(whole, tmp_path / "moved")
+    assert_same_bits(start("muon", name, packed, tmp_path / "moved", more), whole)
 
 
-@pytest.mark.parametrize("name", but_for((DDP, ZERO_2), RECOMPUTED))
-def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(name, runs, packed, tmp_path):
-    whole = runs(name, CLIPPED)
-    resume = moved(whole.checkpoint(3), tmp_path / "moved")
-    engine, processes, *sizes = (SHARED_OUT | ZERO_3)[name]
-    here = f"{flags(*sizes, CLIPPED)}{resume} --gradient_checkpointing {RECOMPUTED[name]}"
-    resumed = train(engine, processes, packed, tmp_path / "moved", here)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *((PLAIN, "selective"), ("ZeRO-3 2 x 4", "blocks")),
+        *(variant(DDP, "blocks"), variant(ZERO_2, "selective")),
+    ],
+)
+def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(
+    name, what, runs, packed, tmp_path
+):
+    whole = runs("clipped", name)
+    more = f"{moved(whole, tmp_path / 'moved')} --gradient_checkpointing {what}"
+    resumed = start("clipped", name, packed, tmp_path / "moved", more)
     assert "recomputed: blocks" in resumed.out
-    assert resumed.column("loss") == whole.column("loss")[3:]
-    for file in ("weights", "optimizer"):
-        assert largest_difference(resumed.tensors(file), whole.tensors(file)) == 0
-
-
-MASKED = {
-    "plain 8": ("plain", 1, 8, 1),
-    "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
-    "DDP 2 x 2 x 2 accumulation": ("ddp", 2, 2, 2),
-    "ZeRO-2 2 x 2 x 2 accumulation": ("zero2", 2, 2, 2),
-}
-
-
-@pytest.fixture(scope="module")
-def masked_reference(packed):
-    return plain_pytorch(packed, CLIPPED, dataset=MaskedDataset)
-
-
-@pytest.mark.parametrize("name", but_for(("plain 8", DDP), MASKED))
-def test_every_target_that_counts_weighs_the_same(name, packed, masked_reference, tmp_path):
-    """In losses and gradients, wherever its micro-batch is, and however many others count there."""
-    engine, processes, *sizes = MASKED[name]
-    program = ["-m", "tests.integration.masked_pretraining"]
-    command = [*launch_command(engine, processes)[:-1], *program]
-    run = train(command, processes, packed, tmp_path / "run", flags(*sizes, CLIPPED))
-    assert run.column("loss") == pytest.approx(masked_reference.losses, abs=1e-5)
-    assert run.column("grad_norm") == pytest.approx(masked_reference.grad_norms, abs=1e-5)
-    assert_same_end(run, masked_reference)
-    # Without the weights, means of micro-batches would be averaged.
-    (val,) = run.rows("val_loss")
-    assert val["val_loss"] == pytest.approx(validated_by_hand(run, packed), abs=1e-5)
-
-
-def validated_by_hand(run: Trained, data: Path) -> float:
-    """The mean over all targets that count, of the model that the run has left."""
-    model, val_set = load_portable(run.path / "weights"), MaskedDataset(data, "val", SEQ_LEN)
-    with torch.no_grad():
-        samples = [val_set[i] for i in range(len(val_set))]
-        tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
-        return model(tokens, targets).loss.item()
-
-
-def test_some_micro_batches_had_no_target_at_all(packed):
-    """Otherwise less would have been proven."""
-    train_set = MaskedDataset(packed, "train", SEQ_LEN)
-    batches = iter(MicroBatchSampler(len(train_set), 2, seed=SEED))
-    counts = [
-        sum(int((train_set[i][1] != IGNORE_INDEX).sum()) for i in next(batches))
-        for _ in range(STEPS * 4)
-    ]
-    assert 0 in counts
-    assert len(set(counts)) > 5
+    assert_same_bits(resumed, whole)

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inference.decoder import Decoder
 from model import LMConfig, Transformer
-from model.attention import flash_attention, plain_attention
+from model.attention import fast_attention, plain_attention
 from training.engine.attention_kernel import KERNELS, attention_kernel
 from training.engine.compilation import compile_blocks
 from training.log import copied
@@ -46,7 +46,7 @@ def test_fused_kernels_give_the_output_and_gradients_of_plain_fp32(
     reference = [out, *torch.autograd.grad(out, exact, gradient)]
     rounded = [x.detach().bfloat16().requires_grad_() for x in qkv]
     with sdpa_kernel(kernel):
-        out = flash_attention(*rounded, 0.0)
+        out = fast_attention(*rounded, 0.0)
         ours = [out, *torch.autograd.grad(out, rounded, gradient.bfloat16())]
     for mine, theirs in zip(ours, reference, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -69,7 +69,7 @@ def test_grouped_heads_in_fp32_run_on_the_memory_efficient_kernel(head_dim):
     *qkv, gradient = heads(8, 2, head_dim)
     qkv = [x.requires_grad_() for x in qkv]
     results = []
-    for attend in (plain_attention, flash_attention):
+    for attend in (plain_attention, fast_attention):
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # an error where it refuses
             out = attend(*qkv, 0.0)
             results.append([out, *torch.autograd.grad(out, qkv, gradient)])

@@ -2,21 +2,21 @@
 weights and a tokenizer.json."""
 
 import json
-import shutil
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Trained, launch_command, run_warm
 from json_tokenizers import write_tokenizer
+from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from data.dataset import PackedDataset
+from data.chat_template import encode_chat_prompt
+from data.conversations import ROLES, Turn
 from data.tokenizer import open_tokenizer
 from runs.weights import load_trained
-from scripts import evaluate, export_gguf, export_hf, generate, import_weights, prepare_data
+from scripts import export_gguf, export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
 
@@ -90,18 +90,6 @@ def test_the_imported_model_computes_what_transformers_does(somebodys, imported)
     torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=0)
 
 
-def test_a_marker_that_begins_and_ends_stands_once_between_documents(data):
-    train_set = PackedDataset(data, "train", 16)
-    tokenizer = open_tokenizer(data)
-    ids = [id for i in range(len(train_set)) for id in train_set[i][0].tolist()]
-    begins = [i for i, id in enumerate(ids) if id == tokenizer.bos_id]
-    assert begins[0] == 0
-    assert all(later > earlier + 9 for earlier, later in pairwise(begins))
-    first = tokenizer.decode(ids[: begins[1]])
-    assert first.startswith("sum ")
-    assert first.endswith("句\n")
-
-
 def test_it_trains_on(trained, imported, data):
     losses = trained.column("loss")
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
@@ -116,8 +104,8 @@ def test_it_trains_on(trained, imported, data):
 
 def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_path, capsys):
     out = tmp_path / "hf"
-    export_hf.main([str(trained.path), str(out)])  # compares logits, ids and decoded texts
-    assert "token ids and decoded text equal" in capsys.readouterr().out
+    export_hf.main([str(trained.path), str(out)])
+    capsys.readouterr()
     assert (out / "tokenizer.json").read_bytes() == (somebodys / "tokenizer.json").read_bytes()
     prompts = ["sum 1: 1 +", "第"]
     flags = [part for prompt in prompts for part in ("--prompt", prompt)]
@@ -125,13 +113,16 @@ def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_
     generate.main([str(trained.path), *flags])
     texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    ours = open_tokenizer(trained.path)
+    for text in (*NASTY.values(), *prompts):
+        assert tokenizer(text, add_special_tokens=False).input_ids == ours.encode(text), repr(text)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = [tokenizer.bos_token_id, *tokenizer(prompt).input_ids]
         written = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
         assert tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True) == text
 
 
-def test_it_is_fine_tuned_and_goes_back_with_a_template(imported, somebodys, tmp_path, capsys):
+def test_it_is_fine_tuned_and_goes_back_with_a_template(imported, somebodys, tmp_path):
     asked = [{"prompt": f"{i} + 1 = ?", "response": f"{i + 1}"} for i in range(40)]
     chat, data = tmp_path / "chat.jsonl", tmp_path / "data"
     chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
@@ -144,22 +135,13 @@ def test_it_is_fine_tuned_and_goes_back_with_a_template(imported, somebodys, tmp
     assert after["val_loss"] < before["val_loss"]
     kept = (tuned.path / "base" / "tokenizer.json").read_bytes()
     assert kept == (imported / "tokenizer.json").read_bytes()
-    capsys.readouterr()
     export_hf.main([str(tuned.path), str(tmp_path / "hf")])
-    assert "token ids of the chat template equal" in capsys.readouterr().out
-
-
-def test_it_is_scored_as_in_training_and_by_the_bytes_of_the_text(trained, data, corpus, tmp_path):
-    results = {}
-    for name, source in (("packed", data), ("text", corpus)):
-        flags = ["--data", str(source), "--limit", "20", "--json", str(tmp_path / name)]
-        evaluate.main([str(trained.path), *flags, "--dtype", "float32"])
-        results[name] = json.loads((tmp_path / name).read_text(encoding="utf-8"))
-    loss, last = results["packed"]["metrics"]["loss"], trained.rows("val_loss")[-1]
-    assert loss["value"] == pytest.approx(last["val_loss"], abs=0.1)
-    documents = corpus.read_text(encoding="utf-8").splitlines()[:20]
-    n_bytes = sum(len(json.loads(line)["text"].encode()) for line in documents)
-    assert results["text"]["bytes"] == n_bytes
+    ours, theirs = open_tokenizer(tuned.path), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in (*NASTY.values(), *theirs.all_special_tokens):
+        turns = [Turn(role, text) for role in ROLES]
+        messages = [turn._asdict() for turn in turns]
+        how = {"return_dict": False, "add_generation_prompt": True}
+        assert theirs.apply_chat_template(messages, **how) == encode_chat_prompt(ours, turns)
 
 
 def test_gguf_is_refused_in_one_line(trained, tmp_path, capsys):
@@ -167,21 +149,3 @@ def test_gguf_is_refused_in_one_line(trained, tmp_path, capsys):
         export_gguf.main([str(trained.path), str(tmp_path / "m.gguf")])
     (line,) = capsys.readouterr().err.splitlines()
     assert "only SentencePiece is written into GGUF" in line
-
-
-def test_data_of_another_tokenizer_is_refused(imported, packed, tmp_path):
-    command = [*launch_command("plain", 1), "--data", str(packed), "--out_dir", str(tmp_path)]
-    ended = run_warm([*command, "--init_from", str(imported), "--max_seq_len", "48"])
-    assert ended.code == 2
-    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    assert "has another tokenizer than the model" in line
-    assert f"--tokenizer {imported}/tokenizer.json" in line
-
-
-def test_weights_without_their_tokenizer_are_imported_and_it_is_said(somebodys, tmp_path, capsys):
-    bare = tmp_path / "bare"
-    shutil.copytree(somebodys, bare)
-    (bare / "tokenizer_config.json").unlink()
-    import_weights.main([str(bare), str(tmp_path / "out")])
-    assert "tokenizer: none: " in (said := capsys.readouterr().out)
-    assert "does not say which pieces begin and end a document" in said

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from textwrap import indent
@@ -44,7 +43,6 @@ class Trainer:
 
     def __init__(self, out: Path, packed: Path, engine: str, processes: int, flags: str):
         self.out, self.engine, self.processes = out, engine, processes
-        self.logs = out
         common = ["--data", str(packed), "--out_dir", str(out), "--eval_interval", "0"]
         self.flags = [*TINY, *common, *flags.split()]
 
@@ -57,14 +55,14 @@ class Trainer:
 
     def start(self, name: str, flags: str = "", script: str = SCRIPT, **environ: str):
         """A process whose words go to NAME.log."""
-        with open(self.logs / f"{name}.log", "a") as log:
+        with open(self.out / f"{name}.log", "a") as log:
             return start_warm(with_script(self.command(name, flags), script), log, **environ)
 
     def launch(
         self, name: str, flags: str = "", script: str = SCRIPT, before=(), **environ: str
     ) -> subprocess.Popen:
         """The same as a real launch, which another command may come before."""
-        with open(self.logs / f"{name}.log", "a") as log:
+        with open(self.out / f"{name}.log", "a") as log:
             return subprocess.Popen(
                 [*before, *with_script(self.command(name, flags), script)],
                 cwd=REPOSITORY,
@@ -75,7 +73,7 @@ class Trainer:
             )
 
     def said(self, name: str) -> str:
-        return (self.logs / f"{name}.log").read_text()
+        return (self.out / f"{name}.log").read_text()
 
     def checkpoint(self, name: str, step: int) -> Path:
         return self.out / name / "checkpoints" / f"step-{step:08d}"
@@ -124,10 +122,6 @@ def wait_for(condition, process: subprocess.Popen | WarmProcess) -> bool:
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
     return True
-
-
-def end_of(process: subprocess.Popen | WarmProcess) -> int:
-    return process.wait(SAFETY_NET_SECONDS)
 
 
 def same_bytes(one: Path, other: Path) -> bool:
@@ -223,44 +217,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(packed, tmp_p
     assert same_bytes(newest, copy)
 
 
-CHAINS = {
-    "1 to 2": [("zero2", 1), ("zero2", 2)],
-    "2 to 1": [("zero2", 2), ("zero2", 1)],
-    "ZeRO-2 to DDP": [("zero2", 2), ("ddp", 2)],
-    "DDP to ZeRO-1 to none": [("ddp", 2), ("zero1", 2), ("plain", 1)],
-    "2 to 4 to 2": [("zero2", 2), ("zero2", 4), ("zero2", 2)],
-}
-
-
-@pytest.mark.variant  # of the relay of test_engines.py, and of test_equivalence.py
-@pytest.mark.parametrize("name", CHAINS)
-def test_another_engine_or_process_count_goes_on_with_the_same_losses(packed, tmp_path, name):
-    total = 3 * len(CHAINS[name])
-    flags = "--dtype float32 --batch_size 2 --save_interval 0"
-    # The schedule must not know where a part of the chain ends.
-    flags += " --lr_schedule constant --warmup_steps 0 --learning_rate 1e-3"
-    straight = Trainer(tmp_path, packed, "plain", 1, f"{flags} --accumulation_steps 4")
-    assert straight.finish("straight", f"--max_steps {total}").code == 0
-    # The first part chooses the accumulation, the others have to adjust it.
-    flags += f" --accumulation_steps {4 // CHAINS[name][0][1]}"
-    for i, (engine, processes) in enumerate(CHAINS[name], 1):
-        part = Trainer(tmp_path, packed, engine, processes, flags)
-        ended = part.finish("chain", f"--max_steps {3 * i} --resume auto")
-        assert ended.code == 0, ended.out[-3000:]
-    losses = [row["loss"] for row in straight.rows("straight") if "loss" in row]
-    chained = [row["loss"] for row in straight.rows("chain") if "loss" in row]
-    assert chained == pytest.approx(losses, abs=1e-4)
-
-
-def test_a_global_batch_that_cannot_be_kept_is_refused(packed, tmp_path):
-    one = Trainer(tmp_path, packed, "plain", 1, "--max_steps 2 --batch_size 5")
-    assert one.finish("run").code == 0
-    two = Trainer(tmp_path, packed, "ddp", 2, "--max_steps 4 --batch_size 2")
-    assert "global batch of 5 sequences cannot be made" in two.finish("run", "--resume auto").out
-
-
-@pytest.mark.parametrize(("engine", "processes"), [("plain", 1), ("zero2", 2)])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize(
+    ("engine", "processes", "name"),
+    [("plain", 1, "SIGINT"), ("zero2", 2, "SIGTERM"), ("zero2", 2, "SIGUSR1")],
+)
 def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
 ):
@@ -268,7 +228,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
     process = trainer.start("run")
     assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
     ranks(process)[-1].send_signal(getattr(signal, name))
-    assert end_of(process) == 0
+    assert process.wait(SAFETY_NET_SECONDS) == 0
     step = int((tmp_path / "run/checkpoints/latest").read_text().strip()[5:])
     said = trainer.said("run")
     assert f"stopped by {name} after step {step}, saved; to go on:\n" in said
@@ -279,14 +239,6 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
     assert command == [*typed, "--resume", str(tmp_path / "run")]
 
 
-def test_the_time_limit_saves_and_stops_all_ranks(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS + " --time_limit 0.03")
-    ended = trainer.finish("run")
-    assert ended.code == 0
-    assert "stopped by the time limit after step" in ended.out
-    assert (tmp_path / "run/checkpoints/latest").exists()
-
-
 def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
     """Which is the launcher's doing, and torchrun's: a real launch."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
@@ -294,7 +246,7 @@ def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
     assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
     all_ranks = ranks(process)
     all_ranks[0].kill()
-    assert end_of(process) != 0
+    assert process.wait(SAFETY_NET_SECONDS) != 0
     assert all(map(has_ended, all_ranks))
     said = trainer.said("run")
     assert "rank      : 0 (local_rank: 0)\n  exitcode  : -9" in said
@@ -330,9 +282,8 @@ finally:
     return str(script)
 
 
-@pytest.mark.parametrize("engine", ["zero2", "ddp"])
-def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, tmp_path, engine):
-    trainer = Trainer(tmp_path, packed, engine, 2, "--max_steps 9 --batch_size 4")
+def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, tmp_path):
+    trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 9 --batch_size 4")
     too_much = "import torch; torch.empty(2**43, dtype=torch.uint8)"
     script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
     ended = trainer.finish("run", script=script)
@@ -363,15 +314,13 @@ def test_a_second_signal_exits_at_once(packed, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("engine", "dtype"), [("plain", "float32"), ("zero2", "bfloat16"), ("zero1", "bfloat16")]
-)
+@pytest.mark.parametrize(("engine", "dtype"), [("plain", "float32"), ("zero2", "bfloat16")])
 def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path, engine, dtype):
     flags = f"--max_steps 6 --log_interval 2 --dtype {dtype}"
     trainer = Trainer(tmp_path, packed, engine, 1, flags)
     ended = trainer.finish("run", script=injected(tmp_path, f"if calls == 3: {NAN}"))
     assert ended.code == 0, ended.out[-3000:]
-    assert "step 3/6  SKIPPED" in ended.out
+    assert "  skipped 1" in ended.out
     rows = [row for row in trainer.rows("run") if "loss" in row]
     assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1]
     assert all(row["loss"] > 0 for row in rows)
@@ -386,11 +335,12 @@ def test_nothing_but_nans_stops_the_run_and_names_the_samples(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, flags)
     ended = trainer.finish("run", script=injected(tmp_path, f"if calls > 2: {NAN}"))
     assert ended.code == 2
-    assert "3 steps in a row had a non-finite gradient" in ended.out
-    assert "the batch of step 5 was samples " in ended.out
+    # The run looks at every third step, and the first bad one was the third.
+    assert "4 steps in a row had a non-finite gradient" in ended.out
+    assert "the batch of step 6 was samples " in ended.out
     listed = json.loads((tmp_path / "run" / "bad_samples.json").read_text())
-    assert (listed["step"], len(listed["samples"])) == (5, 2)
-    again = trainer.finish("run", "--resume auto --max_steps 6")
+    assert (listed["step"], len(listed["samples"])) == (6, 2)
+    again = trainer.finish("run", "--resume auto --max_steps 8")
     assert again.code == 0
     assert "DAMAGED" not in again.out
 
@@ -410,37 +360,8 @@ def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, t
     assert trainer.checkpoint("run", 40).is_dir()
 
 
-FILL = """
-ballast = {ballast!r}
-if calls == 30:
-    with open(ballast, "wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1024))
-        except OSError:
-            print("full", flush=True)
-if calls == 80:
-    os.unlink(ballast)
-"""
-
-
-@pytest.mark.variant  # of a disk that refuses, by a real one
-def test_a_disk_that_fills_up_and_has_room_again_costs_nothing_but_checkpoints(
-    packed, small_disk, tmp_path
-):
-    disk = small_disk("8m")
-    trainer = Trainer(disk, packed, "plain", 1, "--max_steps 125 --save_interval 25 --keep_last 1")
-    script = injected(tmp_path, FILL.format(ballast=str(disk / "ballast")))
-    ended = trainer.finish("run", script=script)
-    assert ended.code == 0
-    assert "CHECKPOINT NOT SAVED" in ended.out.partition("full")[2]
-    assert trainer.checkpoint("run", 125).is_dir()
-    assert [row["step"] for row in trainer.rows("run") if "loss" in row] == list(range(1, 126))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path, workers):
-    flags = f"--max_steps 6 --eval_interval 4 --sample_interval 4 --num_workers {workers}"
+def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path):
+    flags = "--max_steps 6 --eval_interval 4 --sample_interval 4 --num_workers 1"
     whole = Trainer(tmp_path, packed, "plain", 1, flags)
     assert whole.finish("whole").code == 0
     data = shutil.copytree(packed, tmp_path / "data")
@@ -451,19 +372,6 @@ def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path, workers):
     rows = whole.rows("run")
     assert [row["step"] for row in rows if "val_loss" in row] == [4, 6]
     assert rows == whole.rows("whole")
-
-
-@pytest.mark.variant  # of a signal to one rank
-def test_usr1_to_everything_leaves_a_launcher_that_ignores_it_and_a_saved_run(packed, tmp_path):
-    """As a scheduler signals a job; docs/reliability.md has the trap."""
-    trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
-    ignoring = ["bash", "-c", """trap '' USR1; exec "$@" """, "ignoring"]
-    process = trainer.launch("run", before=ignoring)
-    assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
-    for member in [psutil.Process(process.pid), *ranks(process)]:
-        member.send_signal(signal.SIGUSR1)
-    assert end_of(process) == 0
-    assert "stopped by SIGUSR1" in trainer.said("run")
 
 
 def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
@@ -488,27 +396,6 @@ def test_a_run_that_is_extended_and_dies_at_its_end_is_not_taken_for_finished(pa
     assert all((weights[name] == saved[name]).all() for name in saved)
 
 
-def test_a_limit_like_a_full_disk_keeps_the_checkpoint_before(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--save_interval 2")
-    assert trainer.finish("run", "--max_steps 2").code == 0
-    script = tmp_path / "limited.py"
-    script.write_text(
-        f"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))  # of a file, in bytes
-sys.path.insert(0, {str(REPOSITORY)!r})
-from train_pretrain_accelerate import leave, main
-main()
-leave()
-"""
-    )
-    ended = trainer.finish("run", "--max_steps 4 --resume auto", str(script))
-    assert ended.code != 0
-    assert "CHECKPOINT NOT SAVED" in ended.out
-    assert (tmp_path / "run/checkpoints/latest").read_text().strip() == "step-00000002"
-    assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))
-
-
 def test_a_second_run_in_a_live_runs_folder_is_refused_and_a_dead_one_forgotten(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --save_interval 5")
     process = trainer.start("run")
@@ -520,35 +407,18 @@ def test_a_second_run_in_a_live_runs_folder_is_refused_and_a_dead_one_forgotten(
     assert trainer.finish("run", "--resume auto --time_limit 0.01").code == 0
 
 
-@pytest.fixture(scope="module")
-def finished(packed, tmp_path_factory) -> Trainer:
-    """A run of two steps, for starts that change nothing."""
-    trainer = Trainer(tmp_path_factory.mktemp("finished"), packed, "plain", 1, "--max_steps 2")
+def test_a_finished_run_says_so_and_one_with_another_model_or_batch_what_differs(packed, tmp_path):
+    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 2")
     assert trainer.finish("run").code == 0
-    return trainer
-
-
-def test_resuming_with_another_model_or_batch_lists_the_differences(finished):
-    ended = finished.finish("run", "--resume auto --max_steps 4 --n_layers 3 --batch_size 3")
+    ended = trainer.finish("run", "--resume auto")
+    assert ended.code == 0
+    assert "is finished: 2 of 2 steps" in ended.out
+    ended = trainer.finish("run", "--resume auto --max_steps 4 --n_layers 3 --batch_size 3")
     assert ended.code == 2
     assert "n_layers: 2 in the checkpoint, 3 now" in ended.out
     assert "global_batch: 8 in the checkpoint, 3 now" in ended.out
-
-
-def test_a_finished_run_says_so(finished):
-    ended = finished.finish("run", "--resume auto")
-    assert ended.code == 0
-    assert "is finished: 2 of 2 steps" in ended.out
-
-
-def test_old_checkpoints_go_but_the_best_stays(packed, tmp_path):
-    flags = "--max_steps 10 --save_interval 1 --eval_interval 3 --keep_last 2 --learning_rate 0.1"
-    trainer = Trainer(tmp_path, packed, "plain", 1, flags + " --lr_schedule constant")
-    assert trainer.finish("run").code == 0
-    kept = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    losses = {row["step"]: row["val_loss"] for row in trainer.rows("run") if "val_loss" in row}
-    best = trainer.checkpoint("run", min(losses, key=losses.get))
-    assert kept == sorted({best, trainer.checkpoint("run", 9), trainer.checkpoint("run", 10)})
+    two = Trainer(tmp_path, packed, "ddp", 2, "--max_steps 4 --batch_size 5")
+    assert "global batch of 8 sequences cannot be made" in two.finish("run", "--resume auto").out
 
 
 def test_every_best_validation_is_saved_and_the_end_says_which_one_it_was(packed, tmp_path):
@@ -564,9 +434,3 @@ def test_every_best_validation_is_saved_and_the_end_says_which_one_it_was(packed
     assert sorted(int(path.name[5:]) for path in folder.glob("step-*")) == [*lower, 18]
     best = f"{tmp_path / 'run'}@best"
     assert f"it was lowest after step {lower[-1]}, {losses[lower[-1]]:.4f}: {best} is" in ended.out
-    assert f"scripts.evaluate {best}\n" in ended.out
-    evaluate = ["-m", "scripts.evaluate", best, "--json", str(tmp_path / "best.json")]
-    assert run_warm([sys.executable, *evaluate]).code == 0
-    measured = json.loads((tmp_path / "best.json").read_text())
-    assert measured["model"] == str(trainer.checkpoint("run", lower[-1]))
-    assert measured["metrics"]["loss"]["value"] == pytest.approx(losses[lower[-1]], abs=0.02)

@@ -1,6 +1,5 @@
-"""train_several_accelerate.py: models side by side are, to the bit, what each is alone."""
+"""train_several_accelerate.py: models side by side have the batches and losses of each alone."""
 
-import io
 import json
 import re
 import shutil
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.slow
 STEPS, SAVED = 6, 3
 SHARED = (
     *(*TINY, "--max_steps", str(STEPS), "--save_interval", str(SAVED), "--eval_interval", "2"),
-    *("--keep_last", "0"),
-    *("--batch_size", "2", "--accumulation_steps", "2", "--sample_interval", "3"),
+    *("--keep_last", "0", "--dtype", "float32", "--sample_interval", "3"),
+    *("--batch_size", "2", "--accumulation_steps", "2"),
 )
 # One width for all would hide what is mixed up.
 MODELS = {
@@ -33,7 +32,6 @@ MODELS = {
         "small": {"dropout": 0.2, "grad_clip": 0.1},
     },
 }
-OF_TIME = ("tokens_per_second", "step_seconds", "memory_gib", "mfu")
 EACH = [(engine, name) for engine, models in MODELS.items() for name in models]
 
 
@@ -41,11 +39,7 @@ EACH = [(engine, name) for engine, models in MODELS.items() for name in models]
 def done(packed, tmp_path_factory) -> Path:
     """The folder of all runs: two processes, the models together and each alone."""
     folder = tmp_path_factory.mktemp("several")
-    flags = {
-        "deepspeed": [*SHARED, "--data", str(packed)],
-        "ddp": [*SHARED, "--data", str(packed), "--dtype", "float32"],
-    }
-    (folder / "flags.json").write_text(json.dumps(flags))
+    (folder / "flags.json").write_text(json.dumps([*SHARED, "--data", str(packed)]))
     for engine, models in MODELS.items():
         (folder / engine).mkdir()
         for name, own in models.items():
@@ -55,85 +49,56 @@ def done(packed, tmp_path_factory) -> Path:
     return folder
 
 
-def both(done: Path, engine: str, name: str) -> tuple[Trained, Trained]:
-    """A run beside others, and alone."""
-    return tuple(Trained(done / engine / how / name, "") for how in ("together", "alone"))
-
-
-def without_times(run: Trained, file: str = "metrics.jsonl") -> list[dict]:
-    lines = (run.path / file).read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in OF_TIME} for line in lines]
-
-
 @pytest.mark.parametrize(("engine", "name"), EACH)
-def test_every_number_that_is_logged_is_that_of_the_model_alone(done, engine, name):
-    together, alone = both(done, engine, name)
-    assert without_times(together) == without_times(alone)
-    assert [row["step"] for row in together.rows()] == list(range(1, STEPS + 1))
-    assert without_times(together, "samples.jsonl") == without_times(alone, "samples.jsonl")
-    assert (together.path / "sample.txt").read_text() == (alone.path / "sample.txt").read_text()
-
-
-@pytest.mark.parametrize(("engine", "name"), EACH)
-@pytest.mark.parametrize("step", [SAVED, STEPS])
-def test_checkpoints_are_those_of_the_model_alone_to_the_bit(done, engine, name, step):
-    together, alone = both(done, engine, name)
-    for file in ("weights", "optimizer", "random"):
-        ours, theirs = (run.tensors(file, step) for run in (together, alone))
-        assert ours.keys() == theirs.keys()
-        assert [k for k in ours if not ours[k].equal(theirs[k])] == []
-        assert ours
-    ours, theirs = (
-        json.loads((run.checkpoint(step) / "state.json").read_text()) for run in (together, alone)
-    )
-    assert ours == theirs
+def test_losses_are_those_of_the_model_alone_on_the_same_batches(done, engine, name):
+    together, alone = (Trained(done / engine / how / name, "") for how in ("together", "alone"))
+    assert together.column("step") == list(range(1, STEPS + 1))
+    for key in ("tokens", "epoch", "learning_rate"):
+        assert together.column(key) == alone.column(key)
+    assert together.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+    assert together.column("grad_norm") == pytest.approx(alone.column("grad_norm"), rel=1e-4)
+    ours, theirs = ([row["val_loss"] for row in run.rows("val_loss")] for run in (together, alone))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    beside = (done / engine / "together").glob("*/checkpoints")
+    (steps,) = {tuple(sorted(path.name for path in each.glob("step-*"))) for each in beside}
+    assert {"step-00000001", f"step-{SAVED:08d}", f"step-{STEPS:08d}"} <= set(steps)
+    ours, theirs = (run.tensors("weights", SAVED) for run in (together, alone))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].allclose(theirs[key], atol=1e-4) for key in ours)
 
 
 def test_the_models_are_on_engines_of_their_own_and_not_alike(done):
-    settings = {
-        name: json.loads((done / "deepspeed" / "together" / name / "settings.json").read_text())
+    engines = {
+        name: json.loads((done / "deepspeed/together" / name / "settings.json").read_text())
         for name in MODELS["deepspeed"]
     }
-    engines = {name: each["engine"] for name, each in settings.items()}
-    assert engines == {
-        "divided": "DeepSpeed ZeRO-3",
-        "muon": "DeepSpeed ZeRO-2",
-        "wide": "DeepSpeed ZeRO-1",
-    }
-    losses = [tuple(both(done, *each)[0].column("loss")) for each in EACH]
-    assert len(set(losses)) == len(EACH)
+    stages = {name: settings["engine"] for name, settings in engines.items()}
+    names = {"divided": "DeepSpeed ZeRO-3", "muon": "DeepSpeed ZeRO-2", "wide": "DeepSpeed ZeRO-1"}
+    assert stages == names
+    runs = (Trained(done / engine / "together" / name, "") for engine, name in EACH)
+    assert len({tuple(run.column("loss")) for run in runs}) == len(EACH)
 
 
 @pytest.mark.parametrize("engine", MODELS)
 def test_it_stops_with_all_saved_and_ends_with_one_table_and_one_report(done, engine):
     said = json.loads((done / "said.json").read_text())[engine]
-    out = done / engine / "together"
-    stopped = said["stopped"]
-    assert f"report: {out / 'several.html'}\nstopped by the time limit after " in stopped
-    assert " after step 1, saved; to go on:\n" in stopped
-    assert stopped.rstrip().endswith("--resume auto")
-    assert all((out / name / "checkpoints" / "step-00000001").exists() for name in MODELS[engine])
-    resumed = said["resumed"]
-    width = max(map(len, MODELS[engine]))
-    for name in MODELS[engine]:
+    out, names = done / engine / "together", MODELS[engine]
+    assert f"report: {out / 'several.html'}\nstopped by the time limit" in said["stopped"]
+    assert " after step 1, saved; to go on:\n" in said["stopped"]
+    assert said["stopped"].rstrip().endswith("--resume auto")
+    resumed, width = said["resumed"], max(map(len, names))
+    for name in names:
         assert re.search(rf"^{name:<{width}}  step {STEPS}/{STEPS}  loss \d", resumed, re.MULTILINE)
-    table = resumed.rpartition("\n\nreport of all: ")[0].rpartition("\n\n")[2].splitlines()
-    assert table[0].split()[:2] == ["run", "parameters"]
-    assert [row.split()[0] for row in table[1:]] == sorted(MODELS[engine])
+        assert (out / name / "weights").is_dir()
+    table = resumed.rpartition("\n\nreport of all: ")[0].splitlines()
+    assert [row.split()[0] for row in table[-len(names) :]] == sorted(names)
+    assert table[-len(names) - 1].split()[:3] == ["run", "training", "loss"]
     page = (out / "several.html").read_text(encoding="utf-8")
-    assert "Settings that differ" in page
-    assert all(f"<th>{name}</th>" in page for name in MODELS[engine])
-
-
-@pytest.mark.parametrize(("engine", "name"), EACH)
-def test_memory_counts_the_others(done, engine, name):
-    said = json.loads((done / "said.json").read_text())[engine]["stopped"]
-    block = said[said.index(f"run folder: {done / engine / 'together' / name}\n") :]
-    assert "kept by the other models, besides about 1 GiB" in block[: block.index("1 GiB") + 5]
+    assert all(name in page for name in names)
 
 
 def files(folder: Path, **models: dict) -> list[str]:
-    """Words that name a file for each model."""
+    """Return words that name a file for each model."""
     words = []
     for name, flags in models.items():
         (folder / f"{name}.json").write_text(json.dumps(flags))
@@ -141,48 +106,32 @@ def files(folder: Path, **models: dict) -> list[str]:
     return words
 
 
-SEVERAL = [sys.executable, "train_several_accelerate.py"]
-
-
 def test_a_model_that_gives_up_leaves_the_others_as_they_are_alone(packed, tmp_path):
-    flags = "--max_steps 5 --dtype float32 --dropout 0.1 --learning_rate 1e-3"
+    flags = "--max_steps 5 --dtype float32 --dropout 0.1"
     alone = train("plain", 1, packed, tmp_path / "alone" / "good", flags)
     hopeless = {"learning_rate": 1e30, "warmup_steps": 0, "max_bad_steps": 2}
-    words = files(tmp_path, hopeless=hopeless, good={"learning_rate": 1e-3})
+    words = files(tmp_path, hopeless=hopeless, good={})
     where = ["--data", str(packed), "--out_dir", str(tmp_path / "together")]
-    shared = flags.removesuffix(" --learning_rate 1e-3").split()
-    ended = run_warm([*SEVERAL, *words, *TINY, *shared, *where])
+    command = [sys.executable, "train_several_accelerate.py", *words, *TINY, *flags.split()]
+    ended = run_warm([*command, *where])
     assert ended.code == 2
     assert "hopeless  GAVE UP: 2 steps in a row had a non-finite gradient" in ended.out
     assert ended.out.rstrip().endswith("together/hopeless gave up, see above")
     good, bad = (Trained(tmp_path / "together" / name, "") for name in ("good", "hopeless"))
     assert (bad.path / "bad_samples.json").exists()
-    assert without_times(good) == without_times(alone)
-    for file in ("weights", "optimizer", "random"):
-        ours, theirs = good.tensors(file), alone.tensors(file)
-        assert [k for k in theirs if not ours[k].equal(theirs[k])] == []
-
-    # The one that gave up is behind now, and takes nobody back.
-    ended = run_warm([*SEVERAL, *words, *TINY, *shared, *where, "--resume", "auto"])
-    assert ended.code == 2
-    assert "together/hopeless gave up, it has no checkpoint, and" in ended.out
-    assert "others went on to step 5: leave out its --model" in ended.out
+    assert good.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5)
+    assert good.column("step") == alone.column("step")
+    assert (good.path / "weights").is_dir()
 
 
-@pytest.fixture
-def two(packed, tmp_path):
-    """Trains `first` and `second` for three steps, in this process; a file may say what differs."""
+def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, monkeypatch, capsys):
+    first = tmp_path / "first"
 
     def two(*more: str, **second) -> None:
+        """Train both for three steps, in this process."""
         where = ["--data", str(packed), "--out_dir", str(tmp_path), "--keep_last", "0"]
         when = ["--max_steps", "3", "--save_interval", "1", "--sample_interval", "1"]
         main([*files(tmp_path, first={}, second=second), *TINY, *where, *when, *more])
-
-    return two
-
-
-def test_where_one_is_refused_nothing_of_the_others_changes(two, tmp_path, monkeypatch, capsys):
-    first = tmp_path / "first"
 
     def contents() -> dict[Path, bytes]:
         there = (path for path in first.rglob("*") if path.is_file() and path.name != "lock")
@@ -203,22 +152,8 @@ def test_where_one_is_refused_nothing_of_the_others_changes(two, tmp_path, monke
     assert contents() == before
     two("--resume", "auto")
     assert list((first / "checkpoints").glob("step-00000003.aside-*"))
-    assert [row["step"] for row in without_times(Trained(first, ""), "samples.jsonl")] == [1, 2, 3]
-
-
-class Head(io.StringIO):
-    """Who reads this has seen enough when all is trained, as `head` has after some lines."""
-
-    def flush(self) -> None:
-        if re.search("second +step 3/3  validation", self.getvalue()):
-            raise BrokenPipeError
-
-
-def test_all_have_their_weights_and_reports_though_nobody_reads_the_end(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Head())
-    with pytest.raises(BrokenPipeError):
-        two()
-    for name in ("first", "second"):
-        assert (tmp_path / name / "weights").is_dir()
-        assert (tmp_path / name / "report.html").is_file()
-    assert (tmp_path / "several.html").is_file()
+    rows = (first / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
+    # Each of them can be trained on alone.
+    resumed = train("plain", 1, packed, first, f"--resume {first} --max_steps 4 --keep_last 0")
+    assert resumed.column("step") == [1, 2, 3, 4]

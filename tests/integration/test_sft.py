@@ -85,41 +85,65 @@ def test_answers_get_likelier_and_the_end_shows_both(sft, base, tmp_path):
 
 
 SHARED_OUT = {
-    "plain 8": ("plain", 1, 8, 1),
     "plain 2 x 4 accumulation": ("plain", 1, 2, 4),
     "DDP 2 x 4": ("ddp", 2, 4, 1),
+    "ZeRO-1 2 x 2 x 2 accumulation": ("zero1", 2, 2, 2),
     "ZeRO-2 2 x 1 x 4 accumulation": ("zero2", 2, 1, 4),
     "ZeRO-3 2 x 2 x 2 accumulation": ("configs/zero3.yaml", 2, 2, 2),
 }
+ADAPTERS = "--lora_dim 4 --only_optimize_lora"
+MUON = f"{ADAPTERS} --optimizer muon"
+VARIANT = pytest.mark.variant
 
 
 @pytest.fixture(scope="module")
-def reference(base, data, tmp_path_factory) -> Trained:
-    """A global batch of 8 conversations as one micro-batch."""
-    path = tmp_path_factory.mktemp("reference") / "run"
-    flags = f"{FLAGS} --init_from {base.path} --max_steps 6 --batch_size 8 --save_interval 3"
-    return train(sft_command("plain", 1), 1, data, path, flags)
+def reference(base, data, tmp_path_factory):
+    """A global batch of 8 conversations as one micro-batch, launched once for each flags."""
+    out_dir, done = tmp_path_factory.mktemp("reference"), {}
+
+    def get(more: str) -> Trained:
+        if more not in done:
+            flags = f"{FLAGS} --init_from {base.path} --max_steps 6 --batch_size 8 {more}"
+            path = out_dir / f"run-{len(done)}"
+            done[more] = train(sft_command("plain", 1), 1, data, path, flags)
+        return done[more]
+
+    return get
 
 
-@pytest.mark.parametrize("name", list(SHARED_OUT)[1:])
-def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *((name, "") for name in SHARED_OUT if "ZeRO-1" not in name),
+        ("ZeRO-3 2 x 2 x 2 accumulation", ADAPTERS),
+        pytest.param("DDP 2 x 4", ADAPTERS, marks=VARIANT),
+        pytest.param("ZeRO-1 2 x 2 x 2 accumulation", ADAPTERS, marks=VARIANT),
+        pytest.param("ZeRO-2 2 x 1 x 4 accumulation", ADAPTERS, marks=VARIANT),
+        pytest.param("ZeRO-2 2 x 1 x 4 accumulation", MUON, marks=VARIANT),
+    ],
+)
+def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name, more):
+    """In losses and gradients of all weights, or of adapters alone."""
+    expected = reference(more)
     engine, processes, batch_size, accumulation = SHARED_OUT[name]
-    flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation}"
+    flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation} {more}"
     tuned = sft(engine, processes, tmp_path / "run", flags)
+    # Newton and Schulz make much of the smallest singular values, rounding errors among them.
+    tolerance = 1e-3 if more == MUON else 1e-5
     for key in ("loss", "grad_norm"):
-        assert tuned.column(key) == pytest.approx(reference.column(key), rel=1e-5, abs=1e-5)
-    ours, theirs = (run.rows("val_loss")[-1] for run in (tuned, reference))
+        assert tuned.column(key) == pytest.approx(expected.column(key), rel=tolerance, abs=1e-5)
+    ours, theirs = (run.rows("val_loss")[-1] for run in (tuned, expected))
     assert ours["val_samples"] == theirs["val_samples"]
-    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=1e-4)
+    assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=10 * tolerance)
 
 
-def same_bits(one: Trained, other: Trained) -> bool:
-    files = ("weights", "optimizer", "random")
-    return all(
-        one.tensors(file).keys() == other.tensors(file).keys()
-        and all(torch.equal(x, other.tensors(file)[name]) for name, x in one.tensors(file).items())
-        for file in files
-    )
+def test_adapters_go_on_under_another_engine(sft, reference, tmp_path):
+    path = tmp_path / "run"
+    first = sft("zero2", 2, path, f"--max_steps 3 --batch_size 4 {ADAPTERS}")
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in first.tensors())
+    resumed = sft("plain", 1, path, f"--max_steps 6 --batch_size 8 --resume {path} {ADAPTERS}")
+    expected = reference(ADAPTERS).column("loss")
+    assert resumed.column("loss") == pytest.approx(expected, rel=1e-5)
 
 
 LORA = " --lora_dim 4 --only_optimize_lora --dropout 0.1"
@@ -148,7 +172,10 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
     resumed = sft(engine, processes, stopped, flags, start)
     assert "starts from: step-00000003" in resumed.out
     assert resumed.column("loss") == whole.column("loss")
-    assert same_bits(resumed, whole)
+    for file in ("weights", "optimizer", "random"):
+        ours, theirs = resumed.tensors(file), whole.tensors(file)
+        assert ours.keys() == theirs.keys()
+        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
 def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
@@ -178,28 +205,23 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     assert ("in 'layers', and all others" in run.out) != only_lora
 
 
-def refused(flags: str, script: str = SFT) -> str:
-    """The one line that a start which cannot work ends in."""
-    ended = run_warm([sys.executable, script, *TINY, *flags.split()])
-    assert ended.code == 2, ended.out
-    assert "Traceback" not in ended.out
-    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    return line
-
-
 def test_mistakes_are_one_line(base, data, packed, tmp_path):
     out = f"--out_dir {tmp_path}"
     given = f"{out} --init_from {base.path} --data {data}"
-    assert "train_sft_accelerate.py" in refused(f"{out} --data {data}", PRETRAIN)
-    assert "train_pretrain" in refused(f"{out} --init_from {base.path} --data {packed}")
-    assert "pass --lora_dim too" in refused(f"{given} --only_optimize_lora")
-    assert "is no part of any layer's name" in refused(
-        f"{given} --lora_dim 4 --lora_module_name nothing"
-    )
     missing = tmp_path / "none.jsonl"
-    assert "give either" in refused(f"{given} --conversations {missing}")
-    line = refused(f"{out} --init_from {base.path} --conversations {missing}")
-    assert line.startswith("prepare_data: error: ")
+    for script, flags, keyword in (
+        (PRETRAIN, f"{out} --data {data}", "train_sft_accelerate.py"),
+        (SFT, f"{out} --init_from {base.path} --data {packed}", "train_pretrain"),
+        (SFT, f"{given} --only_optimize_lora", "pass --lora_dim too"),
+        (SFT, f"{given} --lora_dim 4 --lora_module_name nothing", "no part of any layer's name"),
+        (SFT, f"{given} --conversations {missing}", "give either"),
+        (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
+    ):
+        ended = run_warm([sys.executable, script, *TINY, *flags.split()])
+        assert ended.code == 2, ended.out
+        assert "Traceback" not in ended.out
+        (line,) = [line for line in ended.out.splitlines() if "error:" in line]
+        assert keyword in line
     assert str(missing) in line
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -86,24 +85,12 @@ class Launches:
         return [log.read_text(encoding="utf-8") for log in self.logs]
 
 
-@dataclass
-class Interrupted:
-    """What came of a run whose network was cut for a while, and one of whose machines died."""
-
-    steps_before_the_cut: int
-    steps_before_the_end_of_it: int
-    codes: list[int]
-    said: list[str]
-    launches: Launches
-
-
-# The job below joins two machines too, and the loss of one is in test_reliability.py.
-CUT = pytest.mark.variant
-
-
-@pytest.fixture(scope="module")
-def interrupted(machines, packed, tmp_path_factory) -> Interrupted:
-    run = tmp_path_factory.mktemp("interrupted") / "run"
+@pytest.mark.variant  # the job below joins two machines too, and a loss is in test_reliability.py
+def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
+    machines, packed, tmp_path
+):
+    """To the losses of one launch with as many processes."""
+    run = tmp_path / "run"
     launches = Launches(machines, run, packed)
     here, there = launches.start("--max_steps 1000000 --save_interval 5")
     try:
@@ -115,76 +102,50 @@ def interrupted(machines, packed, tmp_path_factory) -> Interrupted:
         machines[1].mend()
         wait_for(lambda: len(rows_of(run)) >= during + 10, here, there)
         kill_all(there)
-        codes = [here.wait(SAFETY_NET_SECONDS), there.returncode]
+        code = here.wait(SAFETY_NET_SECONDS)
     finally:
         for process in (here, there):
             if process.poll() is None:
                 kill_all(process)
-    return Interrupted(before, during, codes, launches.said(), launches)
-
-
-@CUT
-def test_while_the_network_is_cut_both_wait_and_then_go_on(interrupted):
-    """One step may be under way, and one may be about to be written down."""
-    assert interrupted.steps_before_the_end_of_it <= interrupted.steps_before_the_cut + 2
-    assert len(rows_of(interrupted.launches.run)) >= interrupted.steps_before_the_end_of_it + 10
-
-
-@CUT
-def test_where_one_machine_dies_the_other_ends_and_says_so(interrupted):
-    assert interrupted.codes[0] == 1  # the launcher's
-    (line,) = errors(interrupted.said[0])
+    assert during <= before + 2  # one step under way, and one about to be written down
+    assert code == 1  # the launcher's
+    (line,) = errors(launches.said()[0])
     assert line.startswith(f"{SCRIPT}: error: another process has ended, see what it said (")
     assert f"[{ADDRESSES[1]}]" in line
     assert "--resume auto" in line
 
-
-@CUT
-def test_both_go_on_to_the_losses_of_one_launch_with_as_many_processes(interrupted, packed):
-    run = interrupted.launches.run
     steps = len(rows_of(run)) + 5
-    processes = interrupted.launches.start(f"--max_steps {steps} --resume auto")
+    processes = launches.start(f"--max_steps {steps} --resume auto")
     codes = [process.wait(SAFETY_NET_SECONDS) for process in processes]
-    said = interrupted.launches.said()
+    said = launches.said()
     assert codes == [0, 0], said
     assert "processes: 2 (gloo)" in said[0]
     assert "engine: DeepSpeed ZeRO-2" in said[0]
-    one = train("zero2", 2, packed, run.parent / "one", f"{FLAGS} --max_steps {steps}")
-    losses = [row["loss"] for row in rows_of(run)]
-    assert len(losses) == steps
-    assert losses == one.column("loss")
+    one = train("zero2", 2, packed, tmp_path / "one", f"{FLAGS} --max_steps {steps}")
+    assert [row["loss"] for row in rows_of(run)] == one.column("loss")
+    assert len(one.column("loss")) == steps
     for name, tensor in one.tensors().items():
         assert tensor.equal(Trained(run, "").tensors()[name])
 
 
-@dataclass
-class Job:
-    """What came of configs/slurm.sh."""
-
-    codes: list[str]
-    said: list[str]
-    clone: Path
-
-
-@pytest.fixture(scope="module")
-def job(machines, tmp_path_factory) -> Job:
-    """A text that nobody has prepared, and a run on it that one machine's script is told to stop.
-
-    SLURM's srun starts a command on each machine: this one's does nothing else.
-    """
-    clone = copy_repository(tmp_path_factory.mktemp("clone"))
-    tools = tmp_path_factory.mktemp("tools")
-    text = write_corpus(tools / "sums.jsonl", documents=1000)
+def test_a_slurm_job_prepares_once_meets_and_saves_when_one_machine_is_told_to_stop(
+    machines, tmp_path
+):
+    """SLURM's srun starts a command on each machine: this one's does nothing else."""
+    (tmp_path / "clone").mkdir()
+    clone = copy_repository(tmp_path / "clone")
+    text = write_corpus(tmp_path / "sums.jsonl", documents=1000)
     start = ["while [[ $1 == --* ]]; do shift; done"]
     for rank, machine in enumerate(machines):
         task = shlex.join([*machine.inside(clone), "env", f"SLURM_NODEID={rank}"])
-        start.append(f'{{ {task} "$@" &>{tools}/said-{rank}; echo $? >{tools}/code-{rank}; }} &')
+        files = f"&>{tmp_path}/said-{rank}; echo $? >{tmp_path}/code-{rank}"
+        start.append(f'{{ {task} "$@" {files}; }} &')
     scripts = {"srun": [*start, "wait"], "scontrol": [f"printf '%s\\n' {' '.join(NAMES)}"]}
     for name, lines in scripts.items():
-        (tools / name).write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
-        (tools / name).chmod(0o755)
+        (tmp_path / name).write_text("\n".join(["#!/usr/bin/env bash", *lines, ""]))
+        (tmp_path / name).chmod(0o755)
     environ = {
-        "PATH": f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "DATA": str(text),
         **{"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[a-b]", "SLURM_JOB_ID": "4242"},
     }
@@ -196,8 +157,7 @@ def job(machines, tmp_path_factory) -> Job:
         stdin=subprocess.DEVNULL,
     )
     try:
-        run = clone / "out" / "runs" / "job-4242"
-        wait_for(lambda: len(rows_of(run)) >= 5, process)
+        wait_for(lambda: len(rows_of(clone / "out" / "runs" / "job-4242")) >= 5, process)
         (script,) = (
             child
             for child in psutil.Process(process.pid).children(recursive=True)
@@ -211,34 +171,23 @@ def job(machines, tmp_path_factory) -> Job:
         if process.poll() is None:
             kill_all(process)
     codes, said = (
-        [(tools / f"{what}-{rank}").read_text() for rank in (0, 1)] for what in ("code", "said")
+        [(tmp_path / f"{what}-{rank}").read_text() for rank in (0, 1)] for what in ("code", "said")
     )
-    return Job(codes, said, clone)
-
-
-def test_both_prepare_at_once_and_it_is_done_once(job):
-    assert sum("bytes per token" in said for said in job.said) == 1
-    assert sum(": already prepared from this text" in said for said in job.said) == 1
-    assert sorted(path.name for path in (job.clone / "out" / "data").iterdir()) == ["sums"]
-
-
-def test_a_machine_that_is_127_0_1_1_to_itself_is_found_by_the_other(job):
-    for name, said in zip(NAMES, job.said, strict=True):
-        assert f"{name} is 127.0.1.1 to itself, where no other machine finds it" in said
-        assert f"GLOO_SOCKET_IFNAME={CABLE} instead" in said
-
-
-def test_a_signal_to_one_machines_script_saves_and_is_a_good_end_of_both(job):
-    assert job.codes == ["0\n", "0\n"], job.said
-    assert "stopped by SIGTERM after step" in job.said[0]
-    command = shlex.split(job.said[0].partition("to go on:\n")[2].splitlines()[0])
+    assert codes == ["0\n", "0\n"], said
+    assert sum("bytes per token" in words for words in said) == 1
+    assert sum(": already prepared from this text" in words for words in said) == 1
+    assert [path.name for path in (clone / "out" / "data").iterdir()] == ["sums"]
+    for name, words in zip(NAMES, said, strict=True):
+        assert f"{name} is 127.0.1.1 to itself, where no other machine finds it" in words
+        assert f"GLOO_SOCKET_IFNAME={CABLE} instead" in words
+        assert "Traceback" not in words
+        assert errors(words) == []
+    assert "stopped by SIGTERM after step" in said[0]
+    command = shlex.split(said[0].partition("to go on:\n")[2].splitlines()[0])
     assert command[:3] == ["NUM_MACHINES=2", "MACHINE_RANK=0", f"MASTER_ADDR={NAMES[0]}"]
     assert "MASTER_PORT=24242" in command
     assert command[-2:] == ["--resume", "out/runs/job-4242"]
-    for said in job.said:
-        assert "Traceback" not in said
-        assert errors(said) == []
-    assert not list((job.clone / "out").glob(".stopped-*"))
+    assert not list((clone / "out").glob(".stopped-*"))
 
 
 @pytest.fixture

@@ -12,8 +12,11 @@ MATH = 0  # torch.nn.attention.SDPBackend: no kernel of its own, all T × T scor
 def attention_kernel(
     config: LMConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, bool]:
-    """What the start block says of attention, and whether all T × T scores are kept in memory;
-    `dtype` is that of queries, keys and values."""
+    """Return the name of the attention that runs, and whether it keeps all T × T scores.
+
+    Args:
+        dtype: of queries, keys and values.
+    """
     if not config.use_flash_attn:
         return "plain: all T × T scores (--use_flash_attn for the fast paths)", True
     if device.type == "cpu":
@@ -27,24 +30,25 @@ def attention_kernel(
 
 
 def fused_choice(config: LMConfig, dtype: torch.dtype, device: torch.device) -> int | None:
-    """The number of the kernel that PyTorch takes for such tensors, as in
-    torch.nn.attention.SDPBackend.
+    """Return PyTorch's kernel for such tensors, as numbered in torch.nn.attention.SDPBackend.
 
-    None where it does not tell: the question is not part of its public interface.
+    None where PyTorch does not tell: the question is not part of its public interface.
     """
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
     q, k, v = (
+        # With gradients: not every kernel has a backward pass for every shape.
         torch.empty(
             *(1, heads, config.max_seq_len, config.head_dim),
             dtype=dtype,
             device=device,
-            requires_grad=True,  # not every kernel has a backward pass for every shape
+            requires_grad=True,
         )
         for heads in (config.n_heads, n_kv_heads, n_kv_heads)
     )
     shared = n_kv_heads != config.n_heads
-    options = {"dropout_p": config.dropout, "is_causal": True, "enable_gqa": shared}
     try:
-        return torch._fused_sdp_choice(q, k, v, **options)
+        return torch._fused_sdp_choice(
+            q, k, v, dropout_p=config.dropout, is_causal=True, enable_gqa=shared
+        )
     except (AttributeError, TypeError, RuntimeError):
         return None

@@ -1,4 +1,4 @@
-"""torch.compile where it pays: whether, why not, and on which parts of the model.
+"""torch.compile where it pays, and on which parts of the model.
 
 Each block of the model is compiled by itself. All blocks are alike, so one is compiled and the
 others use the result, which starts many times faster than compiling the whole model and runs as
@@ -54,19 +54,17 @@ def decide_compilation(
     if wanted == "off":
         return Compilation(False, "--compile off")
     if wanted == "auto":
+        why = None
         # ZeRO-3 brings and takes away the weights around every layer: the compiler sees new code
         # each time, until it gives up.
         if engine.divides_model:
-            return Compilation(
-                False, "under ZeRO-3 it costs more than it gains; --compile on forces it"
-            )
-        if recorded is False:
-            return Compilation(False, "as before the run was stopped; --compile on forces it")
-        if device.type not in WORTH_FLOPS:
-            return Compilation(False, f"not tried on {device.type}; --compile on forces it")
-        if recorded is None and run_flops < WORTH_FLOPS[device.type]:
-            why = "the run is too short to gain back its time; --compile on forces it"
-            return Compilation(False, why)
+            why = "under ZeRO-3 it costs more than it gains"
+        elif recorded is False:
+            why = "as before the run was stopped"
+        elif recorded is None and run_flops < WORTH_FLOPS[device.type]:
+            why = "the run is too short to gain back its time"
+        if why:
+            return Compilation(False, f"{why}; --compile on forces it")
     reason = on_main_process(engine, lambda: obstacle(device))
     if reason is None:
         return Compilation(True, "block by block, during the first step")
@@ -92,7 +90,7 @@ def _keep_compiled_code() -> None:
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why torch.compile does not work here, found by compiling a line."""
+    """Return why torch.compile does not work here, found by compiling a line; None if it does."""
     _keep_compiled_code()
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return "torch.compile needs the package triton"

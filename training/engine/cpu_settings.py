@@ -1,4 +1,4 @@
-"""What makes a CPU fast: all of its cores, and in training memory that is kept.
+"""Settings that make a CPU fast: all of its cores, and in training memory that is kept.
 
 By default glibc returns every large block to the system when a tensor is freed and asks for it
 again a moment later; each time the system hands out zeroed pages one fault at a time. Training
@@ -25,8 +25,8 @@ _keeps = False  # this process's allocator
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep what is freed, in this process; False where the C library is not
-    glibc, and then nothing happens."""
+    """Have this process's allocator keep what is freed; return False without glibc, where nothing
+    happens."""
     global _keeps
     _keeps = _tell(KEPT)
     return _keeps
@@ -34,8 +34,8 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def give_back_freed_memory() -> Iterator[None]:
-    """In here it is not kept: around what makes tensors that stay, and beside each of them larger
-    ones that go. Between those that stay these would leave holes, in all several times as large."""
+    """Give freed memory back in here, around code that makes tensors that stay beside larger ones
+    that go: the holes between those that stay would be several times as large."""
     kept = _keeps
     if kept:
         _tell(GIVEN_BACK)

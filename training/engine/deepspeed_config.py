@@ -135,14 +135,14 @@ def fill_by_width(config: dict, dim: int) -> None:
 
 
 def offload_device(config: dict | None, what: str) -> str | None:
-    """Where a DeepSpeed configuration moves the "optimizer" or "param": "cpu", "nvme" or None."""
+    """Return where a configuration moves the "optimizer" or "param": "cpu", "nvme" or None."""
     zero = config["zero_optimization"] if config else {}
     device = (zero.get(f"offload_{what}") or {}).get("device", "none")
     return None if device == "none" else device
 
 
 def nvme_folders(config: dict) -> set[str | None]:
-    """Where a DeepSpeed configuration keeps files instead of tensors; None is a name left out."""
+    """Return where a configuration keeps files instead of tensors; None is a name left out."""
     zero = config["zero_optimization"]
     on_nvme = [what for what in ("optimizer", "param") if offload_device(config, what) == "nvme"]
     return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
@@ -165,7 +165,7 @@ def _leave_to_muon(config: dict) -> Iterator[str]:
 
 
 def check_by_deepspeed(config: dict, source: str) -> None:
-    """What it would say at its start, below a traceback."""
+    """Raise UsageError for what DeepSpeed would refuse at its start, below a traceback."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # seconds to import
 
     # It cannot know yet how many processes there are.
@@ -195,38 +195,34 @@ def _autos(config: dict, prefix: str = ""):
 
 
 def _require_compiler(config: dict, source: str) -> None:
-    """DeepSpeed compiles operations of its own at first use; with no compiler it ends in a
-    traceback. PyTorch's AdamW takes the place of its Adam for the CPU, and the start block says so.
+    """Raise UsageError if DeepSpeed cannot compile the operations of its own that it would use.
+
+    PyTorch's AdamW takes the place of its Adam for the CPU, and the start block says so.
     """
     tools = ["ninja", "nvcc"] if torch.cuda.is_available() else ["ninja", "c++"]
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if folders := nvme_folders(config):
-        _require_for_nvme(folders, missing, source)
+        from deepspeed.ops.op_builder import AsyncIOBuilder  # seconds to import
+
+        if None in folders:
+            raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
+        if not missing and not AsyncIOBuilder().is_compatible():
+            missing = ["libaio (apt-get install libaio-dev)"]
+        if missing:
+            raise UsageError(
+                f"{source}: offloading to NVMe is compiled with ninja, a C++ compiler and libaio, "
+                f"and not found here: {' and '.join(missing)}"
+            )
+    if not missing:
+        return
     optimizer = config.get("optimizer")
-    if missing and offload_device(config, "optimizer"):
+    if offload_device(config, "optimizer"):
         config["zero_force_ds_cpu_optimizer"] = False
         if optimizer is not None:
             optimizer["params"] |= {"torch_adam": True, "fused": True}
-    if optimizer is None or optimizer["params"].get("torch_adam"):
-        return
-    if missing:
+    elif optimizer is not None and not optimizer["params"].get("torch_adam"):
         raise UsageError(
             f"{source} asks for DeepSpeed's own {optimizer['type']}, compiled with "
             f"{' and '.join(missing)}, "
             'not found here: write "torch_adam": true under "optimizer", "params" to use PyTorch\'s'
-        )
-
-
-def _require_for_nvme(folders: set[str | None], missing: list[str], source: str) -> None:
-    """Raises UsageError: something is not here with which DeepSpeed reads and writes such files."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder  # seconds to import
-
-    if None in folders:
-        raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
-    if not missing and not AsyncIOBuilder().is_compatible():
-        missing = ["libaio (apt-get install libaio-dev)"]
-    if missing:
-        raise UsageError(
-            f"{source}: offloading to NVMe is compiled with ninja, a C++ compiler and libaio, and "
-            f"not found here: {' and '.join(missing)}"
         )

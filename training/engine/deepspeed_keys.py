@@ -19,30 +19,32 @@ KNOWN = {
     "optimizer": "type params legacy_fusion",
     "timers": "throughput",
 }
-# Keys that DeepSpeed follows and this project does not, or that have no effect here, with why.
-REFUSED = {
-    "activation_checkpointing": "--gradient_checkpointing does it here",
-    "autotuning": "it is for deepspeed --autotuning",
-    "checkpoint": "this script writes its own checkpoints",
-    "compile": "--compile decides",
-    "data_efficiency": "this script has its own data loader",
-    "dataloader_drop_last": "this script has its own data loader",
-    "hybrid_engine": "it generates text in RLHF",
-    "pipeline": "the model is no deepspeed.PipelineModule",
-    "sequence_parallel_size": "sequences are not split among processes",
-    "tensor_parallel": "matrices are not split among processes",
-    "torch_autocast": "--dtype decides",
-    "weight_quantization": "it is for inference",
-    "bf16.bf16_master_weights_and_grads": "the optimizer steps fp32 weights here",
-    "bf16.bf16_optimizer_states": "the optimizer steps fp32 weights here",
-    "fp16.fp16_master_weights_and_grads": "the optimizer steps fp32 weights here",
-    "zero_optimization.zenflow": "checkpoints would miss some of its state",
-    "zero_optimization.offload_optimizer.super_offload": "checkpoints would miss some of its state",
-    "zero_optimization.zero_quantized_weights": "it rounds what is sent to 8 bits or 4",
-    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds what is sent",
-    "zero_optimization.zero_quantized_gradients": "it rounds what is sent to 8 bits or 4",
-    "zero_optimization.legacy_stage1": "DeepSpeed no longer has it",
+# Keys that DeepSpeed follows and this project does not, or that have no effect here, by reason.
+REASONS = {
+    "--gradient_checkpointing does it here": ["activation_checkpointing"],
+    "--compile decides": ["compile"],
+    "--dtype decides": ["torch_autocast"],
+    "this script writes its own checkpoints": ["checkpoint"],
+    "this script has its own data loader": ["data_efficiency", "dataloader_drop_last"],
+    "it does not apply to this training": ["autotuning", "hybrid_engine", "weight_quantization"],
+    "neither the model nor its sequences are divided that way": [
+        *("pipeline", "sequence_parallel_size", "tensor_parallel"),
+    ],
+    "the optimizer steps fp32 weights here": [
+        *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+        "fp16.fp16_master_weights_and_grads",
+    ],
+    "checkpoints would miss some of its state": [
+        *("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
+    ],
+    "it rounds what is sent": [
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "zero_optimization.zero_quantized_gradients",
+    ],
+    "DeepSpeed no longer has it": ["zero_optimization.legacy_stage1"],
 }
+REFUSED = {path: why for why, paths in REASONS.items() for path in paths}
 # Keys of "zero_optimization" that do nothing below stage 3, besides those that begin with stage3_.
 OF_STAGE_3 = [
     "offload_param",

@@ -1,7 +1,13 @@
-"""What the device could do at best: the yardstick of MFU (model FLOPs utilisation)."""
+"""What the device is, which precisions it has, and what it could do at best (for MFU, model FLOPs
+utilisation)."""
+
+import os
+import shutil
+import subprocess
 
 import torch
 
+from common.errors import UsageError
 from common.numbers import counted
 
 # TFLOP/s of dense matrix products that are summed in fp32, from the makers' data sheets and white
@@ -49,8 +55,46 @@ PRECISIONS = ("bf16", "fp16", "tf32", "fp32")  # the columns
 RELATIVES = ("Laptop", "D", "Ti", "SUPER", "MIG")
 
 
+def require_usable_gpu() -> None:
+    """Raise UsageError if there is a GPU that this PyTorch cannot use.
+
+    PyTorch would train on the CPU without a word, or end at the first kernel.
+    """
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        try:
+            torch.ones(1, device=f"cuda:{index}").sum().item()
+            return
+        except RuntimeError as error:
+            name, why = torch.cuda.get_device_name(index), str(error).splitlines()[0]
+    else:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+            return
+        asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+        if asked.returncode or not asked.stdout:
+            return
+        name = asked.stdout.splitlines()[0]
+        cuda = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        why = f"it is built {cuda}"
+    raise UsageError(
+        f"there is a GPU ({name}) that PyTorch {torch.__version__} cannot use ({why}): update its "
+        "driver, or install another PyTorch (https://pytorch.org/get-started/locally/); to train "
+        "on the CPU all the same, put CUDA_VISIBLE_DEVICES= in front"
+    )
+
+
+def has_bf16() -> bool:
+    """Return whether the GPU computes in bfloat16, as those from Ampere on do."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_tf32() -> bool:
+    """Return whether the GPU has TF32, NVIDIA's way to multiply in fp32 on tensor cores."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def matrix_precision(mixed_precision: str) -> str:
-    """In which of PRECISIONS this process computes matrix products.
+    """Return in which of PRECISIONS this process computes matrix products.
 
     Args:
         mixed_precision: Accelerate's: "bf16", "fp16", or "no" for float32.
@@ -67,7 +111,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Peak of the named device in one of PRECISIONS, None if the table does not have it."""
+    """Return the peak in FLOP/s of a device in one of PRECISIONS, None where it is unknown."""
     words = f" {name} ".replace("-", " ")
     for key, peaks in PEAKS.items():
         before, found, after = words.partition(f" {key} ")
@@ -81,5 +125,5 @@ def peak_flops(name: str, precision: str) -> float | None:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
 ) -> float | None:
-    """Share of the devices' peak that model FLOPs use, None where the peak is unknown."""
+    """Return the share of the devices' peak that model FLOPs use, None if it is unknown."""
     return None if peak is None else tokens_per_second * flops_per_token / (peak * devices)

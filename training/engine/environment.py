@@ -1,5 +1,5 @@
-"""What launchers tell a process by its environment, in one form whichever of them it was:
-`accelerate launch`, `deepspeed`, `torchrun`, or none."""
+"""What `accelerate launch`, `deepspeed` or `torchrun` tell a process by its environment, in one
+form."""
 
 import os
 from pathlib import Path
@@ -15,32 +15,35 @@ ALONE = {
 
 
 def take_launch(*models: TrainingArguments) -> None:
-    """Have the environment say what `accelerate launch` would have said. Where several models are
-    trained, each may name a DeepSpeed file, and the launcher's is that of the others.
+    """Have the environment say what `accelerate launch` would have said.
 
-    Raises UsageError: --deepspeed, or what launchers append, contradicts the launcher; or some
-    models have a file, and for the others there is none.
+    Where several models are trained, each may name a DeepSpeed file; the launcher's is for the
+    others.
+
+    Raises UsageError: --deepspeed contradicts the launcher, or some models have no file.
     """
     if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     with_file = [args.run_name for args in models if args.deepspeed]
-    without = [args.run_name for args in models if not args.deepspeed]
+    if not with_file:
+        return
     if len(models) == 1:
         name_configuration(models[0])
-    elif with_file and without and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+    elif len(with_file) < len(models) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         raise UsageError(
-            f"DeepSpeed trains all models or none: {', '.join(with_file)} by a file of their own, "
-            f'and neither {", ".join(without)} nor the launcher names one: add "deepspeed": '
-            '"ds_config.json"'
+            f"DeepSpeed trains all models or none: only {', '.join(with_file)} and not the "
+            'launcher name a file: add "deepspeed": "ds_config.json" to the others'
         )
-    elif with_file:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if with_file and "RANK" not in os.environ:
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if "RANK" not in os.environ:
         os.environ.update(ALONE)
 
 
 def name_configuration(args: TrainingArguments) -> None:
-    """Have --deepspeed be the file that the launcher names. Raises UsageError: it names another."""
+    """Have --deepspeed be the file that the launcher names.
+
+    Raises UsageError: the launcher names another one.
+    """
     if args.deepspeed is None:
         return
     named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

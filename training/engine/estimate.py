@@ -4,92 +4,71 @@ State (weights, gradients, optimizer) follows from the engine: 4 + 4 + 8 bytes p
 fp32; DeepSpeed in 16 bits has weights of 2 bytes, and 4 + 8 bytes of fp32 weights and moments that
 ZeRO-1 divides among the processes. ZeRO-2 divides the sums of the gradients too, ZeRO-3 the weights
 as well (Rajbhandari et al., https://arxiv.org/abs/1910.02054). Activations are counted from the
-tensors that backward needs (`_per_token`). On a CPU, where the allocator keeps what is freed, the
-estimate was within 15% of what was used (docs/performance.md). On a GPU it has not been measured:
-`fits` adds a third to everything that comes and goes.
+tensors that backward needs (`_kept_by_block`). On a CPU, where the allocator keeps what is freed,
+the estimate is within 20% of what is used (docs/engines.md); on a GPU it has not been measured, and
+`fits` adds a third to all that comes and goes.
 """
 
-import os
-import resource
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from model import LMConfig, Transformer
-from model.lora import LoRA, add_lora
+from model.attention import takes_grouped_heads
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
-from training.engine.kinds import GPU, NVME, Kind, engines
+from training.engine.kinds import CPU, GPU, NVME, Kind, engines
+from training.engine.memory import GIB
 
-GIB = 2**30
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # of what comes and goes on a GPU
 CPU_KEEPS = 1.5  # of what comes and goes on a CPU: freed blocks that suit no later tensor
+# Copies of the weights that DeepSpeed leaves in a CPU's memory, by stages 1 and 2, and by stage 3:
+# buckets, copies of them, weights before they were divided. Measured (docs/engines.md).
+CPU_COPIES, CPU_COPIES_3 = 7, 9
 LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
 
 
 class Beside(NamedTuple):
     """A teacher, which is asked in each step and never trained."""
 
-    config: LMConfig
+    shapes: Transformer  # on the meta device
     kind: Kind  # the engine that divides it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """What a process does in a step, as far as memory and traffic depend on it."""
 
-    config: LMConfig
+    args: TrainingArguments
     shapes: Transformer  # on the meta device, with adapters
-    dtype: str
-    muon: bool
-    batch_size: int  # sequences of a micro-batch
-    accumulation_steps: int
     processes: int
-    on_cpu: bool = False  # trained there, not merely offloaded to it
-    keeps_scores: bool = False  # attention keeps all T × T scores, see attention_kernel
-    compiled: bool = False
-    recompute: str = "off"  # --gradient_checkpointing
+    device: torch.device  # where it trains; a GPU need not be here
+    compiled: bool
     teacher: Beside | None = None
 
-    @classmethod
-    def of(
-        cls,
-        args: TrainingArguments,
-        config: LMConfig,
-        *,
-        processes: int,
-        device: torch.device,
-        compiled: bool,
-        lora: LoRA | None = None,
-        teacher: Beside | None = None,
-    ) -> "Workload":
-        """Return the workload of a run. A GPU that is not here is taken to have fused attention."""
-        keeps_scores = not config.use_flash_attn
-        if device.type == "cpu" or torch.cuda.is_available():
-            _, keeps_scores = attention_kernel(config, getattr(torch, args.dtype), device)
-        return cls(
-            config=config,
-            shapes=_shapes(config, lora),
-            dtype=args.dtype,
-            muon=args.optimizer == "muon",
-            batch_size=args.batch_size,
-            accumulation_steps=args.accumulation_steps,
-            processes=processes,
-            on_cpu=device.type == "cpu",
-            keeps_scores=keeps_scores,
-            compiled=compiled,
-            recompute=args.gradient_checkpointing,
-            teacher=teacher,
-        )
+    @property
+    def config(self) -> LMConfig:
+        return self.shapes.config
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @cached_property
+    def keeps_scores(self) -> bool:
+        """Whether attention keeps all T × T scores. A GPU that is not here has fused attention."""
+        if not self.on_cpu and not torch.cuda.is_available():
+            return not self.config.use_flash_attn
+        return attention_kernel(self.config, getattr(torch, self.args.dtype), self.device)[1]
 
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the precision of forward and backward."""
-        return 4 if self.dtype == "float32" else 2
+        return 4 if self.args.dtype == "float32" else 2
 
     @property
     def total(self) -> int:
@@ -106,7 +85,7 @@ class Workload:
         """Bytes of the optimizer's averages: two for AdamW, one for Muon's matrices."""
         layers = self.shapes.layers.parameters()
         by_muon = sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
-        return 8 * self.trained - (4 * by_muon if self.muon else 0)
+        return 8 * self.trained - (4 * by_muon if self.args.optimizer == "muon" else 0)
 
 
 @dataclass(frozen=True)
@@ -118,7 +97,6 @@ class Estimate:
     working: int  # what comes and goes, at most: activations, logits, buffers
     ram: int  # besides, of what is offloaded
     nvme: int
-    checkpoint: int  # RAM of the main process while it writes one
     sent: int  # to other processes, in one optimizer step
 
     @property
@@ -128,102 +106,114 @@ class Estimate:
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return what one process needs and sends under an engine."""
-    n, t, h, processes = work.total, work.trained, work.itemsize, work.processes
-    share = 1 / processes
-    sums = 4 if kind.fp32_sums else h
-    bucket = h * min(t, kind.reduce_bucket)
-    held = {"weights": 4 * t + h * (n - t), "gradients": 4 * t, "optimizer": work.moments}
-    buffers = 4 * t if processes > 1 and work.accumulation_steps > 1 else 0  # sums beside buckets
-    if kind.stage is not None:
-        held = {
-            "weights": h * n * (share if kind.stage == 3 else 1),
-            "gradients": sums * t * (share if kind.stage > 1 else 1),
-            "optimizer": (4 * t + work.moments) * share,
-        }
-        live = min(n, max(kind.reuse_distance // 2, _block(work.shapes)))
-        buffers = 2 * bucket + (h * live if kind.stage == 3 else 0)
-        if kind.stage == 1 and kind.fp32_sums and work.dtype == "bfloat16":
-            buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
-    ram, nvme = {}, {}
-    if not work.on_cpu:  # to a CPU's own memory nothing can be moved out of it
-        if kind.optimizer_on != GPU:
-            place = nvme if kind.optimizer_on == NVME else ram
-            place["optimizer"] = held.pop("optimizer") + 4 * t * share
-        if kind.parameters_on != GPU:
-            place = nvme if kind.parameters_on == NVME else ram
-            place["weights"] = held.pop("weights")
-        if kind.parameters_on == NVME:
-            ram["buffers"] = h * kind.parameter_buffers * kind.parameter_buffer
-    teacher = 0
+    if work.on_cpu:  # there is no other memory to move anything to
+        kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
+    h, share = work.itemsize, 1 / work.processes
+    weights, gradients, optimizer = _state(kind, work)
+    places = {GPU: gradients, CPU: 0, NVME: 0}
+    places[kind.parameters_on] += weights
+    places[kind.optimizer_on] += optimizer
+    if kind.optimizer_on != GPU:
+        places[kind.optimizer_on] += 4 * work.trained * share  # gradients, as it takes them
+    if kind.parameters_on == NVME:
+        places[CPU] += h * kind.parameter_buffers * kind.parameter_buffer
+    teacher, working = 0, _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
-        shapes, divided = _shapes(work.teacher.config), work.teacher.kind
-        taught_by = h * shapes.num_parameters()
+        shapes, divided = work.teacher
+        size = h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
         if divided.stage == 3:
-            buffers += min(taught_by, h * max(divided.reuse_distance // 2, _block(shapes)))
-        size = taught_by * (share if divided.stage == 3 else 1)
-        if divided.parameters_on != GPU and not work.on_cpu:
-            ram["teacher"] = size
-        else:
+            working += h * _gathered(divided, shapes)
+        if divided.parameters_on == GPU or work.on_cpu:
             teacher = size
-    working = _activations(kind, work) + buffers
+        else:
+            places[CPU] += size
     return Estimate(
-        held=int(sum(held.values())),
+        held=int(places[GPU]),
         teacher=int(teacher),
-        working=int(working * (CPU_KEEPS if work.on_cpu else 1)),
-        ram=int(sum(ram.values())),
-        nvme=int(sum(nvme.values())),
-        checkpoint=4 * t + work.moments,
+        working=int(working),
+        ram=int(places[CPU]),
+        nvme=int(places[NVME]),
         sent=int(_sent(kind, work)),
     )
 
 
-def _shapes(config: LMConfig, lora: LoRA | None = None) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(config)
-        if lora:
-            add_lora(model, **vars(lora))
-    return model
+def _state(kind: Kind, work: Workload) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer; see the docstring of this file."""
+    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
+    if kind.stage is None:
+        return 4 * t + h * (n - t), 4 * t, work.moments
+    weights = h * n * (share if kind.stage == 3 else 1)
+    gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
+    return weights, gradients, (4 * t + work.moments) * share
 
 
-def _block(shapes: Transformer) -> int:
-    """Return the number of parameters of one block."""
-    return sum(p.numel() for p in shapes.layers[0].parameters())
+def _buffers(kind: Kind, work: Workload) -> float:
+    """Return the bytes through which gradients and weights are exchanged."""
+    n, t, h = work.total, work.trained, work.itemsize
+    if kind.stage is None:  # DDP's buckets hold the gradients, sums lie beside them
+        return 4 * t if work.processes > 1 and work.args.accumulation_steps > 1 else 0
+    if work.on_cpu:
+        return h * n * (CPU_COPIES_3 if kind.stage == 3 else CPU_COPIES)
+    buffers = 2 * h * min(t, kind.reduce_bucket)
+    if kind.stage == 3:
+        buffers += h * _gathered(kind, work.shapes)
+    if kind.stage == 1 and kind.fp32_sums and work.args.dtype == "bfloat16":
+        buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
+    return buffers
+
+
+def _gathered(kind: Kind, shapes: Transformer) -> int:
+    """Return the number of parameters that ZeRO-3 has whole at a time: a block at least."""
+    block = sum(p.numel() for p in shapes.layers[0].parameters())
+    return min(shapes.num_parameters(), max(kind.reuse_distance // 2, block))
 
 
 def _activations(kind: Kind, work: Workload) -> float:
     """Return the bytes of a micro-batch: kept until backward, and at work at the worst moment."""
-    config, h = work.config, work.itemsize
-    tokens = work.batch_size * config.max_seq_len
-    block = _per_token(work)
-    kept = config.n_layers * block
-    if work.recompute != "off":
-        kept = config.n_layers * h * config.dim + block
-        if work.recompute == "selective" and not work.keeps_scores:
-            kept += config.n_layers * h * config.n_heads * config.head_dim
+    config, h, compiled = work.config, work.itemsize, work.compiled and kind.stage != 3
+    tokens = work.args.batch_size * config.max_seq_len
+    norm, attention, scores, feed_forward = _kept_by_block(work, compiled)
+    block = 2 * norm + attention + scores + feed_forward
+    kept = config.n_layers * block + norm  # of the last norm too
+    if work.args.gradient_checkpointing != "off":
+        kept = config.n_layers * h * config.dim + block + norm
+        if work.args.gradient_checkpointing == "selective" and not work.keeps_scores:
+            kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
     casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
     logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
-    logits *= 2 * h if work.compiled and kind.stage != 3 else 12  # log-probabilities, gradients
+    logits *= 2 * h if compiled else 12  # log-probabilities, gradients
     if work.teacher:  # both models' logits of all tokens, the student's gradient, a chunk's copies
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    at_work = 3 * h * config.hidden_dim + 16 * config.dim  # gradients of a block on their way
-    return tokens * kept + casts + max(logits, tokens * at_work)
+    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)  # a block's gradients
+    if work.on_cpu:  # the logits' memory is kept, and suits no gradient of a block
+        return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
+    return tokens * kept + casts + max(logits, at_work)
 
 
-def _per_token(work: Workload) -> float:
-    """Return the bytes that a block keeps of a token for its backward."""
+def _kept_by_block(work: Workload, compiled: bool) -> tuple[float, float, float, float]:
+    """Return the bytes that one norm, attention, its scores and the feed-forward keep of a token.
+
+    These are the tensors that autograd saves in model/. Compiled code keeps fewer: it computes
+    again what costs no matrix product.
+    """
     config, h = work.config, work.itemsize
     heads, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    norms = 2 * (8 + h) * config.dim  # the input in fp32, scaled for the weight's gradient, output
-    attention = h * (2 * heads + 2 * (heads if work.keeps_scores else keys))
-    feed_forward = 4 * h * config.hidden_dim  # both halves of SwiGLU, silu, their product
+    norm = (2 * h if compiled else 8 + h) * config.dim  # input (in fp32, and scaled), output
+    grouped = work.on_cpu or takes_grouped_heads(getattr(torch, work.args.dtype))
+    shared = grouped and not work.keeps_scores
+    attention = h * (2 * heads + 2 * (keys if shared else heads))  # q, k, v, output
+    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product (and silu)
     scores = 0.0
     if work.keeps_scores:  # softmax in fp32, and its copy in 16 bits
-        scores = config.n_heads * config.max_seq_len * (4 if h == 4 else 6)
+        scores = config.n_heads * config.max_seq_len * (4 if h == 4 or compiled else 6)
     elif work.on_cpu:  # blocks of rows keep the past alone
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
-    if config.dropout:  # masks, and what is left of scores and outputs
-        scores += 9 / 4 * scores + 2 * (h + 1) * config.dim
-    return norms + attention + feed_forward + scores
+    if config.dropout:  # masks, which a CPU has as numbers; in fp32 also the scores that are left
+        mask = 4 if work.on_cpu and not compiled else 1
+        attention += 2 * min(mask, h) * config.dim
+        if work.keeps_scores:
+            scores += config.n_heads * config.max_seq_len * (mask + (4 if h == 4 else 0))
+    return norm, attention, scores, feed_forward
 
 
 def _sent(kind: Kind, work: Workload) -> float:
@@ -236,7 +226,7 @@ def _sent(kind: Kind, work: Workload) -> float:
     and gathers weights in forward and backward. benchmarks/engines.py measures it.
     """
     n, t, h = work.total, work.trained, work.itemsize
-    ring, micro_batches = (work.processes - 1) / work.processes, work.accumulation_steps
+    ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps
     if kind.stage is None:
         return 2 * ring * 4 * t
     if kind.stage < 3:
@@ -257,7 +247,7 @@ def largest_batch(kind: Kind, work: Workload, room: int) -> int:
     fitting, too_large = 0, LARGEST_BATCH + 1
     while too_large - fitting > 1:
         middle = (fitting + too_large) // 2
-        if fits(kind, replace(work, batch_size=middle), room):
+        if fits(kind, replace(work, args=replace(work.args, batch_size=middle)), room):
             fitting = middle
         else:
             too_large = middle
@@ -266,12 +256,17 @@ def largest_batch(kind: Kind, work: Workload, room: int) -> int:
 
 def choices(work: Workload) -> list[Kind]:
     """Return the engines that take this optimizer, in the order of the advice."""
-    return [kind for kind in engines(work.config.dim) if kind.takes_muon or not work.muon]
+    return [
+        kind
+        for kind in engines(work.config.dim)
+        if kind.takes_muon or work.args.optimizer != "muon"
+    ]
 
 
 def advice(kind: Kind, work: Workload, room: int | None) -> str | None:
-    """Return a sentence on a better engine: the first that fits, where it sends less or spares the
-    way to the CPU, or where this one does not fit. None if there is no better one.
+    """Return a sentence on a better engine, the first that fits; None if there is none.
+
+    It is better where this one does not fit, sends more, or goes by way of the CPU without need.
 
     Args:
         room: bytes that a process can have, None if unknown.
@@ -281,46 +276,14 @@ def advice(kind: Kind, work: Workload, room: int | None) -> str | None:
     better = next((other for other in choices(work) if fits(other, work, room)), None)
     if better is None or better.name == kind.name:
         return None
-    how = (
-        f"ENGINE={better.config} bash run_accelerate.sh, or accelerate launch --config_file "
-        f"configs/{better.config}.yaml"
-    )
-    if not fits(kind, work, room):
-        return f"{better.name} fits into memory, {kind.name} does not: {how}"
     before, after = estimate(kind, work).sent, estimate(better, work).sent
-    if after < before or (kind.offloads and not better.offloads and not work.on_cpu):
-        return (
-            f"{better.name} would be faster: it sends {after / 1e6:,.3g} MB per process and step, "
-            f"not {before / 1e6:,.3g}, and fits into memory; {how}"
+    if not fits(kind, work, room):
+        why = f"fits into memory, {kind.name} does not"
+    elif after < before or (kind.offloads and not better.offloads and not work.on_cpu):
+        why = (
+            f"would be faster: it sends {after / 1e6:,.3g} MB per process and step, not "
+            f"{before / 1e6:,.3g}, and fits into memory"
         )
-    return None
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can still be taken: of the GPU, or of RAM within a container's limit.
-
-    None where the system does not say.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
+    else:
         return None
-    fields = dict(line.split(":") for line in meminfo.read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in used.read_text().splitlines())
-        free = min(free, int(text) - int(stat["anon"]))  # the rest can be reclaimed
-    return free
-
-
-def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can have in all: what it holds, and its share of what is
-    free, for on a CPU the processes of a machine share one memory. None where it is unknown."""
-    free = free_memory(device)
-    if free is None or device.type == "cuda":
-        return free if free is None else free + torch.cuda.memory_reserved(device)
-    resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return free // sharing + (resident - shared) * resource.getpagesize()
+    return f"{better.name} {why}; {better.command}"

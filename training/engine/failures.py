@@ -1,4 +1,4 @@
-"""What ends training though nobody made a mistake, said in one line: no memory, a process gone."""
+"""Training that ends without anybody's mistake, in one line: no memory, a process gone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from training.arguments import TrainingArguments
 
 # As PyTorch, NCCL and cuBLAS put it; only PyTorch's allocator for GPUs has an exception of its own.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-# What is to be said of another process, and how gloo and NCCL put it.
+# What to say of another process, and how gloo and NCCL put it.
 ELSEWHERE = {
     "has ended, see what it said": (
         *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
@@ -19,7 +19,7 @@ ELSEWHERE = {
 
 
 def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
-    """What to type for a run that needs less."""
+    """Return what to type for a run that needs less."""
     advice = (
         "a smaller --batch_size with larger --accumulation_steps needs less and keeps the global "
         "batch; "
@@ -32,8 +32,7 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Raises UsageError: the GPU's memory, or the CPU's, ran out in here, or another process has
-    ended while this one waited for it.
+    """Raise UsageError if memory runs out in here, or another process ends while this one waits.
 
     Args:
         model_settings: those that were typed.

@@ -51,6 +51,12 @@ class Kind:
         return f"ZeRO-{self.stage}{''.join(said)}"
 
     @property
+    def command(self) -> str:
+        """What to type to take it."""
+        how = f"accelerate launch --config_file configs/{self.config}.yaml"
+        return f"ENGINE={self.config} bash run_accelerate.sh, or {how}"
+
+    @property
     def offloads(self) -> bool:
         return self.optimizer_on != GPU or self.parameters_on != GPU
 
@@ -86,7 +92,7 @@ def kind_of(config: dict | None, dim: int = 0) -> Kind:
         stage=zero["stage"],
         optimizer_on=offload_device(config, "optimizer") or GPU,
         parameters_on=offload_device(config, "param") or GPU,
-        fp32_sums=str(sums).removeprefix("torch.") in ("fp32", "float32", "float"),
+        fp32_sums=sums in ("fp32", "float32"),
         reduce_bucket=int(BY_WIDTH["reduce_bucket_size"](dim) if bucket == "auto" else bucket),
         reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
         parameter_buffers=int(offload.get("buffer_count", Kind.parameter_buffers)),

@@ -1,5 +1,4 @@
-"""Mistakes of one process made those of all: nobody waits for one that has ended, and no two
-processes decide differently."""
+"""Decisions that hold for all processes: a mistake of one ends all, and nobody waits for it."""
 
 import socket
 from collections.abc import Callable
@@ -47,9 +46,7 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
         answer = attempt()
     except (UsageError, ConfigError) as mistake:
         error = mistake
-    everyone = [None] * engine.processes
-    mine = (error, socket.gethostname())
-    torch.distributed.all_gather_object(everyone, mine, group=engine.cpu_group)
+    everyone = _gather(engine, error)
     failed = [(rank, host) for rank, (error, host) in enumerate(everyone) if error]
     if not failed:
         return answer
@@ -63,13 +60,13 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
 
 
 def require_the_same(engine: Engine, facts: dict) -> None:
-    """On every process; all must call this. Raises UsageError: one has other facts than the main
-    one; names the first such process, its machine and the first three that differ."""
+    """Raise UsageError if a process has other facts than the main one; all must call this.
+
+    The message names the first such process, its machine and the first three facts that differ.
+    """
     if engine.cpu_group is None:
         return
-    everyone = [None] * engine.processes
-    mine = (facts, socket.gethostname())
-    torch.distributed.all_gather_object(everyone, mine, group=engine.cpu_group)
+    everyone = _gather(engine, facts)
     main, _ = everyone[0]
     for rank, (other, host) in enumerate(everyone):
         if different := [key for key in main | other if other.get(key) != main.get(key)]:
@@ -78,3 +75,11 @@ def require_the_same(engine: Engine, facts: dict) -> None:
                 f"rank {rank} on {host} has {', '.join(theirs)}: start all machines with the same "
                 "flags, on the same data"
             )
+
+
+def _gather(engine: Engine, mine) -> list[tuple]:
+    """Return (object, host name) of every process."""
+    everyone = [None] * engine.processes
+    told = (mine, socket.gethostname())
+    torch.distributed.all_gather_object(everyone, told, group=engine.cpu_group)
+    return everyone

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Part:
-    """What this process holds of one parameter: `numel` elements, possibly none."""
+    """The elements of one parameter that this process holds, possibly none."""
 
     parameter: nn.Parameter
     in_parameter: slice  # where they are in the flattened parameter
@@ -30,21 +30,22 @@ class Partition:
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Its whole shape. ZeRO-3 leaves a parameter empty while nobody uses it."""
+    """Return the whole shape. ZeRO-3 leaves a parameter empty while nobody uses it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """In here parameters that ZeRO-3 divides are whole, on every process's device. With `writes`
-    they stay afterwards what they are then on the first process."""
+    """Have parameters that ZeRO-3 divides whole in here, on every process's device. With `writes`
+    they keep afterwards the values of the first process."""
     import deepspeed  # seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
 
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
-    """What this process steps, as a DeepSpeed optimizer divides it. One at a time is in use: what
-    lies on NVMe is in memory until the next is asked for.
+    """Yield the shares that this process steps, as a DeepSpeed optimizer divides them.
+
+    A share that lies on NVMe is in memory until the next one is asked for.
 
     Args:
         writes: whether weights and moments are changed. Below ZeRO-3 those of the model, in 16
@@ -57,9 +58,9 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
-    """One for every parameter group: its parameters lie end to end, and every process has an equal
-    part of that line. (The `_hp_mapping` that DeepSpeed notes at each parameter is about the same,
-    but takes no notice of "round_robin_gradients", which changes the order.)
+    """Yield one for every parameter group: its parameters lie end to end, and every process has an
+    equal part of that line. (DeepSpeed's `_hp_mapping` ignores "round_robin_gradients", which
+    changes the order.)
     """
     if hasattr(zero, "single_partition_of_fp32_groups"):
         stepped, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
@@ -81,8 +82,8 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """One for every "sub_group_size" elements of a parameter group. Every process has an equal part
-    of each parameter, the last ones less or nothing, and there the partition has a gap. Reads and
+    """Yield one for every "sub_group_size" elements of a parameter group. Every process has an
+    equal part of each parameter; the last ones have less or nothing, and a gap instead. Reads and
     writes as DeepSpeed's own step does, which brings the model up to date too.
     """
     if writes:

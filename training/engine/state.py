@@ -1,4 +1,4 @@
-"""Weights and optimizer state, whole and by parameter name, however the engine has divided them."""
+"""Weights and optimizer state, whole and by parameter name, under every engine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 
 
 def state_keys(group: dict) -> tuple[str, ...]:
-    """Which tensors the optimizer keeps for every parameter of this group."""
+    """Return the names of the tensors that the optimizer keeps for a parameter of this group."""
     return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
 
 
 def is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of DeepSpeed's own, which count their steps in an int."""
+    """Return whether it is DeepSpeed's own, which counts its steps in an int."""
     return type(optimizer).__module__.startswith("deepspeed.")
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
-    """The optimizer's state of a tensor that it steps, made now if it has not stepped yet."""
+    """Return the optimizer's state of a tensor; it is made if there has been no step yet."""
     state = optimizer.state[stepped]
     keys = state_keys(group)
     if keys[0] not in state:
@@ -42,8 +42,8 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Have DeepSpeed's AdamW for the CPU correct its bias as after so many steps of its own: it
-    multiplies the powers of betas up, which rounds otherwise than taking them at once."""
+    """Take empty steps with DeepSpeed's AdamW for the CPU, so that its bias correction goes on to
+    the bit: it multiplies the powers of the betas up, and has no way to set them."""
     group, nothing = optimizer.param_groups[0], torch.zeros(4, 1)
     for past in range(1, step + 1):
         optimizer.ds_opt_adam.adam_update(
@@ -54,7 +54,7 @@ def catch_up(optimizer, step: int) -> None:
 
 @dataclass
 class Shard:
-    """The part of one parameter that this process holds in fp32, and the moments of that part.
+    """The part of a parameter that this process holds in fp32, and the moments of that part.
 
     `fp32` and `moments` are flat views into the optimizer's own memory, empty if it holds nothing;
     `inside` is where they are in the flattened parameter. Without ZeRO every process holds the
@@ -82,14 +82,15 @@ class TrainingState:
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """name → fp32 weights of what is trained."""
+        """Return name → fp32 weights of what is trained."""
         whole = {}
         for name, parameter, held in self._shards():
             whole |= self._join(name, parameter, held.inside, held.fp32)
         return whole
 
     def moments(self) -> dict[str, Tensor]:
-        """name.exp_avg and name.exp_avg_sq → AdamW's moments, name.momentum_buffer → Muon's."""
+        """Return AdamW's moments by name.exp_avg and name.exp_avg_sq, Muon's by
+        name.momentum_buffer."""
         whole = {}
         for name, parameter, held in self._shards():
             for key, part in held.moments.items():
@@ -97,8 +98,8 @@ class TrainingState:
         return whole
 
     def whole_model(self) -> Transformer | None:
-        """One that has all weights: the model itself where the engine leaves it whole, or else a
-        copy on the main process's CPU and None elsewhere."""
+        """Return a model that has all weights: the model itself where the engine leaves it whole,
+        or else a copy on the main process's CPU and None elsewhere."""
         if not self.divides_model:
             return self.model
         weights = self.weights() | self._frozen()
@@ -111,8 +112,8 @@ class TrainingState:
         return model.eval()
 
     def scalars(self) -> dict:
-        """AdamW's step, which the correction of its bias depends on (0 where Muon steps all), and
-        fp16's loss scale."""
+        """Return AdamW's step, for its bias correction (0 where Muon steps all), and fp16's loss
+        scale."""
         scale = None
         if self.accelerator.mixed_precision == "fp16":
             if self.zero:
@@ -124,8 +125,10 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Put all of it back, on every process, with frozen weights. Raises ConfigError: names or
-        shapes that do not fit the model."""
+        """Put everything back, frozen weights too; all processes call this.
+
+        Raises ConfigError: names or shapes that do not fit the model.
+        """
         self.load_weights(weights, source)
         for name, parameter, held in self._shards(writes=True):
             for key, part in held.moments.items():
@@ -147,9 +150,11 @@ class TrainingState:
                 self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Put the fp32 weights back, on every process, and leave the optimizer as it is; where they
-        are those of a base, adapters too. Raises ConfigError: names or shapes that do not fit the
-        model."""
+        """Put the fp32 weights back and leave the optimizer, and adapters that are not among them,
+        as they are; all processes call this.
+
+        Raises ConfigError: names or shapes that do not fit the model.
+        """
         if self.divides_model:  # its own parameters are empty
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
@@ -166,7 +171,7 @@ class TrainingState:
                 held.fp32.copy_(weights[name].view(-1)[held.inside])
 
     def _frozen(self) -> dict[str, Tensor]:
-        """name → weights that are not trained, on the main process's CPU, of a divided model."""
+        """Return name → frozen weights of a divided model, on the main process's CPU."""
         whole = {}
         for name, parameter in self._frozen_parameters():
             with gathered(parameter):
@@ -178,8 +183,8 @@ class TrainingState:
         return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     def _shards(self, writes: bool = False) -> Iterator[tuple[str, Tensor, Shard]]:
-        """(name, parameter, what this process holds of it), in one order on every process; `writes`
-        as in `partitions`."""
+        """Yield (name, parameter, what this process holds of it), in one order on all processes;
+        `writes` as in `partitions`."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         if not self.zero:
             for group in self.optimizer.param_groups:
@@ -201,7 +206,7 @@ class TrainingState:
         return {key: state[key] for key in state_keys(group)}
 
     def _join(self, name: str, parameter: Tensor, inside: slice, part: Tensor) -> dict[str, Tensor]:
-        """{name: the whole tensor} on the main process, put together from everybody's part."""
+        """Return {name: whole tensor} on the main process, joined from every process's part."""
         if self.zero:
             whole = torch.zeros(shape_of(parameter).numel(), device=self.accelerator.device)
             whole[inside] = part

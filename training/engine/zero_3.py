@@ -3,8 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from torch import nn
-
 from common.errors import UsageError
 from model import Transformer
 from runs.lock import lock
@@ -17,10 +15,9 @@ SWAPPED_BYTES = 2**20  # smaller shares stay in RAM: MIN_AIO_BYTES, deepspeed/ru
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """In here a model is built. With ZeRO-3 the parameters of every layer are divided among the
-    processes as soon as they are there.
+    """Build a model in here. ZeRO-3 divides the parameters of a layer as soon as they are there.
 
-    They are what they would be otherwise: DeepSpeed's own context has layers made in 16 bits and on
+    They are what they would be without it: DeepSpeed's own context makes layers in 16 bits and on
     the GPU, where other random numbers are drawn.
     """
     if not engine.divides_model:
@@ -37,8 +34,10 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
 
 
 def claim_folders(engine: Engine) -> None:
-    """Let no other run write to those that are on NVMe: DeepSpeed gives files of all runs the same
-    names. All must call this. Raises UsageError: another run does, or the system refuses."""
+    """Lock the folders on NVMe: DeepSpeed gives the files of all runs the same names.
+
+    All must call this. Raises UsageError: another run has one, or the system refuses.
+    """
 
     def attempt() -> None:
         for folder in map(Path, nvme_folders(engine.deepspeed) if engine.deepspeed else ()):
@@ -54,39 +53,26 @@ def claim_folders(engine: Engine) -> None:
 
 
 def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: int) -> None:
-    """A weight that comes from NVMe has a buffer until it is let go of. With a reuse distance
-    above 0, none is that comes again within it, there and back: a block's at least, which come
-    again where it is recomputed. With all buffers taken DeepSpeed ends in an assertion, in the
-    second step.
+    """Raise UsageError if a weight does not fit into a buffer through which it comes from NVMe, or
+    too many weights would stay in them: DeepSpeed ends in an assertion then.
 
     Args:
         shapes: the model; only the shapes of its parameters are looked at.
         itemsize: bytes of a weight, as it is computed with.
-
-    Raises UsageError: there are too few buffers, or they are too small.
     """
     if kind.parameters_on != NVME:
         return
-
-    def shares(part: nn.Module) -> dict[nn.Parameter, int]:
-        found = {p: -(-p.numel() // processes) for p in part.parameters()}
-        return {p: share for p, share in found.items() if share * itemsize >= SWAPPED_BYTES}
-
-    largest = max(shares(shapes).values(), default=0)
+    shares = [-(-p.numel() // processes) for p in shapes.parameters()]
+    swapped = [share for share in shares if share * itemsize >= SWAPPED_BYTES]
+    largest = max(swapped, default=0)
     if largest > kind.parameter_buffer:
         raise UsageError(
             f'"offload_param": a weight of this model has {largest:,} elements on each process, '
             f'more than its "buffer_size" of {kind.parameter_buffer:,}: make it {largest}'
         )
-    kept, after = shares(shapes.output), 0  # where it is tied, the embedding's is the same
-    for part in [*reversed(shapes.layers), shapes.tok_embeddings]:
-        if 2 * after >= kind.reuse_distance:
-            break
-        kept |= shares(part)
-        after += sum(p.numel() for p in part.parameters())
-    if len(kept) > kind.parameter_buffers:
+    if kind.reuse_distance and len(swapped) > kind.parameter_buffers:
         raise UsageError(
-            f'"offload_param" has {kind.parameter_buffers} buffers, and a "stage3_max_reuse_'
-            f'distance" of {kind.reuse_distance:,} would keep {len(kept)} weights in them: write '
-            f'"stage3_max_reuse_distance": 0, or "buffer_count": {len(kept)}'
+            f'"offload_param" has {kind.parameter_buffers} buffers, and {len(swapped)} weights may '
+            'stay in them to be used again: write "stage3_max_reuse_distance": 0, or '
+            f'"buffer_count": {len(swapped)}'
         )

@@ -1,8 +1,7 @@
-"""A trained model at work that is larger than a GPU, or than a process may hold: ZeRO-3 without
-gradients and optimizer.
+"""A trained model at work that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
-Every process has its share of each parameter, on its device or where "offload_param" says. Weights
-come together for the layer that computes, and go again after it (ZeRO-Inference, Aminabadi et al.,
+Every process has its share of each parameter, on its device or where "offload_param" says. The
+weights of a layer come together while it computes (ZeRO-Inference, Aminabadi et al.,
 https://arxiv.org/abs/2207.00032).
 """
 
@@ -26,9 +25,12 @@ class ZeroInference:
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """None where the launcher asked for something else than ZeRO-3: every process then has the
-        whole model. Raises UsageError: its DeepSpeed configuration cannot be read or is refused, as
-        in training, or the device that was named is not the one that DeepSpeed takes."""
+        """Return ZeRO-3 as the launcher asked for it; None for another engine, under which every
+        process has the whole model.
+
+        Raises UsageError: the DeepSpeed configuration is refused, as in training, or DeepSpeed does
+        not take the device that was named.
+        """
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -47,8 +49,10 @@ class ZeroInference:
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """What a configuration for ZeRO-3 says besides training; weights are in `dtype`. Raises
-        UsageError: as in training, or it is about files, which only training has."""
+        """Return what a configuration for ZeRO-3 says besides training; weights are in `dtype`.
+
+        Raises UsageError: as in training, or parameters are on NVMe.
+        """
         # An "auto" is for training, which knows what to write there.
         section = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
@@ -67,8 +71,8 @@ class ZeroInference:
 
     @give_back_freed_memory()
     def load(self, folder: WeightsFolder) -> Transformer:
-        """As `WeightsFolder.load`, in shares; all processes must call it. No process holds more
-        than one whole parameter at a time."""
+        """Load the model in shares; all processes must call it. No process holds more than one
+        whole parameter at a time."""
         import deepspeed
 
         from training.engine.launch import KEPT, skip_compiled_communication

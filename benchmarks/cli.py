@@ -1,0 +1,95 @@
+"""What all benchmarks share: flags, the lines on machine and command, and Markdown tables."""
+
+import argparse
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from common.cpu import available_cores
+from common.numbers import counted
+from common.parser import OneLineParser
+
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt", "numpy", "sentencepiece")
+LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+
+
+def new_parser(program: str, text: str) -> OneLineParser:
+    return OneLineParser(prog=f"python -m {program}", description=text, allow_abbrev=False)
+
+
+def numbers(text: str) -> list[int]:
+    """Parse whole numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a parser of some of the known names, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        found = [name.strip() for name in text.split(",")]
+        if wrong := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(known)}")
+        return found
+
+    return parse
+
+
+def say(text: str) -> None:
+    """Report progress on stderr; tables go to stdout."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this process's environment variables without those of a launcher."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    tools = Path(sys.executable).parent  # DeepSpeed and inductor look for ninja on PATH
+    return kept | {"PATH": f"{tools}{os.pathsep}{kept.get('PATH', '')}"}
+
+
+def heading(program: str, argv: list[str] | None) -> str:
+    """Return date, machine and versions, and the command.
+
+    Args:
+        argv: the flags; None takes those that were typed.
+    """
+    about = [
+        str(date.today()),
+        f"{cpu_name()}, {counted(available_cores(), 'cores')}",
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        f"{platform.system()}, Python {platform.python_version()}",
+    ]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            about.append(f"{name} {version(name)}")
+    words = sys.argv[1:] if argv is None else argv
+    command = f"python -m {program} {shlex.join(words)}".strip()
+    return f"{', '.join(about)}.\n\n    {command}"
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8", "replace").splitlines() if info.exists() else []
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+def table(rows: list[dict]) -> str:
+    """Return a Markdown table; each row maps the titles of the columns to cells."""
+    titles = list(rows[0])
+    lines = [titles, ["---"] * len(titles), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def spread(values: list[float], form: str) -> str:
+    """Return "median (lowest to highest)", each in this format."""
+    median, low, high = statistics.median(values), min(values), max(values)
+    return f"{median:{form}} ({low:{form}} to {high:{form}})"

@@ -1,0 +1,73 @@
+"""A server of a tiny model in a thread of the tests."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
+from small_model import opinionated
+
+from data.chat_template import encode_chat_prompt
+from data.conversations import Turn
+from data.tokenizer import Tokenizer
+from data.tokenizer_training import EOS_ID
+from inference.decoder import Decoder
+from inference.generation import generate
+from inference.sampling import Sampling
+from inference.server.app import Served, make_app
+from inference.server.listen import Server, bind
+from inference.worker import Worker
+
+MAX_BYTES = 1 << 16  # of a request
+
+
+def wait_until(condition: Callable):
+    """Return what the condition gives as soon as that is true."""
+    end = time.monotonic() + SAFETY_NET_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.02)
+    return value
+
+
+class LiveServer:
+    """Answers at `url` until it is closed.
+
+    Args:
+        name: of the model.
+        context: tokens that the model sees.
+    """
+
+    def __init__(self, name: str, tokenizer: Path, context: int):
+        self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
+        self.model.output.weight.data[EOS_ID] = 0  # never the likeliest: no text ends by itself
+        self.worker = Worker(Decoder(self.model), together=16, waiting=64)
+        served = Served(
+            worker=self.worker,
+            tokenizer=self.tokenizer,
+            context=context,
+            name=name,
+            sampling=Sampling(),
+            max_bytes=MAX_BYTES,
+        )
+        bound = bind("127.0.0.1", 0)
+        self.address = bound.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.server = Server(make_app(served), self.worker)
+        self.thread = threading.Thread(target=self.server.run, args=([bound],), daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join()
+
+    def continues(self, ids: list[int], n: int, **sampling) -> str:
+        """Return what the model says after these ids, without a server, greedily by default."""
+        settings = Sampling(**{"temperature": 0} | sampling)
+        (new,) = generate(self.model, [ids], n, settings)
+        return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]
+
+    def asked(self, question: str) -> list[int]:
+        """The ids that the model reads when this is a conversation's only question."""
+        return encode_chat_prompt(self.tokenizer, [Turn("user", question)])

@@ -1,0 +1,59 @@
+"""Checkpoints that older versions of this project wrote, and runs that go on from them.
+
+In the first format the model's shape stood among the parts of "identity", and AdamW was the only
+optimizer. Those of the second were trained with Muon. Each was written after step 2 by its own
+version, with FLAGS on a CPU, and so were the losses and weights that steps 3 and 4 gave there.
+Other processors may round the last digits of the matrix products otherwise.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runs.checkpoint import read_state
+from train_pretrain_accelerate import main
+
+FIXTURES = Path(__file__).parent / "fixtures"
+DATA = str(FIXTURES / "first_format" / "data")
+FLAGS = (
+    "--n_layers 1 --n_heads 2 --n_kv_heads 1 --max_seq_len 16 --batch_size 8 "
+    "--max_steps 4 --save_interval 2 --log_interval 1 --eval_interval 0 --dropout 0.1 "
+    "--dtype float32 --learning_rate 1e-2 --log_with none --sample_tokens 4 "
+)
+OWN_FLAGS = {"first_format": "--dim 16", "second_format": "--dim 8 --optimizer muon"}
+LOSSES = {
+    "first_format": [5.592276573181152, 5.538970470428467],
+    "second_format": [5.654646396636963, 5.625202655792236],
+}
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Copy the checkpoints of a format into a run folder."""
+
+    def copy(name: str) -> Path:
+        shutil.copytree(FIXTURES / name / "checkpoints", tmp_path / "run" / "checkpoints")
+        return tmp_path / "run"
+
+    return copy
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_run_goes_on_from_it_as_the_version_that_wrote_it_did(run_of, name):
+    run = run_of(name)
+    main([*FLAGS.split(), *OWN_FLAGS[name].split(), "--data", DATA, "--resume", str(run)])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses == pytest.approx(LOSSES[name], rel=1e-6)
+    expected = load_file(FIXTURES / name / "weights-of-step-4.safetensors")
+    weights = load_file(run / "checkpoints" / "step-00000004" / "weights.safetensors")
+    assert weights.keys() == expected.keys()
+    for name in weights:
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-6)
+    state = read_state(run / "checkpoints" / "step-00000004")
+    assert state["model"]["n_layers"] == 1
+    assert "dim" not in state["identity"]
