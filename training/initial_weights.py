@@ -18,22 +18,16 @@ MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 
 
 def require_same_tokenizer(source: WeightsFolder, config: LMConfig, data: TokenStream) -> None:
-    """Raise DataError where a trained model cannot read this data."""
-    tokenizer, room = source.tokenizer, config.vocab_size
-    if not tokenizer.is_file():
-        if data.vocab_size != room:
-            raise DataError(
-                f"{data.folder} has a vocabulary of {data.vocab_size}, the model in {source.path} "
-                f"one of {room}: prepare the text with the model's tokenizer"
-            )
-    elif tokenizer_hash(tokenizer) != data.description["tokenizer_sha256"]:
+    """Raise DataError where a trained model cannot read this data. Without a tokenizer beside the
+    model only the sizes of the vocabularies are compared."""
+    same, command = data.vocab_size == config.vocab_size, "prepare the text with the model's"
+    if source.tokenizer.is_file():
+        same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
+        command = data.prepare_with(source.tokenizer)
+    if not same or data.vocab_size > config.vocab_size:
         raise DataError(
-            f"{data.folder} has another tokenizer than the model in {source.path}: "
-            f"{data.prepare_with(tokenizer)}"
-        )
-    elif data.vocab_size > room:
-        raise DataError(
-            f"{tokenizer} has {data.vocab_size} pieces, the model beside it only {room}"
+            f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
+            f"{source.path}, vocabulary {config.vocab_size}: {command}"
         )
 
 
@@ -60,16 +54,12 @@ class InitialWeights:
         source = WeightsFolder.find(init_from, PRETRAINING)
         config = source.config()
         theirs = config.shape()
-        different = [
-            f"--{name} {value} (there {theirs[name]})"
-            for name, value in given.items()
-            if name not in MAY_DIFFER and value != theirs[name]
-        ]
-        if different:
-            raise UsageError(
-                f"the model in {source.path} has another shape than {', '.join(different)}: "
-                "leave such flags out, --init_from takes the shape from there"
-            )
+        for name, value in given.items():
+            if name not in MAY_DIFFER and value != theirs[name]:
+                raise UsageError(
+                    f"--{name} {value} (there {theirs[name]}): leave it out, --init_from takes the "
+                    f"shape from {source.path}"
+                )
         settings = theirs | given
         LMConfig(**settings)
         return cls(settings, source, config)
@@ -96,10 +86,9 @@ class InitialWeights:
         """Describe the weights for the start block."""
         if self.source is None:
             return "scratch"
-        words = f"{self.source.path}, with a new optimizer"
-        if self.max_seq_len != self.source_config.max_seq_len:
-            words += f"; max_seq_len is {self.max_seq_len} now and "
-            words += f"{self.source_config.max_seq_len} there, which rotary positions allow"
+        words, theirs = f"{self.source.path}, with a new optimizer", self.source_config.max_seq_len
+        if self.max_seq_len != theirs:
+            words += f"; max_seq_len is {self.max_seq_len} now and {theirs} there"
         if not self.source.tokenizer.is_file():
             words += "; no tokenizer there: only the size of the vocabulary was compared"
         return words

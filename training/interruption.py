@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from training.engine.launch import Engine
-from training.notebook import in_notebook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
@@ -28,8 +27,8 @@ SAVE, TIME_LIMIT = 1, 1000
 class StopRequest:
     """Asks all ranks, once per step, whether to stop, and the main rank whether to save.
 
-    A first signal is noted. A second one, a moment later, ends the process at once; in a notebook
-    it ends the run alone.
+    A first signal is noted. A second one, a moment later, ends the process at once; without a
+    launcher a second Ctrl-C is a KeyboardInterrupt.
 
     Args:
         time_limit: minutes after which to stop; None for never.
@@ -67,7 +66,7 @@ class StopRequest:
 
     def _note(self, number: int, frame) -> None:
         if self._signal and time.monotonic() - self._since > SAME_REQUEST_SECONDS:
-            if in_notebook():
+            if number == signal.SIGINT and "RANK" not in os.environ:  # maybe in a notebook
                 raise KeyboardInterrupt
             os._exit(128 + number)
         if not self._signal:
@@ -86,28 +85,28 @@ def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
 
 
 def how_to_resume(run: Path | str) -> str:
-    """Return the command that goes on: the one that was typed, with --resume."""
+    """Return the command that goes on: the one that was typed, with --resume.
+
+    run_accelerate.sh leaves its own command in RESUME_WITH, quoted as Bash does it. Of launchers
+    the flags are not known here.
+    """
     resume = f"--resume {shlex.quote(str(run))}"
-    launched = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = os.environ.get("RESUME_WITH")  # run_accelerate.sh, quoted as Bash does it
-    if command is None and launched:  # a launcher's own flags are not known here
-        return f"the same command with {resume}"
-    if command is None:
-        place = f"CUDA_VISIBLE_DEVICES={devices} " if devices else ""
-        command = place + shlex.join([python(), *sys.argv])
+    typed = shlex.join([python(), *sys.argv])
+    if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        typed = "the same command with"
+    elif devices := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        typed = f"CUDA_VISIBLE_DEVICES={devices} {typed}"
+    typed = os.environ.get("RESUME_WITH", typed)
     # --resume of an earlier stop; its value may be quoted in either way
-    command = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", command)
-    return f"{command} {resume}"
+    return re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed) + f" {resume}"
 
 
 def python() -> str:
-    """Return the shortest command for the Python that runs this."""
+    """Return a short command for the Python that runs this."""
     here = Path(sys.executable)
     if here.is_relative_to(Path.cwd()):  # run_accelerate.sh may have made .venv
         return str(here.relative_to(Path.cwd()))
-    names = [name for name in ("python", "python3") if shutil.which(name) == str(here)]
-    return names[0] if names else str(here)
+    return "python" if shutil.which("python") == str(here) else str(here)
 
 
 def leave() -> None:

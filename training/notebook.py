@@ -11,17 +11,10 @@ from accelerate.state import AcceleratorState, GradientState
 
 from runs.lock import release_locks
 
-_active = False
-
-
-def in_notebook() -> bool:
-    """Return whether this process lives on after the run."""
-    return _active
-
 
 @contextmanager
 def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
-    """Leave the process as it was found, so that it can do other things, another run among them.
+    """Leave the process so that another run can begin in it.
 
     Accelerate keeps one state per process and refuses another precision; torch.compile stops after
     eight models; a run folder stays locked while its process lives; signals would still go to the
@@ -30,7 +23,6 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     In here sys.argv is the command of the same run at a terminal. With argv None the flags came
     from the command line: the process ends with the run, and nothing is changed.
     """
-    global _active
     if argv is None:
         yield
         return
@@ -38,11 +30,9 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     environ = os.environ.copy()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     _forget_models()
-    _active = True
     try:
         yield
     finally:
-        _active = False
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
