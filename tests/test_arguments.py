@@ -81,7 +81,7 @@ def test_numbers_refuse_what_cannot_work(name):
         *((f"--{name}=1.01", name) for name in ("min_lr_ratio", "decay_fraction")),
         *((f"--{name}=nonsense", name) for name in CHOICES),
         ("--profile=yes", "profile"),
-        *((f"--run_name={name}", "run_name") for name in ("", "a/b", "..", "é" * 128)),
+        *((f"--run_name={name}", "run_name") for name in ("", "a/b", "..")),
         ("--batch_size", "batch_size"),
         ("--sample_prompt=\ud83d", "sample_prompt"),
         ("--deepspeed=a\0", "deepspeed"),

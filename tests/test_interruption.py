@@ -136,14 +136,12 @@ EARLIER = ("", " --resume auto", r" --resume=my\ runs/a", " --resume 'my runs/a'
 
 @pytest.mark.parametrize("earlier", EARLIER)
 def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier):
-    for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION", "CUDA_VISIBLE_DEVICES"):
+    for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     again = "--dim 8 --resume 'my runs/b'"
     before = ["--resume", "my runs/a"] if earlier else []
     monkeypatch.setattr(sys, "argv", ["train.py", *before, "--dim", "8"])
     assert how_to_resume(Path("my runs/b")) == f"{python()} train.py {again}"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert how_to_resume("my runs/b") == f"CUDA_VISIBLE_DEVICES=1,2 {python()} train.py {again}"
     monkeypatch.setenv("RANK", "0")  # of a launcher, whose flags are not known
     assert how_to_resume("my runs/b") == "the same command with --resume 'my runs/b'"
     monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 8")

@@ -16,6 +16,8 @@ SEQ_LEN = 16
 class Lines(Dataset):
     """Sequences of which only the targets given count."""
 
+    lengths = None
+
     def __init__(self, targets: list[list[int]]):
         self.targets = torch.tensor(targets)
 

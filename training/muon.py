@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from training.engine.partition import Part, Partition
 from training.engine.state import state_of
@@ -54,9 +53,9 @@ class Update(NamedTuple):
     inside: slice  # their place in the flattened matrix
 
 
-class Muon(torch.optim.Optimizer):
-    """Step groups with "algorithm": "muon" by Muon, overwriting their gradients, and the others as
-    torch.optim.AdamW(fused=True) does, to the bit.
+class Muon(torch.optim.AdamW):
+    """Step groups with "algorithm": "muon" by Muon, and drop their gradients; step the others as
+    torch.optim.AdamW(fused=True).
 
     Args:
         groups: parameter groups. Muon's hold matrices, "momentum" and "weight_decay", the others
@@ -66,7 +65,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
-        super().__init__(groups, {"lr": lr, "algorithm": "adamw"})
+        super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
         self.dtype = dtype
         self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → what lies in it
 
@@ -83,27 +82,9 @@ class Muon(torch.optim.Optimizer):
             stepped = [p for p in group["params"] if p.grad is not None]
             if stepped and group["algorithm"] == "muon":
                 self._step_muon(group, stepped)
-            elif stepped:
-                self._step_adamw(group, stepped)
-
-    def _step_adamw(self, group: dict, stepped: list[Tensor]) -> None:
-        states = [state_of(self, group, p) for p in stepped]
-        adamw(
-            stepped,
-            [p.grad for p in stepped],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                for p in stepped:
+                    p.grad = None
+        super().step()
 
     def _step_muon(self, group: dict, stepped: list[Tensor]) -> None:
         momenta = [state_of(self, group, p)["momentum_buffer"] for p in stepped]

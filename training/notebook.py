@@ -10,6 +10,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from runs.lock import release_locks
+from training.interruption import SIGNALS
 
 
 @contextmanager
@@ -28,23 +29,17 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
         return
     command, sys.argv = sys.argv, [program, *argv]
     environ = os.environ.copy()
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    _forget_models()
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        _forget_models()
-        release_locks()
-        os.environ.clear()
-        os.environ.update(environ)
-        sys.argv = command
-
-
-def _forget_models() -> None:
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if "torch._dynamo" in sys.modules:  # loading it takes seconds, and nothing has been compiled
         torch.compiler.reset()
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        release_locks()
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.argv = command

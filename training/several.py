@@ -116,7 +116,7 @@ def _require_shared(files: list[str], models: list[Model]) -> None:
         )
     if first.keep_last == 1:
         raise UsageError("--keep_last 1: several models need 2, one may be behind the others")
-    if set(first.trackers) - {"tensorboard", "none"}:
+    if set(first.trackers) - {"tensorboard"}:
         raise UsageError(f"--log_with {first.log_with}: several models take tensorboard or none")
     for name in (item.name for item in fields(first) if item.name not in OWN):
         for file, model in zip(files, models, strict=True):

@@ -11,13 +11,8 @@ from model.config import setting
 from model.lora import add_lora
 from training.arguments import AT_LEAST_1, FILE_NAME, POSITIVE, TrainingArguments, changed
 
-# Flags of scripts.prepare_data that --prepare_flags cannot hold, and why.
-GIVEN = {
-    "--data": "--conversations names what is prepared",
-    "--conversations": "it is a flag of its own",
-    "--tokenizer": "it is that of the weights in --init_from",
-    "--out": "the folder is named after the conversations; scripts.prepare_data takes any",
-}
+# Flags of scripts.prepare_data that this program gives itself.
+GIVEN = ("--data", "--conversations", "--tokenizer", "--out")
 
 
 @dataclass
@@ -97,5 +92,5 @@ class SFTArguments(TrainingArguments):
             raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
         for word in words:
             if (name := word.partition("=")[0]) in GIVEN:
-                raise UsageError(f"--prepare_flags {name}: leave it out, {GIVEN[name]}")
+                raise UsageError(f"--prepare_flags {name}: leave it out, it is given here")
         return words
