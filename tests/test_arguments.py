@@ -151,8 +151,6 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
         ({"lora_module_name": "wq"}, "--lora_module_name is about adapters"),
         ({"lora_dim": 8, "lora_alpha": -1.0}, "--lora_alpha must be positive"),
         ({"prepare_flags": "--out 'my"}, "No closing quotation"),
-        ({"prepare_flags": "--skip_bad_lines --out=x"}, "--prepare_flags --out: leave it out, "),
-        ({"prepare_flags": "--tokenizer x"}, "--prepare_flags --tokenizer: leave it out, "),
         ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give either"),
         ({"data": "out/data/chat", "prepare_flags": "--reuse"}, "give either"),
     ],

@@ -11,9 +11,6 @@ from model.config import setting
 from model.lora import add_lora
 from training.arguments import AT_LEAST_1, FILE_NAME, POSITIVE, TrainingArguments, changed
 
-# Flags of scripts.prepare_data that this program gives itself.
-GIVEN = ("--data", "--conversations", "--tokenizer", "--out")
-
 
 @dataclass
 class SFTArguments(TrainingArguments):
@@ -82,15 +79,8 @@ class SFTArguments(TrainingArguments):
         return (self.conversations, self.prepare_flags) != ("builtin", "")
 
     def prepare_words(self) -> list[str]:
-        """Split --prepare_flags as a shell would.
-
-        Raises UsageError: a quote is not closed, or this program gives one of the flags itself.
-        """
+        """Split --prepare_flags as a shell would. Raises UsageError: a quote is not closed."""
         try:
-            words = shlex.split(self.prepare_flags)
+            return shlex.split(self.prepare_flags)
         except ValueError as error:
             raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
-        for word in words:
-            if (name := word.partition("=")[0]) in GIVEN:
-                raise UsageError(f"--prepare_flags {name}: leave it out, it is given here")
-        return words

@@ -65,10 +65,6 @@ class TeacherWeights:
         with torch.device("meta"):
             return Transformer(self.config)
 
-    def flops_per_token(self, seq_len: float) -> float:
-        """Return the FLOPs of a forward pass, a third of what training takes."""
-        return self.shapes.flops_per_token(seq_len) / 3
-
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
         """Raise UsageError where the teacher cannot read what the student reads, or would have to
         be divided without a launcher. Before a launch there is no engine."""
