@@ -8,7 +8,7 @@ only the tokens of answers count in the loss.
 """
 
 from training.interruption import leave
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 from training.start import run_program, set_up
 
 

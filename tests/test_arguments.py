@@ -12,7 +12,7 @@ from model.lora import LoRA
 from training.arguments import TrainingArguments, flags_of, parse_arguments
 from training.initial_weights import MAY_DIFFER
 from training.prepare import prepared_data
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 
 README = REPOSITORY / "README.md"
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]

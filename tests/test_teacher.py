@@ -17,9 +17,9 @@ from model import ConfigError, LMConfig, Transformer
 from runs.folder import RunFolder
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
-from training.distillation_arguments import DistillationArguments
 from training.engine.launch import Engine
 from training.resume import StartingPoint, with_own_teacher
+from training.stage_arguments import DistillationArguments
 from training.teacher import Teacher, TeacherWeights
 
 SEQ_LEN = 32

@@ -22,7 +22,6 @@ from model import ConfigError
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.checkpointing import require_same_adapters
 from training.cpu_steps import cpu_flags
-from training.distillation_arguments import DistillationArguments
 from training.engine.device import require_usable_gpu
 from training.engine.environment import name_configuration
 from training.engine.estimate import estimate, largest_batch
@@ -31,7 +30,7 @@ from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import DistillationArguments, SFTArguments
 from training.trackers import require_trackers
 
 KINDS = TrainingArguments, SFTArguments, DistillationArguments

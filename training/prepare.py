@@ -34,7 +34,7 @@ from training.resume import (
     with_own_teacher,
 )
 from training.schedule import count_steps
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 from training.teacher import TeacherWeights
 
 # Paths, which may differ between machines, and what the main process decides for all.

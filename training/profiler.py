@@ -12,7 +12,7 @@ from torch import nn
 from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
-KEPT_FILES = 20  # newest traces and tables of a rank: a long run would fill the disk
+KEPT_TRACES = 10  # newest traces of a rank: a long run would fill the disk
 
 
 class StepProfiler:
@@ -93,18 +93,14 @@ class StepProfiler:
         self.phase("backward")
 
     def _export(self, step: int) -> str:
-        """Write the trace and the table of operators, delete old ones, and return their paths."""
+        """Write the trace, delete old ones, and return its path."""
         rank = f"rank{self.accelerator.process_index}"
-        path = self.folder / f"step-{step:08d}-{rank}"
-        device = "device" if self.accelerator.device.type == "cuda" else "cpu"
-        operators = self._trace.key_averages()
-        table = operators.table(f"self_{device}_time_total", 10, max_name_column_width=40)
+        path = self.folder / f"step-{step:08d}-{rank}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(f"{path}.json.gz")
-            path.with_suffix(".txt").write_text(table, encoding="utf-8")
-            for old in sorted(self.folder.glob(f"step-*-{rank}.*"))[:-KEPT_FILES]:
+            self._trace.export_chrome_trace(str(path))
+            for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
                 old.unlink()
         except OSError as error:
             return f"TRACE NOT WRITTEN: {error}"
-        return f"operators: {path}.txt  trace: {path}.json.gz"
+        return f"trace: {path}"

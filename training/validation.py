@@ -44,8 +44,7 @@ def validate(
 
     Returns:
         "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 /
-        bytes_per_token, which compares models with different tokenizers, and "samples", the number
-        of sequences.
+        bytes_per_token, which compares models with different tokenizers, and "samples".
     """
     model.eval()
     total, weight, samples = 0.0, 0, 0
