@@ -13,7 +13,7 @@ from data.dataset import PackedDataset
 from data.tokenizer import copy_tokenizer
 from formats.import_weights import import_weights
 from formats.portable import save_portable
-from model import ConfigError, LMConfig, Transformer
+from model import ConfigError, Transformer
 from runs.folder import RunFolder
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
@@ -73,14 +73,6 @@ def test_it_has_the_weights_in_the_precision_of_training(build, dtype):
         assert torch.equal(parameters[name], parameter)
     assert teacher.held == sum(p.numel() * p.element_size() for p in expected.parameters())
     assert torch.equal(teacher(TOKENS), expected(TOKENS).logits)
-
-
-def test_an_output_layer_of_its_own_stays_one(build, tmp_path, packed):
-    torch.manual_seed(0)
-    shape = {"dim": 32, "n_layers": 1, "n_heads": 4, "vocab_size": 400, "max_seq_len": SEQ_LEN}
-    model = Transformer(LMConfig(**shape, tie_embeddings=False)).eval()
-    teacher = build("float32", save(tmp_path / "untied", model, packed))
-    assert torch.equal(teacher(TOKENS), model(TOKENS).logits)
 
 
 @pytest.mark.parametrize("shards", ["one file", "several"])
