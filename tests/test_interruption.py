@@ -1,8 +1,6 @@
 import os
 import signal
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ import pytest
 from training import interruption
 from training.engine.launch import Engine
 from training.interruption import (
-    CHECKPOINT_WRITER,
     SAME_REQUEST_SECONDS,
     SAVE,
     SIGNALS,
@@ -158,16 +155,3 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
         finally:
             leave()
     assert left == codes
-
-
-def test_a_rank_waits_for_its_checkpoint_and_for_no_library(monkeypatch, left):
-    monkeypatch.setenv("RANK", "0")
-    written = threading.Event()
-    writer = threading.Timer(0.01, written.set)
-    writer.name = CHECKPOINT_WRITER
-    with ThreadPoolExecutor() as pool:  # its thread ends when it is told, in here never
-        pool.submit(int).result()
-        writer.start()
-        leave()
-        assert written.is_set()
-        assert left == [0]

@@ -55,14 +55,6 @@ def test_the_samples_are_spread_over_the_split(accelerator, n, most, expected):
         assert [i for tokens, _ in loader for i in tokens[:, 0].tolist()] == expected
 
 
-@pytest.mark.parametrize(("n", "batch_size"), [(10, 4), (8, 4), (1, 8)])
-def test_a_last_partial_batch_counts_by_its_samples(accelerator, n, batch_size):
-    loader = validation_loader(numbered(n), batch_size, 0, accelerator)
-    result = validate(LossIsTheTarget(), loader, accelerator, bytes_per_token=2.0)
-    assert result["loss"] == pytest.approx(sum(range(n)) / n)
-    assert result["samples"] == n
-
-
 def test_bits_per_byte_and_perplexity_by_hand(accelerator):
     loader = validation_loader(numbered(3), 2, 0, accelerator)  # losses 0, 1, 2
     result = validate(LossIsTheTarget(), loader, accelerator, bytes_per_token=4.0)

@@ -14,8 +14,8 @@ from formats.peft import save_adapter
 from formats.portable import load_portable, save_portable
 from model import LMConfig
 from model.lora import LoRA, merged_weights
-from report.history import read_rows
-from report.page import leave_report
+from report.history import read_history
+from report.page import final_numbers, leave_report
 from report.picture import draw_losses
 from runs.checkpoint import with_base
 from runs.find import BEST
@@ -23,6 +23,8 @@ from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.interruption import how_to_resume, python
 from training.samples import prompt_and_continuation
+
+VALIDATION = ("validation loss", "perplexity", "bits per byte", "best validation loss")
 
 
 def finish(
@@ -63,7 +65,7 @@ def finish(
         write = f"scripts.generate {run.path} --prompt {again}"
     adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     say(
-        f"\n{_validations(run)}"
+        f"\n{_validations(run)}\n"
         f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n\n"
         f"loss curve: {run.loss_picture}\n"
         f"report:     {leave_report(run)}\n"
@@ -81,25 +83,16 @@ def _copy_template(run: RunFolder, folder: Path) -> None:
 
 
 def _validations(run: RunFolder) -> str:
-    """Return a line each for the last validation, the one before training, and a lower one."""
-    rows = [row for row in read_rows(run.metrics) if row.get("val_loss") is not None]
-    if not rows:
-        return ""
-    text = f"{_describe(rows[-1])}\n"
-    if rows[0]["step"] == 0:
-        text += f"before the first step: {_describe(rows.pop(0))}\n"
-    lowest = min(rows, key=lambda row: row["val_loss"])
-    if lowest is not rows[-1]:
-        loss, source = f"{lowest['val_loss']:.4f}", f"{run.path}{BEST}"
-        text += f"it was lowest after step {lowest['step']}, {loss}: {source} is the model then\n"
+    """Describe the last validation, a better one, and the one before training."""
+    history = read_history(run.path)
+    numbers = final_numbers(history)
+    text = ", ".join(f"{name} {numbers[name]}" for name in VALIDATION if name in numbers)
+    if "best validation loss" in numbers:
+        text += f": {run.path}{BEST}"
+    first = next(iter(history.validation), {})
+    if first.get("step") == 0 and first["val_loss"]:
+        text += f"\nbefore the first step: validation loss {first['val_loss']:.4f}"
     return text
-
-
-def _describe(row: dict) -> str:
-    return (
-        f"validation loss {row['val_loss']:.4f}, perplexity {row['val_perplexity']:.4g}, "
-        f"bits per byte {row['val_bits_per_byte']:.4f}"
-    )
 
 
 def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
