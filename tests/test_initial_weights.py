@@ -115,19 +115,13 @@ def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fe
     assert "no tokenizer there" in find("", weights).describe()
 
 
-@pytest.mark.parametrize("form", ["old", "new"])
-def test_a_checkpoint_serves_as_weights_do(packed, tmp_path, form):
-    """Also one of the form in which the model was among the parts of the identity."""
+def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
     run = RunFolder(tmp_path / "run")
     checkpoint = run.checkpoint(7)
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     tensors = {WEIGHTS: dict(model.named_parameters()), OPTIMIZER: {}, RANDOM: {}}
-    state = {"step": 7, "optimizer_step": 7, "processes": 1, "identity": {"seed": 1}}
-    if form == "old":
-        state["identity"] |= {k: v for k, v in CONFIG.to_dict().items() if k != "dropout"}
-    else:
-        state["model"] = CONFIG.to_dict()
+    state = {"step": 7, "optimizer_step": 7, "processes": 1, "model": CONFIG.to_dict()}
     write_checkpoint(run, tensors, state)
     shutil.copy(packed / TOKENIZER_FILE, run.path)
     for given in (checkpoint, run.path):

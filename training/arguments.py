@@ -8,9 +8,9 @@ the same fields.
 import argparse
 import math
 import types
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 from common.errors import UsageError
 from common.parser import OneLineParser, UnlessGiven, is_text
@@ -25,29 +25,21 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 COMPILE = ("auto", "on", "off")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
-
-
-class Must(NamedTuple):
-    """A check of a flag's value."""
-
-    be: str  # what the value must be, in words
-    holds: Callable[[Any], bool]
-
-
-AT_LEAST_0 = Must("at least 0", lambda value: value >= 0)
-AT_LEAST_1 = Must("at least 1", lambda value: value >= 1)
-POSITIVE = Must("positive and finite", lambda value: 0 < value < math.inf)
-NOT_NEGATIVE = Must("at least 0 and finite", lambda value: 0 <= value < math.inf)
-SHARE = Must("between 0 and 1", lambda value: 0 <= value <= 1)
-BELOW_1 = Must("at least 0 and below 1", lambda value: 0 <= value < 1)
-SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
-FOLDER_NAME = Must(
+# What the value of a flag must be, in words and as a check.
+AT_LEAST_0 = ("at least 0", lambda value: value >= 0)
+AT_LEAST_1 = ("at least 1", lambda value: value >= 1)
+POSITIVE = ("positive and finite", lambda value: 0 < value < math.inf)
+NOT_NEGATIVE = ("at least 0 and finite", lambda value: 0 <= value < math.inf)
+SHARE = ("between 0 and 1", lambda value: 0 <= value <= 1)
+BELOW_1 = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+SEED = ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
+FOLDER_NAME = (
     "a plain folder name",
     lambda name: name.strip(" .") and name.isprintable() and not set(name) & {"/", "\0"},
 )
-FILE_NAME = Must("the name of a file", lambda name: name.strip() and "\0" not in name)
-TEXT = Must("text", is_text)
-TRACKER_LIST = Must(
+FILE_NAME = ("the name of a file", lambda name: name.strip() and "\0" not in name)
+TEXT = ("text", is_text)
+TRACKER_LIST = (
     f"a list of {', '.join(TRACKERS)}",
     lambda names: set(names.replace(" ", "").split(",")) <= set(TRACKERS),
 )
@@ -161,8 +153,8 @@ class TrainingArguments:
     def __post_init__(self):
         for item in fields(self):
             value, must = getattr(self, item.name), item.metadata["must"]
-            if must and value is not None and not must.holds(value):
-                raise UsageError(f"--{item.name} must be {must.be}, not {value!r}")
+            if must and value is not None and not must[1](value):
+                raise UsageError(f"--{item.name} must be {must[0]}, not {value!r}")
 
     @property
     def mixed_precision(self) -> str:

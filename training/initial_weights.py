@@ -17,17 +17,18 @@ from runs.weights import WeightsFolder
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 
 
-def require_same_tokenizer(source: WeightsFolder, config: LMConfig, data: TokenStream) -> None:
+def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
     """Raise DataError where a trained model cannot read this data. Without a tokenizer beside the
     model only the sizes of the vocabularies are compared."""
-    same, command = data.vocab_size == config.vocab_size, "prepare the text with the model's"
+    room = source.config().vocab_size
+    same, command = data.vocab_size == room, "prepare the text with the model's"
     if source.tokenizer.is_file():
         same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
         command = data.prepare_with(source.tokenizer)
-    if not same or data.vocab_size > config.vocab_size:
+    if not same or data.vocab_size > room:
         raise DataError(
             f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
-            f"{source.path}, vocabulary {config.vocab_size}: {command}"
+            f"{source.path}, vocabulary {room}: {command}"
         )
 
 
@@ -37,7 +38,6 @@ class InitialWeights:
 
     settings: dict  # of the model; without a source the vocabulary is missing
     source: WeightsFolder | None = None  # None: drawn at random
-    source_config: LMConfig | None = None
 
     @classmethod
     def find(cls, init_from: str | None, given: dict) -> "InitialWeights":
@@ -52,8 +52,7 @@ class InitialWeights:
         if init_from is None:
             return cls(given)
         source = WeightsFolder.find(init_from, PRETRAINING)
-        config = source.config()
-        theirs = config.shape()
+        theirs = source.config().shape()
         for name, value in given.items():
             if name not in MAY_DIFFER and value != theirs[name]:
                 raise UsageError(
@@ -62,7 +61,7 @@ class InitialWeights:
                 )
         settings = theirs | given
         LMConfig(**settings)
-        return cls(settings, source, config)
+        return cls(settings, source)
 
     @property
     def max_seq_len(self) -> int:
@@ -73,7 +72,7 @@ class InitialWeights:
         tokenizer than the weights."""
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
-        require_same_tokenizer(self.source, self.source_config, train_set)
+        require_same_tokenizer(self.source, train_set)
         return LMConfig(**self.settings)
 
     def load(self) -> dict[str, Tensor]:
@@ -86,7 +85,10 @@ class InitialWeights:
         """Describe the weights for the start block."""
         if self.source is None:
             return "scratch"
-        words, theirs = f"{self.source.path}, with a new optimizer", self.source_config.max_seq_len
+        words, theirs = (
+            f"{self.source.path}, with a new optimizer",
+            self.source.config().max_seq_len,
+        )
         if self.max_seq_len != theirs:
             words += f"; max_seq_len is {self.max_seq_len} now and {theirs} there"
         if not self.source.tokenizer.is_file():

@@ -75,7 +75,7 @@ class TeacherWeights:
             )
         if not self.source.tokenizer.is_file():
             raise UsageError(f"the teacher in {self.source.path} has no tokenizer beside it")
-        require_same_tokenizer(self.source, self.config, data)
+        require_same_tokenizer(self.source, data)
         if self.config.max_seq_len < data.seq_len:
             raise UsageError(
                 f"the teacher in {self.source.path} reads {self.config.max_seq_len} tokens at "

@@ -205,21 +205,6 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
 
 
-def test_a_run_may_teach_the_next_one_what_it_was_trained_on(distilled, packed, tmp_path):
-    """And how much the student listens may change on the way."""
-    flags = (
-        f"{FLAGS} --teacher {distilled.path} --out_dir {tmp_path} --run_name next --batch_size 8"
-    )
-    command = [sys.executable, DISTIL, *TINY, *flags.split(), "--dim", "16"]
-    ended = run_warm(command)
-    assert ended.code == 0, ended.out
-    assert f"teacher: {distilled.path}/weights: " in ended.out
-    assert f"data: {packed}: " in ended.out
-    ended = run_warm([*command, "--alpha", "0.9", "--max_steps", "5", "--resume", "auto"])
-    assert ended.code == 0, ended.out
-    assert f"changed since the run was stopped: --alpha {ALPHA} → 0.9" in ended.out
-
-
 def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher, tmp_path):
     flags = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
     flags += " --teacher_config configs/zero3_inference.json"
