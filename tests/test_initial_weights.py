@@ -121,7 +121,8 @@ def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     tensors = {WEIGHTS: dict(model.named_parameters()), OPTIMIZER: {}, RANDOM: {}}
-    state = {"step": 7, "optimizer_step": 7, "processes": 1, "model": CONFIG.to_dict()}
+    state = {"step": 7, "optimizer_step": 7, "processes": 1, "identity": {"seed": 1}}
+    state["model"] = CONFIG.to_dict()
     write_checkpoint(run, tensors, state)
     shutil.copy(packed / TOKENIZER_FILE, run.path)
     for given in (checkpoint, run.path):

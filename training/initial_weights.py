@@ -85,11 +85,8 @@ class InitialWeights:
         """Describe the weights for the start block."""
         if self.source is None:
             return "scratch"
-        words, theirs = (
-            f"{self.source.path}, with a new optimizer",
-            self.source.config().max_seq_len,
-        )
-        if self.max_seq_len != theirs:
+        words = f"{self.source.path}, with a new optimizer"
+        if self.max_seq_len != (theirs := self.source.config().max_seq_len):
             words += f"; max_seq_len is {self.max_seq_len} now and {theirs} there"
         if not self.source.tokenizer.is_file():
             words += "; no tokenizer there: only the size of the vocabulary was compared"
