@@ -15,14 +15,7 @@ from model import Transformer
 from model.config import setting
 from model.lora import add_lora
 from runs.find import DISTILLATION
-from training.arguments import (
-    AT_LEAST_1,
-    FILE_NAME,
-    POSITIVE,
-    SHARE,
-    TrainingArguments,
-    changed,
-)
+from training.arguments import AT_LEAST_1, FILE_NAME, POSITIVE, SHARE, TrainingArguments, changed
 from training.distillation_loss import KL
 
 
@@ -87,10 +80,6 @@ class SFTArguments(TrainingArguments):
                 module_name=self.lora_module_name,
                 only_lora=self.only_optimize_lora,
             )
-
-    def says_how_to_prepare(self) -> bool:
-        """Return whether conversations or flags for them were given."""
-        return (self.conversations, self.prepare_flags) != ("builtin", "")
 
     def prepare_words(self) -> list[str]:
         """Split --prepare_flags as a shell would. Raises UsageError: a quote is not closed."""
