@@ -29,7 +29,7 @@ from training.engine.kinds import kind_of
 from training.preflight import check_launch
 from training.prepare import prepare, shapes_of
 from training.resume import run_identity
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)

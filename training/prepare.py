@@ -31,7 +31,7 @@ from training.resume import (
     with_own_weights,
 )
 from training.schedule import count_steps
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 from training.teacher import TeacherWeights
 
 # Paths, which may differ between machines, and what the main process decides for all.
@@ -157,7 +157,7 @@ def prepared_data(
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
         flags += ["--overwrite", *args.prepare_words()]
-    elif isinstance(args, SFTArguments) and args.says_how_to_prepare():
+    elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
         raise UsageError(
             "--data is a folder that has been prepared, --conversations and --prepare_flags "
             "prepare one: give either"
