@@ -92,18 +92,11 @@ def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(typed, sa
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "source"), [("text", "--data TEXT"), ("conversations", "--conversations FILE")]
-)
-def test_another_tokenizer_is_refused_with_the_command_that_prepares_the_data(
-    weights, packed, kind, source
-):
+def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weights, packed):
     (weights / TOKENIZER_FILE).write_bytes(b"another")
-    train_set = PackedDataset(packed, "train", 24)
-    train_set.kind = kind
-    command = f"prepare_data --tokenizer {weights / TOKENIZER_FILE} {source} --out"
-    with pytest.raises(DataError, match=f"prepare the {kind} with .*{command}"):
-        find("", weights).config(train_set)
+    flag = f"--tokenizer {weights / TOKENIZER_FILE}"
+    with pytest.raises(DataError, match=f"prepare the text in .* with {flag}"):
+        find("", weights).config(PackedDataset(packed, "train", 24))
 
 
 def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fewer(

@@ -28,8 +28,8 @@ def require_same_tokenizer(source: WeightsFolder, config: LMConfig, data: TokenS
             )
     elif tokenizer_hash(tokenizer) != data.description["tokenizer_sha256"]:
         raise DataError(
-            f"{data.folder} has another tokenizer than the model in {source.path}: "
-            f"{data.prepare_with(tokenizer)}"
+            f"{data.folder} has another tokenizer than the model in {source.path}: prepare the "
+            f"{data.kind} in a folder of its own with --tokenizer {tokenizer}, and train on it"
         )
     elif data.vocab_size > room:
         raise DataError(

@@ -13,6 +13,7 @@ import torch
 
 from common.errors import SaidError, UsageError
 from data.dataset import TokenStream
+from data.errors import NothingFitsError
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from model.transformer import flops_per_token
@@ -115,10 +116,10 @@ def prepare(
 
     def open_data() -> tuple:
         train_set = filled.dataset(filled.data, "train", initial.max_seq_len)
-        if engine is None or engine.accelerator.is_local_main_process:
-            train_set.scan()
-        has_val = filled.dataset.fits(filled.data, "val", initial.max_seq_len)
-        val_set = filled.dataset(filled.data, "val", initial.max_seq_len) if has_val else None
+        try:
+            val_set = filled.dataset(filled.data, "val", initial.max_seq_len)
+        except NothingFitsError:
+            val_set = None
         config = initial.config(train_set)
         shapes_of(config, filled)  # a shape that cannot be built is refused here
         if teacher:

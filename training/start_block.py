@@ -139,8 +139,7 @@ def _data(run: Run) -> str:
     data = run.prepared.train_set
     if data.lengths is None:
         return f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
-    padding = data.share_of_padding(run.batches.sampler)
-    return f"{data.summary}; {padding:.1%} of positions are padding"
+    return data.summary
 
 
 def _checkpoints(run: Run) -> str:
