@@ -52,13 +52,6 @@ class Record(NamedTuple):
         return f"{self.path}, {unit} {self.position}"
 
 
-class Reading(NamedTuple):
-    """Settings that turn files into documents."""
-
-    text_column: str = TEXT_COLUMN  # of .jsonl, .csv and .parquet
-    section_bytes: int = SECTION_BYTES  # longest document of a .txt
-
-
 def is_jsonl(path: str) -> bool:
     return path.endswith(JSONL)
 
@@ -116,25 +109,30 @@ def _builtin_files() -> list[str]:
     return files
 
 
-def read_records(files: Iterable[str], reading: Reading | None = None) -> Iterator[Record]:
+def read_records(
+    files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
+) -> Iterator[Record]:
     """Yield every document of every file, in order, in memory bounded by one line, section or
     batch of rows.
+
+    Args:
+        text_column: name of the text in .jsonl, .csv and .parquet.
+        section_bytes: longest document of a .txt.
 
     Raises DataError: a file cannot be opened, is damaged or cut short, has no such column, or takes
     a package that is not installed.
     """
-    column, section_bytes = reading or Reading()
     for path in files:
         try:
             if path.endswith((".csv", ".parquet")):
                 rows = csv_rows if path.endswith(".csv") else parquet_rows
-                yield from (Record(path, *row) for row in rows(path, column))
+                yield from (Record(path, *row) for row in rows(path, text_column))
             elif path.endswith(".zst"):
-                yield from _lines(path, zst_lines(path), column)
+                yield from _lines(path, zst_lines(path), text_column)
             else:
                 with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
                     if is_jsonl(path):
-                        yield from _lines(path, file, column)
+                        yield from _lines(path, file, text_column)
                     else:
                         yield from _sections(path, file, section_bytes)
         except (OSError, EOFError, zlib.error, csv.Error) as error:

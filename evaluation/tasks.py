@@ -15,7 +15,6 @@ from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
 from data.corpus import (
     TEXT_COLUMN,
-    Reading,
     Record,
     find_files,
     is_jsonl,
@@ -193,7 +192,7 @@ def records(args: Namespace, scorer: Scorer) -> Iterable[Record]:
     if args.task == "conversations":
         found = conversation_records(files)
     else:
-        found = read_records(files, Reading(args.text_column or TEXT_COLUMN))
+        found = read_records(files, args.text_column or TEXT_COLUMN)
     return shown(islice(found, args.limit or None), scorer, args.limit or None)
 
 

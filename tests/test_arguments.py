@@ -112,11 +112,6 @@ def test_deepspeeds_flags_are_taken_as_its_users_type_them(typed):
     assert args == TrainingArguments(deepspeed="ds.json")
 
 
-def test_flags_for_preparing_conversations_are_taken_apart_as_a_shell_would():
-    args = SFTArguments(prepare_flags="--data_split 2,4,4 --val_fraction '0.1'")
-    assert args.prepare_words() == ["--data_split", "2,4,4", "--val_fraction", "0.1"]
-
-
 def test_settings_of_the_model_are_returned_only_if_they_were_typed():
     assert parse_arguments([]) == (TrainingArguments(), {})
     typed = ["--dim", "512", "--no-tie_embeddings"]
@@ -150,18 +145,10 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
         ({"lora_alpha": 8.0}, "--lora_alpha is about adapters"),
         ({"lora_module_name": "wq"}, "--lora_module_name is about adapters"),
         ({"lora_dim": 8, "lora_alpha": -1.0}, "--lora_alpha must be positive"),
-        ({"prepare_flags": "--out 'my"}, "No closing quotation"),
-        ({"prepare_flags": "--skip_bad_lines --out=x"}, "--prepare_flags --out: leave it out, "),
-        ({"prepare_flags": "--tokenizer x"}, "--prepare_flags --tokenizer: leave it out, "),
         ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give either"),
         ({"data": "out/data/chat", "prepare_flags": "--reuse"}, "give either"),
     ],
 )
 def test_a_mistake_in_the_flags_of_fine_tuning_is_one_line(flags, says):
-    def prepare() -> None:
-        args = SFTArguments(**flags)
-        args.prepare_words()
-        prepared_data(args, initial=None, teacher=None)
-
     with pytest.raises(UsageError, match=re.escape(says)):
-        prepare()
+        prepared_data(SFTArguments(**flags), initial=None, teacher=None)

@@ -8,8 +8,6 @@ import zstandard
 
 from data.corpus import (
     SECTION_BYTES,
-    Reading,
-    bytes_to_read,
     find_files,
     parse,
     read_records,
@@ -160,7 +158,7 @@ LONG_TEXTS = {
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
 def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text, most):
     path = write(tmp_path / "long.txt", text.encode())
-    records = list(read_records([str(path)], Reading(section_bytes=most)))
+    records = list(read_records([str(path)], section_bytes=most))
     assert b"".join(record.raw for record in records) == text.encode()
     assert "".join(map(parse, records)) == text  # so no character is split either
     offset = 0
@@ -178,8 +176,6 @@ def test_the_size_of_a_text_is_that_of_its_files_and_four_times_that_of_compress
     packed = tmp_path / "a.jsonl.zst"
     packed.write_bytes(b"x" * 100)
     assert text_size([plain, str(packed)]) == 300 + 4 * 100
-    assert bytes_to_read([plain, plain]) == 600
-    assert bytes_to_read([plain, str(packed)]) is None
 
 
 def test_records_are_read_one_after_the_other_and_not_all_at_once(tmp_path):

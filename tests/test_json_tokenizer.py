@@ -14,7 +14,7 @@ from tokenizers import decoders, models
 
 from data.corpus import parse, read_records
 from data.errors import DataError
-from data.segmentation import Splitter
+from data.segmentation import split_at_random
 from data.tokenizer import (
     JsonTokenizer,
     Tokenizer,
@@ -99,9 +99,9 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
 
 
 def test_a_text_cut_into_other_pieces_is_the_same_text(tokenizer, texts):
-    splitter, random = Splitter(tokenizer), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     ids = tokenizer.encode(texts[0])
-    others = [splitter.split(ids, random) for _ in range(3)]
+    others = [split_at_random(ids, tokenizer, random) for _ in range(3)]
     assert all(len(way) > len(ids) for way in others)
     assert {tokenizer.decode(way) for way in others} == {texts[0]}
 

@@ -12,14 +12,14 @@ import pytest
 import zstandard
 
 from data import readers
-from data.corpus import Reading, find_files, parse, read_records
+from data.corpus import find_files, parse, read_records
 from data.errors import DataError
 
 DOCUMENTS = ["one", '第二\n句, with "quotes"', "", "😀\r\nthree", "last"]
 
 
 def records(path: Path, column: str = "text") -> list:
-    return list(read_records(find_files(str(path)), Reading(text_column=column)))
+    return list(read_records(find_files(str(path)), column))
 
 
 def texts(path: Path, column: str = "text") -> list[str]:

@@ -172,7 +172,7 @@ def prepared_data(
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-        flags += ["--overwrite", *args.prepare_words()]
+        flags += ["--overwrite", f"--flags={args.prepare_flags}"]
     elif isinstance(args, SFTArguments) and args.says_how_to_prepare():
         raise UsageError(
             "--data is a folder that has been prepared, --conversations and --prepare_flags "

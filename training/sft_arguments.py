@@ -1,6 +1,5 @@
 """The flags of train_sft_accelerate.py; those of adapters have DeepSpeed-Chat's names."""
 
-import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,14 +9,6 @@ from model import Transformer
 from model.config import setting
 from model.lora import add_lora
 from training.arguments import AT_LEAST_1, FILE_NAME, POSITIVE, TrainingArguments, changed
-
-# Flags of scripts.prepare_data that --prepare_flags cannot hold, and why.
-GIVEN = {
-    "--data": "--conversations names what is prepared",
-    "--conversations": "it is a flag of its own",
-    "--tokenizer": "it is that of the weights in --init_from",
-    "--out": "the folder is named after the conversations; scripts.prepare_data takes any",
-}
 
 
 @dataclass
@@ -85,17 +76,3 @@ class SFTArguments(TrainingArguments):
     def says_how_to_prepare(self) -> bool:
         """Return whether conversations or flags for them were given."""
         return (self.conversations, self.prepare_flags) != ("builtin", "")
-
-    def prepare_words(self) -> list[str]:
-        """Split --prepare_flags as a shell would.
-
-        Raises UsageError: a quote is not closed, or this program gives one of the flags itself.
-        """
-        try:
-            words = shlex.split(self.prepare_flags)
-        except ValueError as error:
-            raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
-        for word in words:
-            if (name := word.partition("=")[0]) in GIVEN:
-                raise UsageError(f"--prepare_flags {name}: leave it out, {GIVEN[name]}")
-        return words
