@@ -10,6 +10,7 @@ A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's 
 rm-static was made.
 """
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ from typing import NamedTuple
 from data.corpus import JSONL, Record, read_records, refuse_half_characters
 from data.docstrings import docstring_records
 from data.errors import DataError
-from data.readers import parquet_objects
+from data.readers import parquet_rows
 
 SUFFIXES = (*JSONL, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
@@ -48,7 +49,8 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
     yield from docstring_records(path for path in files if path.endswith(".py"))
     for path in files:
         if path.endswith(".parquet"):
-            yield from (Record(path, *row) for row in parquet_objects(path, KEYS))
+            for number, row in enumerate(parquet_rows(path, KEYS), 1):
+                yield Record(path, number, json.dumps(row, default=str).encode())
         elif not path.endswith(".py"):
             yield from read_records([path])
 

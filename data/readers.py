@@ -5,10 +5,9 @@
 
 import csv
 import importlib
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 from data.errors import DataError
 
@@ -16,12 +15,6 @@ CHUNK_BYTES = 1 << 17
 BATCH_ROWS = 64  # of Parquet, in memory at once
 # A quote that is never closed makes one field of the rest of the file: reading stops here.
 LONGEST_FIELD = 1 << 26
-
-
-class Row(NamedTuple):
-    position: int  # the row of a .parquet, or the line on which a row of a .csv begins, from 1
-    raw: bytes  # UTF-8, not yet decoded
-    fault: str = ""  # why there is no text in it
 
 
 def zst_lines(path: str) -> Iterator[bytes]:
@@ -43,8 +36,7 @@ def zst_lines(path: str) -> Iterator[bytes]:
                     *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
                 except zstandard.ZstdError as error:
                     raise OSError(str(error)) from error
-                for line in lines:
-                    yield line + b"\n"
+                yield from (line + b"\n" for line in lines)
                 chunk = frame.unused_data
                 frame = None if frame.eof else frame
     if frame is not None:
@@ -53,8 +45,9 @@ def zst_lines(path: str) -> Iterator[bytes]:
         yield rest
 
 
-def csv_rows(path: str, column: str) -> Iterator[Row]:
-    """Yield one column of a .csv file with a head.
+def csv_rows(path: str, column: str) -> Iterator[tuple[int, bytes, str]]:
+    """Yield one column of a .csv file with a head: the line on which a row begins, from 1, the
+    text as UTF-8, and why there is none, "" if there is.
 
     Raises DataError: there is no such column. csv.Error: the head is no CSV.
     """
@@ -62,50 +55,27 @@ def csv_rows(path: str, column: str) -> Iterator[Row]:
     # Bytes that are no UTF-8 pass through, so that the error names the place of their row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.reader(file, strict=True)
-        names = next(rows, None)
-        if names is None:
-            return
+        names = next(rows, [column])  # an empty file has no head and no rows
         _require_columns(path, (column,), names)
-        index = names.index(column)
-        while True:
+        index, row = names.index(column), []
+        while row is not None:
             begins = rows.line_num + 1
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                yield Row(begins, b"", f"not CSV ({error})")
+                yield begins, b"", f"not CSV ({error})"
                 continue
-            if row is None:
-                return
-            if len(row) > index:
-                yield Row(begins, row[index].encode(errors="surrogateescape"))
+            if row and len(row) <= index:
+                yield begins, b"", f"{len(row)} fields, too few for a {column!r}"
             elif row:
-                yield Row(begins, b"", f"{len(row)} fields, too few for a {column!r}")
+                yield begins, row[index].encode(errors="surrogateescape"), ""
 
 
-def parquet_rows(path: str, column: str) -> Iterator[Row]:
-    """Yield one column of a .parquet file.
-
-    Raises DataError: there is no such column, it holds no text, or the file is damaged.
-    """
-    binary = _import("pyarrow", path).large_binary()
-    texts = _parquet_values(path, (column,), lambda batch: batch.column(0).cast(binary))
-    for number, text in enumerate(texts, 1):
-        raw = text.as_py()
-        yield Row(number, raw or b"", "" if raw is not None else "null and no text")
-
-
-def parquet_objects(path: str, keys: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of a .parquet file as JSON objects, of those columns among `keys` it has.
+def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .parquet file, with those columns among `keys` that it has.
 
     Raises DataError: it has none of them, or is damaged.
     """
-    objects = _parquet_values(path, keys, lambda batch: batch.to_pylist())
-    for number, row in enumerate(objects, 1):
-        yield Row(number, json.dumps(row, default=str).encode())
-
-
-def _parquet_values(path: str, keys: tuple[str, ...], values_of: Callable) -> Iterator:
-    """Yield what `values_of` makes of each batch of the columns that are among `keys`."""
     parquet, arrow = _import("pyarrow.parquet", path), _import("pyarrow", path)
     try:
         # With these a row group, which may be the whole file, is read in pieces.
@@ -114,7 +84,7 @@ def _parquet_values(path: str, keys: tuple[str, ...], values_of: Callable) -> It
             _require_columns(path, keys, names)
             columns = [key for key in keys if key in names]
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                yield from values_of(batch)
+                yield from batch.to_pylist()
     except DataError:
         raise
     except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
@@ -135,6 +105,4 @@ def _import(module: str, path: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise DataError(
-            f"{path}: reading it takes {package}: python -m pip install {package}"
-        ) from error
+        raise DataError(f"{path}: reading it takes: python -m pip install {package}") from error

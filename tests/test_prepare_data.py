@@ -221,8 +221,8 @@ SUMS = "--data sums.jsonl"
 CHAT_MODEL = "--conversations sums.jsonl --tokenizer MODEL"
 REFUSED = {
     "--data nowhere.jsonl": "nowhere.jsonl: no such file",
-    "--data a.pdf": "a.pdf: cannot read this kind of file; use one of .txt",
-    "--data folder": "folder: no .txt",
+    "--data a.pdf": "a.pdf: cannot read this kind of file or folder; use one of .txt",
+    "--data folder": "folder: cannot read this",
     "--data gbk.txt": "iconv",
     "--data plain.jsonl.gz": "plain.jsonl.gz: cannot be read",
     "--data short.txt --vocab_size 300": "too little text",

