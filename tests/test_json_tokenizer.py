@@ -123,9 +123,9 @@ def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (None, "does not say which pieces begin and end a document"),
-        ("{", "does not say which pieces"),
-        ("[]", "does not say which pieces"),
+        (None, "does not say which piece ends a document"),
+        ("{", "does not say which piece"),
+        ("[]", "does not say which piece"),
         ("{}", "no eos_token"),
         ('{"eos_token": 3}', "no eos_token"),
         ('{"eos_token": "<nothing>"}', "has no piece '<nothing>'"),
