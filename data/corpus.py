@@ -17,11 +17,12 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from data.readers import csv_rows, parquet_rows, zst_lines
+from data.readers import csv_rows, open_zst, parquet_rows
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
@@ -112,10 +113,9 @@ def read_records(
                     raw = text.encode() if isinstance(text, str) else text
                     fault = "" if isinstance(raw, bytes) else "no text in it"
                     yield Record(path, number, b"" if fault else raw, fault)
-            elif path.endswith(".zst"):
-                yield from _lines(path, zst_lines(path), text_column)
             else:
-                with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+                openers = {".gz": gzip.open, ".zst": open_zst}
+                with openers.get(Path(path).suffix, partial(open, mode="rb"))(path) as file:
                     if path.endswith(JSONL):
                         yield from _lines(path, file, text_column)
                     else:

@@ -226,7 +226,7 @@ REFUSED = {
     "--data gbk.txt": "iconv",
     "--data plain.jsonl.gz": "plain.jsonl.gz: cannot be read",
     "--data short.txt --vocab_size 300": "too little text",
-    "--data a.csv": "a.csv: no column 'text'; --text_column takes one of 'id', 'body'",
+    "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
     "--data short.txt --text_column body": "--text_column body: none of these files has columns",
     f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
     f"{SUMS} --vocab_size 0": "vocab_size 0",
