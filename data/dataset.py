@@ -12,13 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.errors import DataError, NothingFitsError
 from data.order import MicroBatchSampler
-from data.shards import CONVERSATIONS, TEXT, read_description
+from data.shards import TEXT, read_description
 from data.tokenizer import tokenizer_in
-
-TRAINED_BY = {
-    TEXT: "train_pretrain_accelerate.py",
-    CONVERSATIONS: "train_sft_accelerate.py (STAGE=sft bash run_accelerate.sh)",
-}
 
 
 class TokenStream(Dataset):
@@ -41,7 +36,7 @@ class TokenStream(Dataset):
         self.seq_len = seq_len
         self.description = read_description(folder)
         if (kind := self.description["kind"]) != self.kind:
-            raise DataError(f"{folder} holds {kind}, prepared for {TRAINED_BY[kind]}")
+            raise DataError(f"{folder} holds {kind}, and this program trains on {self.kind}")
         part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part["tokens"])

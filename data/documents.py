@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.chat_template import encode_conversations
+from data.chat_template import encode_conversation
 from data.conversations import Turn, parse_conversation
 from data.corpus import Record, load_json, parse
 from data.errors import DataError
@@ -82,8 +82,8 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> list[D
 def _conversations(tokenizer: Tokenizer, conversations: list[list[Turn]]) -> list[Document]:
     dtype = token_dtype(tokenizer.vocab_size)
     documents = []
-    encoded = encode_conversations(tokenizer, conversations)
-    for turns, (ids, counts) in zip(conversations, encoded, strict=True):
+    for turns in conversations:
+        ids, counts = encode_conversation(tokenizer, turns)
         # The positions at which counting begins or ends. The first id never counts; the last may,
         # where a tokenizer drops line ends.
         answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1

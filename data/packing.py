@@ -23,17 +23,9 @@ from data.corpus import TEXT_COLUMN, Record, parse, read_records, text_size
 from data.documents import Encoded, encode_batch
 from data.encoders import encoders
 from data.errors import DataError
-from data.shards import (
-    CONVERSATIONS,
-    DESCRIPTION_FILE,
-    FORMAT,
-    SPLITS,
-    TEXT,
-    ShardWriter,
-    token_dtype,
-)
-from data.sizes import Suited, suited_to
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, copy_tokenizer, open_tokenizer, tokenizer_hash
+from data.shards import CONVERSATIONS, DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
+from data.sizes import suited_to
+from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit
 
@@ -64,22 +56,17 @@ class PackingOptions:
             return self.val_fraction
         if self.kind == CONVERSATIONS and files[0].endswith(".py"):
             return BUILTIN_VAL_FRACTION
-        return suited(files).val_fraction
+        return suited_to(files).val_fraction
 
     def ways(self, files: list[str]) -> int:
         """Return in how many ways each training document is cut into pieces."""
-        return self.segmentations or suited(files).segmentations
+        return self.segmentations or suited_to(files).segmentations
 
     def records(self, files: list[str]) -> Iterator[Record]:
         """Yield everything there is to encode."""
         if self.kind == CONVERSATIONS:
             return conversation_records(files)
-        return read_records(files, self.text_column, suited(files).section_bytes)
-
-
-def suited(files: list[str]) -> Suited:
-    """Return the settings that suit the size of these files."""
-    return suited_to(text_size(files))
+        return read_records(files, self.text_column, suited_to(files).section_bytes)
 
 
 def prepare(
@@ -105,7 +92,14 @@ def prepare(
     fingerprint = describe_sources(files, options)
     # The processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
-        tokenizer = _make_tokenizer(files, options, folder)
+        if options.tokenizer is not None:
+            copy_tokenizer(options.tokenizer, folder)
+        else:
+            may_shrink = options.vocab_size is None
+            size = suited_to(files).vocab_size if may_shrink else options.vocab_size
+            path = folder / TOKENIZER_FILE
+            train_tokenizer(_sample(files, options), size, path, may_shrink=may_shrink)
+        tokenizer = open_tokenizer(folder)
         encode = partial(encode_batch, options.kind, tokenizer.path, options.ways(files))
         dtype = token_dtype(tokenizer.vocab_size)
 
@@ -158,20 +152,6 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
     }
 
 
-def _make_tokenizer(files: list[str], options: PackingOptions, folder: Path) -> Tokenizer:
-    if options.tokenizer is None:
-        may_shrink = options.vocab_size is None
-        train_tokenizer(
-            _sample(files, options),
-            suited(files).vocab_size if may_shrink else options.vocab_size,
-            folder / TOKENIZER_FILE,
-            may_shrink=may_shrink,
-        )
-    else:
-        copy_tokenizer(options.tokenizer, folder)
-    return open_tokenizer(folder)
-
-
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     """Yield about TOKENIZER_SAMPLE_BYTES of documents from all over the corpus, chosen by a
     checksum; the first ones where the corpus is a few very long documents of which none is chosen.
@@ -206,7 +186,7 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits; return their part of the description."""
-    train, val = (ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in SPLITS)
+    train, val = (ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val"))
     bad_documents, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:

@@ -21,9 +21,10 @@ from common.parser import OneLineParser
 from common.progress import progress_bar
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, require_columns, text_size
-from data.packing import PackingOptions, prepare, suited
+from data.packing import PackingOptions, prepare
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
+from data.sizes import suited_to
 
 BY_SIZE = "default: by the size of the text"
 
@@ -140,7 +141,7 @@ def report(description: dict, options: PackingOptions, out: Path, seconds: float
 
 def chosen_by_size(files: list[str], options: PackingOptions) -> list[str]:
     """Return the settings that the size of the text has chosen, and the flags that change them."""
-    chosen, taken = suited(files), []
+    chosen, taken = suited_to(files), []
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")
     if options.val_fraction is None:
