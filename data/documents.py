@@ -13,7 +13,7 @@ from data.errors import DataError
 from data.segmentation import split_at_random
 from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
-from data.validation_split import hash_of, place_of
+from data.validation_split import hash_of
 
 
 class Document(NamedTuple):
@@ -22,7 +22,7 @@ class Document(NamedTuple):
 
     tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
     n_bytes: int  # of the text, or of the answers in it
-    place: float  # of its hash, see `ValidationSplit`
+    number: int  # its hash, see `ValidationSplit`
     answers: np.ndarray | None = None  # of a conversation, see `ShardWriter.write`
 
 
@@ -75,7 +75,7 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> list[D
         random = np.random.default_rng(number)  # the same text is always cut in the same ways
         others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
-        documents.append(Document(tokens, len(raw), place_of(number)))
+        documents.append(Document(tokens, len(raw), number))
     return documents
 
 
@@ -91,6 +91,5 @@ def _conversations(tokenizer: Tokenizer, conversations: list[list[Turn]]) -> lis
         n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
         # Without weights: in every form a conversation has the same hash.
         said = json.dumps([turn[:2] for turn in turns]).encode()
-        place = place_of(hash_of(said, digest_size=16))
-        documents.append(Document([tokens], n_bytes, place, answers))
+        documents.append(Document([tokens], n_bytes, hash_of(said, digest_size=16), answers))
     return documents

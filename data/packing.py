@@ -194,7 +194,7 @@ def _write_splits(
         bad_documents += len(encoded.bad)
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
-            if split.takes(document.place):
+            if split.takes(document.number):
                 val.write(document.tokens[0], document.n_bytes, document.answers)
                 continue
             for tokens in document.tokens:

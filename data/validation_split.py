@@ -14,21 +14,17 @@ def hash_of(content: bytes, digest_size: int = 8) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def place_of(number: int) -> float:
-    """Return where a hash lies among all, in [0, 1)."""
-    return number / 2**64
-
-
 @dataclass
 class ValidationSplit:
-    """Divide documents by the places of their hashes, and remember the extremes."""
+    """Divide documents by their hashes over 2^64, and remember the extremes of those."""
 
     share: float  # of the documents, in [0, 1)
     least: float = 2.0
     greatest: float = -1.0
 
-    def takes(self, place: float) -> bool:
-        """Return whether a document is for validation."""
+    def takes(self, number: int) -> bool:
+        """Return whether the document with this hash is for validation."""
+        place = number / 2**64
         self.least = min(self.least, place)
         self.greatest = max(self.greatest, place)
         return place < self.share

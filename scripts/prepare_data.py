@@ -8,7 +8,6 @@ Alpaca, see data/conversations.py.
 """
 
 import argparse
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -81,23 +80,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def sources(args: argparse.Namespace) -> tuple[list[str], PackingOptions]:
-    """Return the files, and how they are prepared."""
-    of_text = args.kind == TEXT
-    files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
-    require_columns(files, args.text_column)
-    return files, PackingOptions(
-        kind=args.kind,
-        vocab_size=args.vocab_size,
-        val_fraction=args.val_fraction,
-        workers=args.workers,
-        skip_bad_lines=args.skip_bad_lines,
-        tokenizer=args.tokenizer,
-        text_column=args.text_column or TEXT_COLUMN,
-        segmentations=args.segmentations if of_text else 1,
-    )
-
-
 def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOptions) -> None:
     """Prepare the files, and report the result."""
     start = time.perf_counter()
@@ -105,9 +87,6 @@ def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOpt
     total = text_size(files) if options.kind == TEXT or args.data != BUILTIN else None
     with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
         description = prepare(files, args.out, options, bar.update)
-    if os.path.isdir(args.data):
-        left_out = sum(path.is_file() for path in Path(args.data).rglob("*")) - len(files)
-        print(f"{args.data}: {counted(len(files), 'files')} read, {left_out:,} of other kinds not")
     seconds = time.perf_counter() - start
     print(report(description, options, args.out, seconds))
     print(f"  by the size of the text: {', '.join(chosen_by_size(files, options)) or 'nothing'}")
@@ -156,7 +135,19 @@ def chosen_by_size(files: list[str], options: PackingOptions) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
-        files, options = sources(args)
+        of_text = args.kind == TEXT
+        files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
+        require_columns(files, args.text_column)
+        options = PackingOptions(
+            kind=args.kind,
+            vocab_size=args.vocab_size,
+            val_fraction=args.val_fraction,
+            workers=args.workers,
+            skip_bad_lines=args.skip_bad_lines,
+            tokenizer=args.tokenizer,
+            text_column=args.text_column or TEXT_COLUMN,
+            segmentations=args.segmentations if of_text else 1,
+        )
         find = partial(
             find_prepared, args.out, files, options, reuse=args.reuse, overwrite=args.overwrite
         )
