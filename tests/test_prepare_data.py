@@ -115,20 +115,10 @@ def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     assert small != default_out("c.txt", "--vocab_size 3000")
 
 
-def cut_shard() -> list[str]:
-    shard = Path("out/data/sums/train-00000.bin")
-    shard.write_bytes(shard.read_bytes()[:-2])
-    return []
-
-
 CHANGES = {
     "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
-    "another vocabulary": lambda: ["--vocab_size", "310"],
     "another share": lambda: ["--val_fraction", "0.3"],
-    "bad lines skipped": lambda: ["--skip_bad_lines"],
     "another tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
-    "a shard cut short": cut_shard,
-    "no tokenizer": lambda: Path("out/data/sums/tokenizer.model").unlink() or [],
     "another tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
 }
 
@@ -139,9 +129,7 @@ def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplac
     flags = ["--data", "sums.jsonl", *change()]
     before = contents("out")
     capfd.readouterr()
-    line = refused(capfd, *flags)
-    assert "out/data/sums" in line
-    assert "--overwrite" in line
+    assert "--overwrite" in refused(capfd, *flags)
     assert contents("out") == before
 
     main([*SMALL, *flags, "--overwrite"])
@@ -212,7 +200,6 @@ def test_conversations_go_to_a_folder_of_their_own_and_are_found_there_again(cha
 FILES = {
     "a.pdf": b"%PDF",
     "gbk.txt": b"abc\xff",
-    "plain.jsonl.gz": b'{"text": "not compressed"}',
     "short.txt": b"abc",
     "a.csv": b"id,body\n1,x\n",
 }
@@ -221,16 +208,13 @@ CHAT_MODEL = "--conversations sums.jsonl --tokenizer MODEL"
 REFUSED = {
     "--data nowhere.jsonl": "nowhere.jsonl: no such file",
     "--data a.pdf": "a.pdf: cannot read this kind of file or folder; use one of .txt",
-    "--data folder": "folder: cannot read this",
     "--data gbk.txt": "iconv",
-    "--data plain.jsonl.gz": "plain.jsonl.gz: cannot be read",
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
     "--data short.txt --text_column body": "--text_column body: none of these files has columns",
     f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
-    f"{SUMS} --segmentations 0": "--segmentations",
     f"{SUMS} --workers 0": "--workers",
     "--dat sums.jsonl": "unrecognized argument --dat",  # other programs look for whole flags
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
@@ -247,7 +231,6 @@ REFUSED = {
 def test_mistakes_end_with_one_line_and_leave_nothing(workplace, packed, capfd, flags):
     for name, content in FILES.items():
         Path(name).write_bytes(content)
-    Path("folder").mkdir()
     before = contents(".")
     words = flags.replace("MODEL", str(packed / "tokenizer.model")).split()
     assert REFUSED[flags] in refused(capfd, *words, usual=[])

@@ -62,12 +62,6 @@ def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, co
     assert wanted in one_line(write_parquet(tmp_path / "a.parquet", columns), column)
 
 
-@pytest.mark.parametrize("values", [[1], [["a"]]], ids=str)
-def test_a_column_of_parquet_that_holds_no_text_is_refused(tmp_path, values):
-    path = write_parquet(tmp_path / "a.parquet", {"text": values, "body": ["x"]})
-    assert "row 1: no text in it" in one_line(path)
-
-
 STRINGS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary())
 
 
@@ -142,22 +136,12 @@ def test_a_zst_file_cut_short_is_an_error_with_its_name(tmp_path, frames):
     assert "cannot be read: " in one_line(path)
 
 
-def test_a_damaged_parquet_file_is_refused_in_one_line_or_still_read(tmp_path):
+def test_a_damaged_parquet_file_is_refused_in_one_line(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", {"text": DOCUMENTS * 20})
-    data, dice, messages = path.read_bytes(), random.Random(0), []
+    data = path.read_bytes()
     for share in (0.0, 0.01, 0.99):
         path.write_bytes(data[: int(share * len(data))])
         assert "cannot be read: " in one_line(path)
-    for _ in range(200):
-        damaged = bytearray(data)
-        damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-        path.write_bytes(damaged)
-        try:
-            texts(path)
-        except DataError as error:
-            messages.append(str(error))
-    assert len(messages) > 20
-    assert not any("\n" in message for message in messages)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
