@@ -79,14 +79,6 @@ def test_on_is_an_error_where_compiling_does_not_work(engine, fails):
         decide_compilation("on", None, LONG, engine)
 
 
-def test_without_a_compiler_the_reason_names_what_is_missing(engine, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CXX", "my-compiler")
-    answer = decide_compilation("auto", None, LONG, engine)
-    assert not answer.on
-    assert "C++ compiler (my-compiler or g++ or clang++)" in answer.why
-
-
 @pytest.mark.slow
 def test_a_compiler_that_fails_is_a_reason_of_one_line(tmp_path):
     broken, called = tmp_path / "g++", tmp_path / "called"
@@ -109,15 +101,8 @@ def test_ddp_does_not_split_the_graphs_of_compiled_blocks(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70},  # grouped, not whole blocks
-        {"dim": 96, "n_heads": 1, "n_kv_heads": 1, "max_seq_len": 33},  # one head of 96
-    ],
-    ids=["grouped", "one head"],
-)
-def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32(shape):
+def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
+    shape = {"dim": 64, "n_heads": 2, "n_kv_heads": 1, "max_seq_len": 70}  # not whole blocks
     results = []
     tokens = torch.randint(0, 50, (2, shape["max_seq_len"] + 1))
     for fast in (False, True):

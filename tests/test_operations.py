@@ -16,14 +16,11 @@ NVME_OPERATIONS = ["PinMemoryBuilder", "AsyncIOBuilder"]
 @pytest.mark.parametrize(
     ("params", "offload", "needed"),
     [
-        ({"torch_adam": True}, {}, []),
         ({}, {}, ["FusedAdamBuilder"]),
         ({}, {"offload_optimizer": CPU}, ["CPUAdamBuilder"]),
         ({"torch_adam": True}, {"offload_optimizer": CPU}, []),
-        (None, {}, []),
         (None, {"offload_optimizer": CPU}, ["CPUAdamBuilder"]),  # Accelerate exchanges the script's
         ({"torch_adam": True}, {"offload_optimizer": NVME}, NVME_OPERATIONS),
-        ({"torch_adam": True}, {"offload_param": NVME}, NVME_OPERATIONS),
     ],
 )
 def test_what_an_engine_needs(params, offload, needed):
@@ -60,7 +57,7 @@ def test_what_a_start_waits_for_is_named_before_it_waits(cpu_adam, capsys):
     folder = cpu_adam(error=None)
     operations._load("CPUAdamBuilder")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("DeepSpeed's cpu_adam is compiled at its first use")
+    assert line.startswith("DeepSpeed compiles cpu_adam")
     assert folder in line
     assert "delete the file lock" in line
     with open(f"{folder}/cpu_adam.so", "w"):

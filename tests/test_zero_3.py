@@ -9,7 +9,7 @@ from common.errors import UsageError
 from model import LMConfig, Transformer
 from runs.lock import release_locks
 from training.engine.kinds import NVME, Kind
-from training.engine.zero_3 import claim_folders, divided_as_built, require_buffers
+from training.engine.zero_3 import claim_folders, require_buffers
 
 
 @pytest.fixture
@@ -42,11 +42,6 @@ def test_a_folder_that_cannot_be_made_is_named(engine_on, tmp_path):
         claim_folders(engine_on(tmp_path / "file"))
 
 
-def test_other_engines_build_a_model_as_it_is():
-    with divided_as_built(SimpleNamespace(divides_model=False)) as nothing:
-        assert nothing is None
-
-
 def on_nvme(**numbers: int) -> Kind:
     return Kind("", 3, parameters_on=NVME, **{"reuse_distance": 0} | numbers)
 
@@ -60,7 +55,7 @@ def shapes() -> Transformer:
 
 
 def test_weights_that_are_not_let_go_of_need_a_buffer_each(shapes):
-    with pytest.raises(UsageError, match=r'write "stage3_.*": 0, or "buffer_count": 29$'):
+    with pytest.raises(UsageError, match='"buffer_count" of 29 in "offload_param"'):
         require_buffers(on_nvme(reuse_distance=10**9, parameter_buffers=28), shapes, 2, 4)
     require_buffers(on_nvme(reuse_distance=10**9, parameter_buffers=29), shapes, 2, 4)
     require_buffers(on_nvme(), shapes, 2, 4)
@@ -72,5 +67,5 @@ def test_weights_that_are_not_let_go_of_need_a_buffer_each(shapes):
 def test_a_weight_larger_than_a_buffer_is_refused_with_the_size_it_takes(shapes):
     largest = 1024 * 9000 // 4
     require_buffers(on_nvme(parameter_buffer=largest), shapes, 4, 2)
-    with pytest.raises(UsageError, match=f'more than its "buffer_size" of .*: make it {largest}$'):
+    with pytest.raises(UsageError, match=f'"buffer_size" of {largest} in'):
         require_buffers(on_nvme(parameter_buffer=largest - 1), shapes, 4, 2)

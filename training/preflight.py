@@ -22,10 +22,9 @@ from training.arguments import TrainingArguments, parse_arguments
 from training.checkpointing import require_same_adapters
 from training.distillation_arguments import DistillationArguments
 from training.engine.device import require_usable_gpu
-from training.engine.environment import name_configuration
 from training.engine.estimate import estimate, largest_batch
 from training.engine.kinds import kind_of
-from training.engine.launch import check_precision, deepspeed_plugin
+from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
 from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments

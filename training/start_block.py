@@ -11,7 +11,7 @@ from runs.checkpoint import space_warning
 from training.arguments import TrainingArguments
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
-from training.engine.estimate import Estimate, Workload, advice, estimate, fits
+from training.engine.estimate import Estimate, Workload, estimate, fits
 from training.engine.failures import less_memory
 from training.engine.kinds import GPU
 from training.engine.memory import GIB, available_memory
@@ -36,7 +36,7 @@ def start_block(run: Run) -> str:
     if checkpoint := prepared.start.checkpoint:
         origin = checkpoint.name + (", not again --init_from" if args.init_from else "")
     parameters = prepared.shapes.num_parameters()
-    work, room = _needs(run)
+    work, _ = _needs(run)
     fields = {
         "run folder": str(run.folder.path),
         "starts from": origin,
@@ -65,8 +65,6 @@ def start_block(run: Run) -> str:
         fields["recomputed"] = f"blocks{', but not attention' * keeps}, in backward"
     if prepared.schedule_note:
         fields["schedule"] = prepared.schedule_note
-    if better := advice(engine.kind, work, room):
-        fields["advice"] = better
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items())
 
 

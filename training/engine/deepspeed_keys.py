@@ -19,40 +19,23 @@ KNOWN = {
     "optimizer": "type params legacy_fusion",
     "timers": "throughput",
 }
-# Keys that DeepSpeed follows and this project does not, or that have no effect here, by reason.
-REASONS = {
-    "--gradient_checkpointing does it here": ["activation_checkpointing"],
-    "--compile decides": ["compile"],
-    "--dtype decides": ["torch_autocast"],
-    "this script writes its own checkpoints": ["checkpoint"],
-    "this script has its own data loader": ["data_efficiency", "dataloader_drop_last"],
-    "it does not apply to this training": ["autotuning", "hybrid_engine", "weight_quantization"],
-    "neither the model nor its sequences are divided that way": [
-        *("pipeline", "sequence_parallel_size", "tensor_parallel"),
-    ],
-    "the optimizer steps fp32 weights here": [
-        *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-        "fp16.fp16_master_weights_and_grads",
-    ],
-    "checkpoints would miss some of its state": [
-        *("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-    ],
-    "it rounds what is sent": [
-        "zero_optimization.zero_quantized_weights",
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "zero_optimization.zero_quantized_gradients",
-    ],
-    "DeepSpeed no longer has it": ["zero_optimization.legacy_stage1"],
-}
-REFUSED = {path: why for why, paths in REASONS.items() for path in paths}
+# Keys that flags replace, that have no effect here, that round weights or what is sent, or whose
+# state checkpoints would miss (docs/engines.md).
+REFUSED = [
+    *("activation_checkpointing", "autotuning", "checkpoint", "compile", "data_efficiency"),
+    *("dataloader_drop_last", "hybrid_engine", "pipeline", "sequence_parallel_size"),
+    *("tensor_parallel", "torch_autocast", "weight_quantization"),
+    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    *("fp16.fp16_master_weights_and_grads", "zero_optimization.legacy_stage1"),
+    *("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zero_quantized_gradients",
+]
 # Keys of "zero_optimization" that do nothing below stage 3, besides those that begin with stage3_.
 OF_STAGE_3 = [
-    "offload_param",
-    "sub_group_size",
-    "memory_efficient_linear",
-    "override_module_apply",
-    "leaf_module",
-    "zero_hpz_partition_size",
+    *("leaf_module", "memory_efficient_linear", "offload_param", "override_module_apply"),
+    *("sub_group_size", "zero_hpz_partition_size"),
 ]
 # Old names that mean the same as the new ones, by section. Accelerate reads the new ones alone.
 RENAMED = {
@@ -72,14 +55,14 @@ def settle_keys(config: dict) -> list[str]:
     Args:
         config: with a ZeRO stage of 1, 2 or 3; changed in place.
     """
-    problems = list(_rename_old(config))
-    for path, why in REFUSED.items():
+    problems = [*_rename_old(config)]
+    for path in REFUSED:
         *parents, name = path.split(".")
         section = config
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
         if isinstance(section, dict) and not is_off(section.pop(name, None)):
-            problems.append(f'remove "{path}": {why}')
+            problems.append(f'remove "{path}": this script does not follow it')
     zero = config["zero_optimization"]
     problems += _check_stage(zero)
     for name, known in KNOWN.items():

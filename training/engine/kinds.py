@@ -57,13 +57,9 @@ class Kind:
         return f"ENGINE={self.config} bash run_accelerate.sh, or {how}"
 
     @property
-    def offloads(self) -> bool:
-        return self.optimizer_on != GPU or self.parameters_on != GPU
-
-    @property
     def takes_muon(self) -> bool:
         """True if a process has whole matrices to step, on its device."""
-        return self.stage != 3 and not self.offloads
+        return self.stage != 3 and self.optimizer_on == GPU
 
 
 DDP = Kind("ddp")

@@ -8,10 +8,10 @@ come about, DeepSpeed switched off.
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -34,12 +34,16 @@ from training.engine.deepspeed_config import (
     resolve,
 )
 from training.engine.device import has_bf16, has_tf32, require_usable_gpu
-from training.engine.environment import take_launch
 from training.engine.kinds import Kind, kind_of
 
 # Process groups, and what holds one, to the end of the process. gloo's waits for its thread when it
 # is deleted, and that thread may wait for the interpreter's lock: the process would never end.
 KEPT: list = []
+# The environment of one process that has nobody to meet: port 0 is any that is free.
+ALONE = {
+    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+}
 
 # Warnings of libraries that call each other; a user can do nothing about them.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -138,7 +142,9 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     if deepspeed:
-        plugins = {str(i): plugin for i, plugin in enumerate(deepspeed_plugins(models))}
+        plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
+        # The plugins have the launcher's value, which may be "auto": Accelerate wants a number.
+        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
             process_group.backend = "gloo"
@@ -161,14 +167,10 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         accelerators = [accelerator(plugins or None), *(accelerator() for _ in models[1:])]
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UsageError(
-            f"the processes cannot meet at {address}: {str(error).splitlines()[0]}"
-        ) from error
-    if accelerators[0].num_processes != world_size:
-        raise UsageError(
-            f"the launcher started {world_size} processes, "
-            f"Accelerate sees {accelerators[0].num_processes}"
-        )
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
+    if (seen := accelerators[0].num_processes) != world_size:
+        raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
     use_all_cores()
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
@@ -183,9 +185,46 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 def _name(deepspeed: dict | None, processes: int) -> str:
     if deepspeed is not None:
         return f"DeepSpeed {kind_of(deepspeed).name}"
-    if processes > 1:
-        return "DDP, not DeepSpeed"
-    return "single process, no engine"
+    return "DDP, not DeepSpeed" if processes > 1 else "single process, no engine"
+
+
+def take_launch(*models: TrainingArguments) -> None:
+    """Make the environment that of `accelerate launch`, after `deepspeed`, `torchrun` or none.
+
+    Where several models are trained, each may name a DeepSpeed file; the launcher's is for the
+    others.
+
+    Raises UsageError: --deepspeed contradicts the launcher, or some models have no file.
+    """
+    if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
+    with_file = [args.run_name for args in models if args.deepspeed]
+    if not with_file:
+        return
+    if len(models) == 1:
+        name_configuration(models[0])
+    elif len(with_file) < len(models) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        raise UsageError(
+            f"DeepSpeed trains all models or none: only {', '.join(with_file)} and not the "
+            'launcher name a file: add "deepspeed": "ds_config.json" to the others'
+        )
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if "RANK" not in os.environ:
+        os.environ.update(ALONE)
+
+
+def name_configuration(args: TrainingArguments) -> None:
+    """Set the launcher's DeepSpeed file to --deepspeed. Raises UsageError: it names another."""
+    if args.deepspeed is None:
+        return
+    named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if named != "none" and Path(named).resolve() != Path(args.deepspeed).resolve():
+        raise UsageError(
+            f"--deepspeed is {args.deepspeed}, but the launcher's DeepSpeed file is {named}: "
+            "name one of them"
+        )
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = args.deepspeed
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
@@ -202,79 +241,65 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if the launcher said something that Accelerate would ignore here."""
-    environ = os.environ
+    environ, gpus = os.environ, torch.cuda.device_count() if torch.cuda.is_available() else None
     wants_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     launched = environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is also what silence sets
-    if launched not in ("no", args.mixed_precision):
-        raise UsageError(
-            f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
-        )
     steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if steps not in ("auto", str(args.accumulation_steps)):
-        raise UsageError(
+    processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    problem = None
+    if launched not in ("no", args.mixed_precision):
+        problem = f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
+    elif steps not in ("auto", str(args.accumulation_steps)):
+        problem = (
             f"the launcher says --gradient_accumulation_steps {steps}, but --accumulation_steps is "
             f"{args.accumulation_steps}"
         )
-    if deepspeed and wants_cpu:
-        raise UsageError(
-            "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out"
-        )
-    if deepspeed and "RANK" not in environ:
-        raise UsageError(
-            "DeepSpeed is asked for without a launcher: use accelerate launch, or --deepspeed"
-        )
-    if "MASTER_PORT" in environ and "RANK" not in environ and wants_cpu:
-        raise UsageError(
-            "accelerate launch --cpu starts a single process, whatever --num_processes says: "
-            "leave --cpu out and pass --multi_gpu (DDP, on CPUs too) or --use_deepspeed"
-        )
-    gpus = torch.cuda.device_count()
-    if torch.cuda.is_available() and int(environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
-        raise UsageError(
-            f"{environ['LOCAL_WORLD_SIZE']} processes for {gpus} GPUs: pass --num_processes {gpus} "
-            "to accelerate launch"
-        )
+    elif deepspeed and wants_cpu:
+        problem = "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out"
+    elif deepspeed and "RANK" not in environ:
+        problem = "DeepSpeed without a launcher: use accelerate launch, or --deepspeed"
+    elif "MASTER_PORT" in environ and "RANK" not in environ and wants_cpu:
+        problem = "accelerate launch --cpu starts one process: pass --multi_gpu (DDP, on CPUs too)"
+    elif gpus is not None and processes > gpus:
+        problem = f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}"
+    if problem:
+        raise UsageError(problem)
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, every "auto" filled.
 
-    Raises UsageError: the file contradicts the flags, or Accelerate rejects it.
+    Raises UsageError: file, flags and launcher contradict each other, or Accelerate rejects it.
     """
-    return deepspeed_plugins([args])[0]
+    file = file_of(args)
+    source = "accelerate launch" if file == "none" else file
+    try:
+        config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        _check_flags_of_launcher(config, source)
+        return DeepSpeedPlugin(
+            config,
+            gradient_accumulation_steps=args.accumulation_steps,
+            gradient_clipping=config["gradient_clipping"],
+        )
+    except UsageError:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"Accelerate rejects the DeepSpeed configuration {source}: {reason}"
+        ) from error
 
 
-def deepspeed_plugins(models: Sequence[TrainingArguments]) -> list[DeepSpeedPlugin]:
-    """Return the `deepspeed_plugin` of each of several models."""
-    files = [file_of(args) for args in models]
-    configs = [_configuration(args, file) for args, file in zip(models, files, strict=True)]
-    # The launcher's values must not fill or override what is now explicit.
-    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
-        os.environ.pop(f"ACCELERATE_{name}", None)
-    plugins = []
-    for args, file, config in zip(models, files, configs, strict=True):
-        with _rejected_by_accelerate(file):
-            steps = args.accumulation_steps
-            plugins.append(DeepSpeedPlugin(config, gradient_accumulation_steps=steps))
-    return plugins
-
-
-def _configuration(args: TrainingArguments, file: str) -> dict:
-    """Return the configuration of a file; "none" takes the launcher's flags, as --zero_stage."""
-    with _rejected_by_accelerate(file):
-        if file == "none":
-            config, source = DeepSpeedPlugin().deepspeed_config, "accelerate launch"
-        else:
-            config, source = read_config(file), file
-        config = resolve(config, args, int(os.environ.get("WORLD_SIZE", 1)), source)
-    # Accelerate would drop these flags of its launcher where the file says otherwise.
-    in_file = {
+def _check_flags_of_launcher(config: dict, source: str) -> None:
+    """Raise UsageError for a flag of Accelerate's launcher that the configuration contradicts:
+    Accelerate would ignore it."""
+    in_use = {
         "GRADIENT_CLIPPING": config["gradient_clipping"],
         "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
         "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
     }
-    for name, value in in_file.items():
+    for name, value in in_use.items():
         launched = os.environ.get(f"ACCELERATE_{name}", "auto")
         same = launched in ("auto", "none", str(value))
         if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
@@ -282,21 +307,6 @@ def _configuration(args: TrainingArguments, file: str) -> dict:
             raise UsageError(
                 f"the launcher says --{flag} {launched}, but {source} and flags {value}"
             )
-    return config
-
-
-@contextmanager
-def _rejected_by_accelerate(file: str) -> Iterator[None]:
-    """Raise UsageError where Accelerate does not take what it is given in here."""
-    try:
-        yield
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, UsageError):
-            raise
-        reason = " ".join(str(error).split())
-        raise UsageError(
-            f"Accelerate rejects the DeepSpeed configuration {file}: {reason}"
-        ) from error
 
 
 def plain_module(model: nn.Module) -> nn.Module:

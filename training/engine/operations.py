@@ -25,15 +25,10 @@ def compile_operations(engine: Engine) -> None:
 
     Raises UsageError: an operation cannot be compiled.
     """
-    names = own_operations(engine.deepspeed) if engine.deepspeed else []
-
-    def attempt() -> None:
-        if engine.accelerator.is_local_main_process:
-            for name in names:
-                _load(name)
-
-    if names:
-        on_every_process(engine, attempt)
+    if engine.deepspeed is None:
+        return
+    names = own_operations(engine.deepspeed) if engine.accelerator.is_local_main_process else []
+    on_every_process(engine, lambda: [_load(name) for name in names])
 
 
 def _load(name: str) -> None:
@@ -45,15 +40,15 @@ def _load(name: str) -> None:
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     if not (folder / f"{builder.name}.so").exists():
         print(
-            f"DeepSpeed's {builder.name} is compiled at its first use, for minutes: {folder}; "
-            "where a compilation was killed, delete the file lock in there, or it waits for ever",
+            f"DeepSpeed compiles {builder.name} in {folder}: minutes, once (if it was killed "
+            "before, delete the file lock in there, or it waits for ever)",
             flush=True,
         )
     try:
         builder.load()
-    except (RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # whatever a compiler or its absence brings about
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f'DeepSpeed\'s {builder.name} cannot be compiled: {reason}; an "optimizer" with '
-            '"torch_adam": true takes PyTorch\'s, offloading to NVMe has no other way'
+            f"DeepSpeed's {builder.name} cannot be compiled: {reason}; Adam needs ninja and a "
+            'compiler, or "torch_adam": true under "optimizer", "params"; NVMe needs libaio-dev'
         ) from error

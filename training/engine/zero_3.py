@@ -40,7 +40,7 @@ def claim_folders(engine: Engine) -> None:
     """
 
     def attempt() -> None:
-        for folder in map(Path, nvme_folders(engine.deepspeed) if engine.deepspeed else ()):
+        for folder in map(Path, nvme_folders(engine.deepspeed)):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 if engine.accelerator.is_local_main_process:
@@ -57,7 +57,6 @@ def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: i
     too many weights would stay in them: DeepSpeed ends in an assertion then.
 
     Args:
-        shapes: the model; only the shapes of its parameters are looked at.
         itemsize: bytes of a weight, as it is computed with.
     """
     if kind.parameters_on != NVME:
@@ -66,13 +65,9 @@ def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: i
     swapped = [share for share in shares if share * itemsize >= SWAPPED_BYTES]
     largest = max(swapped, default=0)
     if largest > kind.parameter_buffer:
-        raise UsageError(
-            f'"offload_param": a weight of this model has {largest:,} elements on each process, '
-            f'more than its "buffer_size" of {kind.parameter_buffer:,}: make it {largest}'
-        )
+        raise UsageError(f'this model needs a "buffer_size" of {largest} in "offload_param"')
     if kind.reuse_distance and len(swapped) > kind.parameter_buffers:
         raise UsageError(
-            f'"offload_param" has {kind.parameter_buffers} buffers, and {len(swapped)} weights may '
-            'stay in them to be used again: write "stage3_max_reuse_distance": 0, or '
-            f'"buffer_count": {len(swapped)}'
+            f'this model needs a "buffer_count" of {len(swapped)} in "offload_param", or '
+            '"stage3_max_reuse_distance": 0'
         )
