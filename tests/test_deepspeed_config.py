@@ -130,11 +130,6 @@ def test_autos_of_buckets_get_a_value_and_numbers_stay(config):
     assert config["zero_optimization"].items() >= by_width.items()
 
 
-def test_a_process_that_is_alone_overlaps_nothing(config):
-    assert resolve(config, ARGS, 1, "my.json")["zero_optimization"]["overlap_comm"] is False
-    assert resolved(config)["zero_optimization"]["overlap_comm"] is True
-
-
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
@@ -259,9 +254,3 @@ def test_damaged_configurations_are_refused_in_words_or_resolved(config):
             assert '"auto"' not in json.dumps(done)
     assert 75 < len(messages) < 300
     assert not any("\n" in message for message in messages)
-
-
-def test_deepspeeds_throughput_timer_which_waits_for_the_gpu_is_off_unless_asked_for(config):
-    assert resolved(config)["timers"] == {"throughput": {"enabled": False}}
-    asked = {"throughput": {"enabled": True, "synchronized": False}}
-    assert resolved(config | {"timers": asked})["timers"] == asked

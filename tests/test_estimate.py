@@ -10,7 +10,6 @@ from model.lora import LoRA, add_lora
 from training.arguments import TrainingArguments
 from training.engine import estimate as module
 from training.engine.estimate import (
-    CPU_KEEPS,
     OVERHEAD,
     Beside,
     Workload,
@@ -84,59 +83,12 @@ def test_muon_adapters_and_a_teacher_change_the_state():
     assert estimate(DDP, on_gpu).ram == plain.total
 
 
-def saved_bytes(config: LMConfig, dtype: str, recompute: str) -> int:
-    """Bytes that autograd holds when forward ends, but for weights and tables."""
-    model = Transformer(config).to(getattr(torch, dtype))
-    for block in model.layers:
-        block.recompute = recompute
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    found = {}
-
-    def note(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that none moves in
-        return tensor
-
-    tokens = torch.randint(config.vocab_size, (3, config.max_seq_len))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = model(tokens, tokens.clone()).loss
-    assert loss.requires_grad
-    return sum(size for size, _ in found.values())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("shape", "recompute"),
-    [
-        ({}, "off"),
-        ({"use_flash_attn": False}, "off"),
-        ({"dropout": 0.1}, "off"),
-        ({"max_seq_len": 256, "hidden_dim": 448}, "off"),
-        ({}, "blocks"),
-    ],
-)
-def test_a_block_keeps_the_tensors_that_autograd_saves(dtype, shape, recompute):
-    deep, shallow = ({**SHAPE, **shape, "n_layers": n} for n in (4, 2))
-    saved = [saved_bytes(LMConfig(**each), dtype, recompute) for each in (deep, shallow)]
-    expected = [
-        estimate(
-            replace(DDP, stage=2),
-            workload(device=CPU, shape=each, dtype=dtype, gradient_checkpointing=recompute),
-        )
-        for each in (deep, shallow)
-    ]
-    blocks = workload(shape=deep).total - workload(shape=shallow).total
-    copies = module.CPU_COPIES * (4 if dtype == "float32" else 2) * blocks
-    kept = (expected[0].working - expected[1].working - copies) / CPU_KEEPS
-    assert kept == pytest.approx(saved[0] - saved[1], rel=0.15)
-
-
 @pytest.mark.parametrize(
     ("shape", "recompute", "measured"),
     [  # GiB of `python train_pretrain_accelerate.py`, above libraries, on two cores in fp32
         ({}, "off", 0.67),
         ({"dropout": 0.1}, "off", 1.09),
+        ({"n_heads": 8, "vocab_size": 6400}, "off", 0.94),
         ({"n_heads": 8, "vocab_size": 6400}, "blocks", 0.50),
     ],
 )

@@ -19,12 +19,9 @@ from torch import Tensor, distributed
 
 from formats.portable import TensorFile, save_tensors
 from model import LMConfig, Transformer
-from model import loss as model_loss
 from training.arguments import TrainingArguments
 from training.build import build_model
-from training.engine import launch as launch_engine
 from training.engine.compilation import Compilation
-from training.engine.deepspeed_config import read_config
 from training.engine.launch import Engine, build_engine, plain_module
 from training.interruption import leave
 from training.optimizer import set_learning_rate
@@ -70,15 +67,6 @@ class Recorder:
         setattr(distributed, name, noting)
 
 
-def with_torch_adam(path: str) -> dict:
-    """And with numbers by which even this model is let go of, block by block."""
-    config = read_config(path)
-    config["optimizer"]["params"]["torch_adam"] = True
-    for key in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"):
-        config["zero_optimization"][f"stage3_{key}"] = 1000
-    return config
-
-
 class Known:
     """As much of `Prepared` as building a model takes.
 
@@ -99,13 +87,12 @@ class Known:
 
 
 class Trainee:
-    """A model under one of configs/; behind "+torch" by PyTorch's AdamW instead of DeepSpeed's."""
+    """A model under one of configs/."""
 
     def __init__(self, name: str, dtype: str, recorder: Recorder, adapt=None, **arguments):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.nn.functional.linear = LINEAR  # ZeRO-3 leaves another one behind
-        name, _, by_torch = name.partition("+")
         launch = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text())
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         if "deepspeed_config" in launch:
@@ -119,7 +106,6 @@ class Trainee:
             grad_clip=0.1,
             **arguments,
         )
-        launch_engine.read_config = with_torch_adam if by_torch else read_config
         self.recorder = recorder
         self.engine = build_engine(args)
         self.accelerator = self.engine.accelerator
@@ -127,7 +113,6 @@ class Trainee:
         built = build_model(known, self.engine)
         self.model, self.optimizer, self.state = built.model, built.optimizer, built.state
         self.n_parameters = known.n_trained
-        self.whole = 0  # elements that were there between a forward and its backward, at most
         base = built.optimizer.optimizer
         getattr(base, "optimizer", base).register_step_pre_hook(self._note_stepped)
         if name == "ddp":
@@ -157,8 +142,6 @@ class Trainee:
             tokens = (first + torch.arange(17)) % CONFIG.vocab_size  # that can be learned
             with self.accelerator.accumulate(self.model):
                 loss = self.model(tokens[:, :-1], tokens[:, 1:]).loss
-                here = sum(p.numel() for p in plain_module(self.model).parameters())
-                self.whole = max(self.whole, here)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
@@ -224,7 +207,7 @@ class Trainee:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}, "in chunks": {}}
+    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}}
     for name in names:
         trainee = Trainee(name, "float32", recorder)
         facts = trainee.facts()
@@ -234,17 +217,12 @@ def main(folder: Path, names: list[str]) -> None:
         trainee.save(folder / name)
         facts["losses"] += [trainee.step(number) for number in range(SAVED + 1, STEPS + 1)]
         trainee.save(folder / f"{name}-end")
-        facts["whole"] = trainee.whole
         result["fp32"][name] = facts
     for name in names:
         trainee = Trainee(name, "float32", recorder)
         result["resumed"][name] = {
             before: trainee.goes_on(folder / before, folder / f"{before}-end") for before in names
         }
-        # As of a large vocabulary, in chunks of 8 tokens.
-        model_loss.LARGE_VOCABULARY, model_loss.CHUNK_LOGITS = 100, 10 * CONFIG.vocab_size
-        result["in chunks"][name] = trainee.goes_on(folder / name, folder / f"{name}-end")
-        model_loss.LARGE_VOCABULARY = CONFIG.vocab_size
     for name in names:
         trainee = Trainee(name, "bfloat16", recorder)
         facts = trainee.facts()
