@@ -49,7 +49,11 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
 @pytest.mark.parametrize(
     ("variables", "args", "named"),
     [
-        ({"MIXED_PRECISION": "fp16"}, BF16, "--mixed_precision fp16, but --dtype is bfloat16"),
+        (
+            {"MIXED_PRECISION": "fp16"},
+            BF16,
+            "--mixed_precision fp16, but --dtype",
+        ),
         ({}, FP16, "--dtype float16 needs a GPU; on a CPU use bfloat16 or float32"),
         ({"GRADIENT_ACCUMULATION_STEPS": "8"}, BF16, "--gradient_accumulation_steps 8"),
         ({"USE_DEEPSPEED": "true", "USE_CPU": "yes"}, BF16, "switches DeepSpeed off"),

@@ -6,8 +6,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_keys import settle_keys
@@ -128,7 +126,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
     # It would wait for the GPU at every forward pass; the log measures throughput itself.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-    if offload_device(config, "optimizer") and not _has_compiler():
+    if offload_device(config, "optimizer") and not all(map(shutil.which, ("ninja", "c++"))):
         # PyTorch's AdamW takes the place of DeepSpeed's for the CPU; the start block says so.
         config["zero_force_ds_cpu_optimizer"] = False
         if "optimizer" in config:
@@ -197,9 +195,3 @@ def _autos(config: dict, prefix: str = ""):
             yield from _autos(value, f"{prefix}{key}.")
         elif value == "auto":
             yield prefix + key
-
-
-def _has_compiler() -> bool:
-    """Return whether DeepSpeed can compile its Adam for the CPU here."""
-    compiler = "nvcc" if torch.cuda.is_available() else "c++"
-    return bool(shutil.which("ninja") and shutil.which(compiler))

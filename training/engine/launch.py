@@ -1,8 +1,7 @@
 """Who does the training: DeepSpeed, DistributedDataParallel or a single process, as launched.
 
-Accelerate decides by environment variables that its launcher sets. This module says or refuses what
-Accelerate would do without a word: a precision that is ignored, a number of processes that does not
-come about, DeepSpeed switched off.
+Accelerate decides by environment variables that its launcher sets. What it would do without a word
+is refused here: a precision that is ignored, a process that is missing, DeepSpeed switched off.
 """
 
 import logging
@@ -15,11 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -65,13 +60,13 @@ class Engine:
     cpu_group: ProcessGroup | None = None  # None with a single process
 
     @property
+    def kind(self) -> Kind:
+        return kind_of(self.deepspeed)
+
+    @property
     def divides_model(self) -> bool:
         """True if no process has all weights: every forward pass needs all processes."""
         return self.kind.stage == 3
-
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.deepspeed)
 
     @property
     def processes(self) -> int:
@@ -97,19 +92,15 @@ class Engine:
             zero = self.deepspeed["zero_optimization"]
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
-    def largest(self, value: int) -> int:
-        """Return the largest of all processes' values. All must call this."""
-        return self._exchange(value, ReduceOp.MAX)
-
     def total(self, value: int) -> int:
         """Return the sum of all processes' values. All must call this."""
-        return self._exchange(value, ReduceOp.SUM)
+        return self.largest(value, ReduceOp.SUM)
 
-    def _exchange(self, value: int, operation) -> int:
-        if self.cpu_group is None:
-            return value
+    def largest(self, value: int, operation=ReduceOp.MAX) -> int:
+        """Return the largest of all processes' values. All must call this."""
         everyone = torch.tensor([value])
-        torch.distributed.all_reduce(everyone, operation, self.cpu_group)
+        if self.cpu_group is not None:
+            torch.distributed.all_reduce(everyone, operation, self.cpu_group)
         return int(everyone)
 
 
@@ -242,19 +233,15 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if the launcher said something that Accelerate would ignore here."""
     environ, gpus = os.environ, torch.cuda.device_count() if torch.cuda.is_available() else None
+    in_use = {
+        "MIXED_PRECISION": args.mixed_precision,
+        "GRADIENT_ACCUMULATION_STEPS": args.accumulation_steps,
+    }
+    _check_flags(in_use, "--dtype and --accumulation_steps")
     wants_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    launched = environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is also what silence sets
-    steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
     problem = None
-    if launched not in ("no", args.mixed_precision):
-        problem = f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
-    elif steps not in ("auto", str(args.accumulation_steps)):
-        problem = (
-            f"the launcher says --gradient_accumulation_steps {steps}, but --accumulation_steps is "
-            f"{args.accumulation_steps}"
-        )
-    elif deepspeed and wants_cpu:
+    if deepspeed and wants_cpu:
         problem = "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out"
     elif deepspeed and "RANK" not in environ:
         problem = "DeepSpeed without a launcher: use accelerate launch, or --deepspeed"
@@ -266,6 +253,22 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
         raise UsageError(problem)
 
 
+def _check_flags(in_use: dict, source: str) -> None:
+    """Raise UsageError for a flag of Accelerate's launcher that contradicts what is in use:
+    Accelerate would ignore it.
+
+    Args:
+        in_use: values by the launcher's variables; without a flag these are "auto", "none" or "no".
+        source: where the values come from.
+    """
+    for name, value in in_use.items():
+        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
+        same = launched in ("auto", "none", "no", str(value))
+        if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
+            flag = name.removeprefix("DEEPSPEED_").lower()
+            raise UsageError(f"the launcher says --{flag} {launched}, but {source} give {value}")
+
+
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, every "auto" filled.
 
@@ -275,7 +278,13 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     source = "accelerate launch" if file == "none" else file
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
-        _check_flags_of_launcher(config, source)
+        in_use = {
+            "GRADIENT_CLIPPING": config["gradient_clipping"],
+            "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
+            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
+            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
+        }
+        _check_flags(in_use, f"{source} and flags")
         return DeepSpeedPlugin(
             config,
             gradient_accumulation_steps=args.accumulation_steps,
@@ -288,25 +297,6 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
         raise UsageError(
             f"Accelerate rejects the DeepSpeed configuration {source}: {reason}"
         ) from error
-
-
-def _check_flags_of_launcher(config: dict, source: str) -> None:
-    """Raise UsageError for a flag of Accelerate's launcher that the configuration contradicts:
-    Accelerate would ignore it."""
-    in_use = {
-        "GRADIENT_CLIPPING": config["gradient_clipping"],
-        "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
-        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
-    }
-    for name, value in in_use.items():
-        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
-        same = launched in ("auto", "none", str(value))
-        if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
-            flag = name.removeprefix("DEEPSPEED_").lower()
-            raise UsageError(
-                f"the launcher says --{flag} {launched}, but {source} and flags {value}"
-            )
 
 
 def plain_module(model: nn.Module) -> nn.Module:
