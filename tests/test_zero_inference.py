@@ -37,11 +37,6 @@ def test_of_the_configuration_there_stays_what_is_not_about_training(launched):
     assert found == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
 
 
-def test_old_names_are_read_as_the_new_ones(launched):
-    found = launched(stage=3, cpu_offload_param=True, cpu_offload=True).config
-    assert found["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
-
-
 @pytest.mark.parametrize(
     ("device", "zero", "line"),
     [

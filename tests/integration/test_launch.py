@@ -66,19 +66,6 @@ def test_the_start_block_says_what_is_in_use(zero2, packed):
     assert said(zero2, "memory").startswith("about ")
 
 
-@pytest.mark.variant  # of test_warm_ranks.py
-def test_without_a_launcher_and_imports_it_is_the_same_to_the_bit(zero2, packed, tmp_path):
-    """So other tests may start their runs that way, see warm_ranks.py. Without reports, too."""
-    warm = train("zero2", 2, packed, tmp_path / "run", FLAGS)
-    for step in (100, 150):
-        files, expected = ({p.name: p for p in r.checkpoint(step).iterdir()} for r in (warm, zero2))
-        assert files.keys() == expected.keys()
-        for name, file in files.items():
-            assert file.read_bytes() == expected[name].read_bytes(), name
-    for key in ("loss", "grad_norm", "learning_rate"):
-        assert warm.column(key) == zero2.column(key)
-
-
 @pytest.mark.variant  # of the configuration file
 def test_flags_with_use_deepspeed_start_zero_2(packed, tmp_path):
     command = flag_launch(

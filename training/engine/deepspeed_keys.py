@@ -32,37 +32,39 @@ REFUSED = [
     "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zero_quantized_gradients",
 ]
+# Old names, which Accelerate does not read, and the new ones.
+RENAMED = {
+    "bfloat16": "bf16",
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_param": "offload_param",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_...",
+}
 # Keys of "zero_optimization" that do nothing below stage 3, besides those that begin with stage3_.
 OF_STAGE_3 = [
     *("leaf_module", "memory_efficient_linear", "offload_param", "override_module_apply"),
     *("sub_group_size", "zero_hpz_partition_size"),
 ]
-# Old names that mean the same as the new ones, by section. Accelerate reads the new ones alone.
-RENAMED = {
-    "": {"bfloat16": "bf16"},
-    "zero_optimization": {
-        "cpu_offload": "offload_optimizer",
-        "cpu_offload_param": "offload_param",
-        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    },
-    "aio": {"thread_count": "intra_op_parallelism"},
-}
 
 
 def settle_keys(config: dict) -> list[str]:
-    """Rename old keys and drop those that are switched off; return the problems of the others.
+    """Drop keys that are not followed and switched off; return the problems of the others.
 
     Args:
         config: with a ZeRO stage of 1, 2 or 3; changed in place.
     """
-    problems = [*_rename_old(config)]
-    for path in REFUSED:
+    problems, aio = [], config.get("aio")
+    if isinstance(aio, dict) and "thread_count" in aio:  # as the guides call it still
+        aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
+    for path in (*REFUSED, *RENAMED):
         *parents, name = path.split(".")
         section = config
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
         if isinstance(section, dict) and not is_off(section.pop(name, None)):
-            problems.append(f'remove "{path}": this script does not follow it')
+            why = "this script does not follow it"
+            if path in RENAMED:
+                why = f'it is called "{RENAMED[path]}" now'
+            problems.append(f'remove "{path}": {why}')
     zero = config["zero_optimization"]
     problems += _check_stage(zero)
     for name, known in KNOWN.items():
@@ -70,20 +72,6 @@ def settle_keys(config: dict) -> list[str]:
         if isinstance(section, dict):
             problems += refuse_unknown(section, known.split(), f"{name}." if name else "")
     return problems
-
-
-def _rename_old(config: dict) -> Iterator[str]:
-    for place, names in RENAMED.items():
-        section = config.get(place) if place else config
-        for old, new in names.items() if isinstance(section, dict) else ():
-            if old not in section:
-                continue
-            value = section.pop(old)
-            if new in section:
-                yield f'remove "{old}", the old name of "{new}"'
-            if old.startswith("cpu_offload") and isinstance(value, bool):
-                value = {"device": "cpu" if value else "none"}
-            section[new] = value
 
 
 def is_off(value) -> bool:

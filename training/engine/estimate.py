@@ -104,43 +104,34 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return what one process needs and sends under an engine."""
     if work.on_cpu:  # there is no other memory to move anything to
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
-    h, share = work.itemsize, 1 / work.processes
-    weights, gradients, optimizer = _state(kind, work)
+    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
+    weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, work.moments
+    if kind.stage:  # see the docstring of this file
+        weights = h * n * (share if kind.stage == 3 else 1)
+        gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
+        optimizer = (4 * t + work.moments) * share
     places = {GPU: gradients, CPU: 0, NVME: 0}
     places[kind.parameters_on] += weights
     places[kind.optimizer_on] += optimizer
     if kind.optimizer_on != GPU:
-        places[kind.optimizer_on] += 4 * work.trained * share  # gradients, as it takes them
+        places[kind.optimizer_on] += 4 * t * share  # gradients, as it takes them
     if kind.parameters_on == NVME:
         places[CPU] += h * kind.parameter_buffers * kind.parameter_buffer
-    teacher, working = 0, _activations(kind, work) + _buffers(kind, work)
+    held, working = places[GPU], _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = work.teacher
-        size = h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
         if divided.stage == 3:
             working += h * _gathered(divided, shapes)
-        if divided.parameters_on == GPU or work.on_cpu:
-            teacher = size
-        else:
-            places[CPU] += size
+        place = GPU if work.on_cpu else divided.parameters_on
+        places[place] += h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
     return Estimate(
-        held=int(places[GPU]),
-        teacher=int(teacher),
+        held=int(held),
+        teacher=int(places[GPU] - held),
         working=int(working),
         ram=int(places[CPU]),
         nvme=int(places[NVME]),
         sent=int(_sent(kind, work)),
     )
-
-
-def _state(kind: Kind, work: Workload) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer; see the docstring of this file."""
-    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
-    if kind.stage is None:
-        return 4 * t + h * (n - t), 4 * t, work.moments
-    weights = h * n * (share if kind.stage == 3 else 1)
-    gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
-    return weights, gradients, (4 * t + work.moments) * share
 
 
 def _buffers(kind: Kind, work: Workload) -> float:
