@@ -3,7 +3,6 @@
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
 
-Flags are those of the training programs that memory and time depend on, and those under "plan".
 Neither a GPU nor weights are needed. The figures are those of training/engine/estimate.py.
 """
 
@@ -80,7 +79,9 @@ def describe(options: dict) -> str:
     found = first_fitting(work, room)
     advice = "No engine fits with this --batch_size: take a smaller one, or more memory."
     if found:
-        advice = f"Take {found.name}, the first that fits:\n{found.command}."
+        advice = (
+            f"Take {found.name}, the first that fits:\nENGINE={found.config} bash run_accelerate.sh"
+        )
     note = "" if peak else " (its peak is not known)"
     rows = [_row(kind, work, room) | {"hours": hours} for kind in choices(work)]
     return (
