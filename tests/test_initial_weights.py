@@ -95,7 +95,7 @@ def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(typed, sa
 def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weights, packed):
     (weights / TOKENIZER_FILE).write_bytes(b"another")
     flag = f"--tokenizer {weights / TOKENIZER_FILE}"
-    with pytest.raises(DataError, match=f"prepare the text .*{flag}"):
+    with pytest.raises(DataError, match=f"prepare the text anew with {flag}"):
         config("", weights, packed)
 
 

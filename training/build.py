@@ -9,10 +9,9 @@ from common.errors import UsageError
 from model import Transformer
 from model.transformer import flops_per_token
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
+from training.engine.deepspeed_setup import divided_as_built, set_up_deepspeed
 from training.engine.launch import KEPT, Engine
-from training.engine.operations import compile_operations
 from training.engine.state import TrainingState
-from training.engine.zero_3 import claim_folders, divided_as_built, require_buffers
 from training.optimizer import build_optimizer, tell_layout
 from training.prepare import Prepared
 
@@ -63,9 +62,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         engine,
     )
     engine.fit_to(config.dim, prepared.n_trained)
-    require_buffers(engine.kind, prepared.shapes, engine.processes, dtype.itemsize)
-    claim_folders(engine)
-    compile_operations(engine)
+    set_up_deepspeed(engine, prepared.shapes, dtype.itemsize)
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)

@@ -28,7 +28,7 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
     if not same or data.vocab_size > room:
         raise DataError(
             f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
-            f"{source.path}, vocabulary {room}: prepare the {data.kind} in a folder of its own with "
+            f"{source.path}, vocabulary {room}: prepare the {data.kind} anew with "
             f"{flag}"
         )
 

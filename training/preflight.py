@@ -22,10 +22,9 @@ from model import ConfigError
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.cpu_steps import cpu_flags
 from training.engine.device import require_usable_gpu
-from training.engine.environment import name_configuration
 from training.engine.estimate import largest_batch
 from training.engine.kinds import kind_of
-from training.engine.launch import check_precision, deepspeed_plugin
+from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
 from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments

@@ -8,7 +8,7 @@ from model import LMConfig
 from runs.checkpoint import space_warning
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
-from training.engine.estimate import Estimate, Workload, advice, estimate, fits
+from training.engine.estimate import Estimate, Workload, estimate, fits
 from training.engine.failures import less_memory
 from training.engine.kinds import GPU
 from training.engine.memory import GIB, available_memory
@@ -36,7 +36,7 @@ def start_block(run: Run) -> str:
     if run.val_loader:
         held_out = f"validation on {len(run.val_loader.dataset):,}"
     keeps_attention = args.gradient_checkpointing == "selective" and not keeps_scores
-    work, room = _needs(run)
+    work, _ = _needs(run)
     fields = {
         "run folder": str(run.folder.path),
         "starts from": origin,
@@ -65,7 +65,6 @@ def start_block(run: Run) -> str:
         "recomputed": args.gradient_checkpointing != "off"
         and f"blocks{', but not attention' * keeps_attention}, in backward",
         "schedule": prepared.schedule_note,
-        "advice": advice(engine.kind, work, room),
     }
     return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value)
 
