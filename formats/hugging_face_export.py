@@ -7,12 +7,10 @@ import torch
 
 from common.errors import UsageError
 from data.chat_template import JINJA
-from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokenizer, read_markers
 from formats.hugging_face_names import llama_config, to_llama
 from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_tensors, write_json
 from formats.tokenizer_json import convert, without_escapes
-from model.config import ConfigError
 from model.transformer import Transformer
 
 MARK = "exported_by"  # in config.json: what may be replaced with --overwrite
@@ -23,57 +21,27 @@ pipeline_tag: text-generation
 
 # {name}
 
-A Llama of {millions:.2f} million parameters: {n_layers} layers of width {dim}, {n_heads} heads,
-{n_kv_heads} key/value heads, vocabulary {vocab_size:,}, context {max_seq_len:,} tokens, weights
-in {dtype}. {learned}
+A Llama of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}.
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained("{name}")
     tokenizer = AutoTokenizer.from_pretrained("{name}")
-    {inputs}
+    inputs = {inputs}
     ids = model.generate(**inputs, max_new_tokens=50)
     print(tokenizer.decode(ids[0], skip_special_tokens=True))
-
-{about_tokenizer}
 """
-ABOUT_CONVERTED = """\
-The tokenizer begins every text with its begin marker, as the documents did in training, unless
-`add_special_tokens=False`. {markers}
-`tokenizer.model` is the SentencePiece model that the other files were made from; what
-`LlamaTokenizer` would make of it is not exact."""
-ABOUT_COPIED = """\
-`tokenizer.json` is the one that the training text was prepared with, {copied}.
-Documents began with the begin marker in training, whether it puts one before a text or not."""
-ABOUT_TEXT = {
-    "learned": "It was pretrained only: it continues text, and follows no instructions.",
-    "inputs": 'inputs = tokenizer("Once upon a time", return_tensors="pt")',
-    "markers": (
-        "A marker's name in a text, such as `<s>`, is text and no marker; who\n"
-        "reads `tokenizer.json` with the `tokenizers` package sets `encode_special_tokens = True` "
-        "for that."
-    ),
-    "copied": "as it came",
-}
-ABOUT_CHAT = {
-    "learned": "It was fine-tuned to answer, in the chat template of its tokenizer.",
-    "inputs": """messages = [{"role": "user", "content": "What is a list?"}]
-    kind = {"return_tensors": "pt", "return_dict": True}
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kind)""",
-    "markers": (
-        "A marker's name in a message, such as `<s>`, is text and no marker;\n"
-        "where the tokenizer itself is called, that takes `split_special_tokens=True`."
-    ),
-    "copied": "but for the escapes of the chat template, which it removes",
-}
+TEXT_INPUTS = 'tokenizer("Once upon a time", return_tensors="pt")'
+CHAT_INPUTS = """tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is a list?"}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )"""
 
 
 def is_export(folder: Path) -> bool:
     """Return True for a folder that scripts.export_hf wrote."""
-    try:
-        return MARK in read_json(folder / CONFIG_FILE)
-    except ConfigError:
-        return False
+    config = folder / CONFIG_FILE
+    return config.exists() and MARK in read_json(config)
 
 
 def write_model(
@@ -98,10 +66,13 @@ def write_model(
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
     generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     write_json(folder / "generation_config.json", generation)
-    facts = {"name": name, "millions": model.num_parameters() / 1e6, "dtype": dtype}
-    facts |= config.to_dict() | (ABOUT_CHAT if chat else ABOUT_TEXT)
-    about_tokenizer = ABOUT_COPIED if isinstance(tokenizer, JsonTokenizer) else ABOUT_CONVERTED
-    card = CARD.format(about_tokenizer=about_tokenizer.format(**facts), **facts)
+    card = CARD.format(
+        name=name,
+        millions=model.num_parameters() / 1e6,
+        max_seq_len=config.max_seq_len,
+        dtype=dtype,
+        inputs=CHAT_INPUTS if chat else TEXT_INPUTS,
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -119,7 +90,14 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         (folder / TOKENIZER_JSON).write_text(copied, encoding="utf-8")
         markers = read_markers(tokenizer.path)
     else:
-        markers = _write_converted(folder, tokenizer, chat)
+        converted = convert(tokenizer, chat)
+        converted.save(str(folder / TOKENIZER_JSON))
+        shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
+        markers = {
+            "bos_token": converted.id_to_token(tokenizer.bos_id),
+            "eos_token": converted.id_to_token(tokenizer.eos_id),
+            "unk_token": converted.model.unk_token,
+        }
     write_json(folder / "special_tokens_map.json", markers)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
@@ -132,19 +110,3 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
     if chat:
         settings["chat_template"] = JINJA
     write_json(folder / "tokenizer_config.json", markers | settings)
-
-
-def _write_converted(folder: Path, tokenizer: Tokenizer, chat: bool) -> dict[str, str]:
-    """Write tokenizer.json and the SentencePiece model that it is made from; return the piece of
-    each marker by its role in transformers."""
-    try:
-        converted = convert(tokenizer, chat)
-    except DataError as error:
-        raise DataError(f"{error}; --no-tokenizer exports the weights alone") from error
-    converted.save(str(folder / TOKENIZER_JSON))
-    shutil.copyfile(tokenizer.path, folder / TOKENIZER_FILE)
-    return {
-        "bos_token": converted.id_to_token(tokenizer.bos_id),
-        "eos_token": converted.id_to_token(tokenizer.eos_id),
-        "unk_token": converted.model.unk_token,
-    }

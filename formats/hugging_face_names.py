@@ -7,9 +7,13 @@ queries and keys does not depend on the order of channels.
 """
 
 import re
+from collections import ChainMap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from torch import Tensor
 
+from formats.portable import CONFIG_FILE, WEIGHTS_FILE, load_tensors, read_json
 from model.config import ConfigError, LMConfig, RopeScaling
 
 # Ours (Llama's own release) → Hugging Face's.
@@ -65,27 +69,30 @@ def llama_name(name: str) -> str:
     return OUTER[name]
 
 
-def our_names(weights: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Rename Hugging Face's weights to our names; the rows of wq and wk stay in their order. Raises
-    ConfigError: a name that a Llama does not have."""
+def our_name(name: str, source: str) -> str:
+    """Turn Hugging Face's name of a weight into ours. Raises ConfigError: no Llama has it."""
     outer = {theirs: ours for ours, theirs in OUTER.items()}
     in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
-    ours = {}
-    for name, weight in weights.items():
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-        if layer and layer[2] in in_layer:
-            ours[f"layers.{layer[1]}.{in_layer[layer[2]]}.weight"] = weight
-        elif name in outer:
-            ours[outer[name]] = weight
-        else:
-            raise ConfigError(f"{source}: {name} is in no Llama")
-    return ours
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if layer and layer[2] in in_layer:
+        return f"layers.{layer[1]}.{in_layer[layer[2]]}.weight"
+    if name not in outer:
+        raise ConfigError(f"{source}: {name} is in no Llama")
+    return outer[name]
 
 
-def our_rotation(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reorder wq and wk in Hugging Face's weights with our names and the config's shapes."""
-    heads = {name: rotated_heads(name, config) for name in weights}
-    return {n: join_halves(w, heads[n]) if heads[n] else w for n, w in weights.items()}
+def is_learned(name: str) -> bool:
+    """Return False for tables of positions and masks, which some save beside the weights."""
+    return name.endswith((".weight", ".bias"))
+
+
+def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
+    """Return one of Hugging Face's weights, by our name, with its rows in our order. A weight of
+    the wrong shape stays as it is."""
+    heads = rotated_heads(name, config)
+    if heads and weight.shape[:1] == (heads * config.head_dim,):
+        return join_halves(weight, heads)
+    return weight
 
 
 # Our names → Hugging Face's, where rope_type is "llama3".
@@ -131,61 +138,68 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
     }
 
 
-def config_from_llama(values: dict) -> LMConfig:
+# Settings of Hugging Face's Llama, and the values that can be computed here; the first is assumed.
+COMPUTED = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
+    "rope_type": ("default", "llama3"),
+}
+
+
+def read_llama_config(folder: Path) -> LMConfig:
     """Undo `llama_config`; missing settings have the defaults of transformers' LlamaConfig. Raises
-    ConfigError: something that this model cannot compute; names the setting and its value."""
-    rope = {}
-    for name in ("rope_parameters", "rope_scaling"):  # the second wins in transformers
-        given = values.get(name) or {}
-        if not isinstance(given, dict):
-            raise ConfigError(f"{name} must be an object, not {given!r}")
-        refuse_other_arithmetic(values, given)
-        rope |= given
-    needed = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"}
-    if missing := needed - values.keys():
-        raise ConfigError(f"{min(missing)} is missing")
+    ConfigError: none, or something that this model cannot compute; names setting and value."""
+    values = read_json(folder / CONFIG_FILE)
+    if (kind := values.get("model_type")) != "llama":
+        raise ConfigError(f"model_type is {kind!r}: only 'llama' can be read")
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    for name, allowed in COMPUTED.items():
+        value = (values | {"rope_type": rope_type}).get(name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}, which cannot be computed here")
+    scaling = None
+    if rope_type == "llama3":
+        scaling = RopeScaling(**{ours: rope.get(theirs) for ours, theirs in SCALING.items()})
+    n_heads = values.get("num_attention_heads")
     return LMConfig(
-        dim=values["hidden_size"],
-        n_layers=values["num_hidden_layers"],
-        n_heads=values["num_attention_heads"],
-        n_kv_heads=values.get("num_key_value_heads") or values["num_attention_heads"],
-        vocab_size=values["vocab_size"],
+        dim=values.get("hidden_size"),
+        n_layers=values.get("num_hidden_layers"),
+        n_heads=n_heads,
+        n_kv_heads=values.get("num_key_value_heads") or n_heads,
+        vocab_size=values.get("vocab_size"),
         head_dim=values.get("head_dim"),
         hidden_dim=values.get("intermediate_size", 11008),
         norm_eps=values.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta") or values.get("rope_theta", 10000.0),
-        rope_scaling=rope_scaling(rope),
+        rope_scaling=scaling,
         max_seq_len=values.get("max_position_embeddings", 2048),
         tie_embeddings=values.get("tie_word_embeddings", False),
     )
 
 
-def refuse_other_arithmetic(values: dict, rope: dict) -> None:
-    """Raise ConfigError for another architecture, or a Llama with parts that ours lacks."""
-    if values.get("model_type") != "llama":
-        raise ConfigError(f"model_type is {values.get('model_type')!r}: only 'llama' can be read")
-    plain = {
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "partial_rotary_factor": (1.0,),
-        "quantization_config": (None,),
-    }
-    for name, allowed in plain.items():
-        if values.get(name, allowed[0]) not in allowed:
-            raise ConfigError(f"{name} is {values[name]!r}: this model has {allowed[0]!r} only")
-    if (kind := rope_type(rope)) not in ("default", "llama3"):
-        raise ConfigError(f"rope_scaling is {kind!r}: this model has 'llama3' only")
+class LlamaTensors(Mapping):
+    """The weights of a Hugging Face folder, in safetensors, by our names and with our rows.
 
+    Each is read when it is asked for, in the precision of the file. Raises ConfigError: no Llama,
+    or a file that is missing or damaged.
+    """
 
-def rope_type(rope: dict) -> str:
-    return rope.get("rope_type", rope.get("type", "default"))
+    def __init__(self, folder: Path):
+        self._config = read_llama_config(folder)
+        parts = sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]
+        self._weights = ChainMap(*map(load_tensors, parts))
+        names = (name for name in self._weights if is_learned(name))
+        self._theirs = {our_name(name, str(folder)): name for name in names}
 
+    def __getitem__(self, name: str) -> Tensor:
+        return our_rows(self._config, name, self._weights[self._theirs[name]])
 
-def rope_scaling(rope: dict) -> RopeScaling | None:
-    """Read rope_type "llama3". Raises ConfigError: a number is missing, or cannot be."""
-    if rope_type(rope) == "default":
-        return None
-    if missing := set(SCALING.values()) - rope.keys():
-        raise ConfigError(f"rope_scaling: {min(missing)} is missing")
-    return RopeScaling(**{ours: rope[theirs] for ours, theirs in SCALING.items()})
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._theirs)
+
+    def __len__(self) -> int:
+        return len(self._theirs)

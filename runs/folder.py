@@ -49,6 +49,6 @@ def read_settings(path: Path) -> dict:
     """Read settings.json; {} if it is missing or damaged, for a run does not need it."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}

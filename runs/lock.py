@@ -1,11 +1,10 @@
 """A lock on the run folder, so that one run has one writer; it dies with its process."""
 
-import errno
-import fcntl
 import os
 import socket
 from pathlib import Path
 
+from common.atomic import try_lock
 from common.errors import UsageError
 
 _held: list[int] = []  # descriptors of the lock files
@@ -20,16 +19,12 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
     Raises UsageError: a live process holds the folder; `otherwise` is how to name another one.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            holder = path.read_text(encoding="utf-8", errors="replace")
-            os.close(descriptor)
-            raise UsageError(
-                f"{path.parent} is in use by {holder}: wait for it, or take another {otherwise}"
-            ) from error
-        print(f"no locks on this file system ({error.strerror}): let no second run write here")
+    if not try_lock(descriptor):
+        os.close(descriptor)
+        holder = path.read_text(encoding="utf-8", errors="replace")
+        raise UsageError(
+            f"{path.parent} is in use by {holder}: wait for it, or take another {otherwise}"
+        )
     _held.append(descriptor)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from collections import ChainMap
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from small_model import adapted
 
 from common.errors import UsageError
 from formats.portable import load_portable
-from model import ConfigError, LMConfig
+from model import LMConfig
 from model.lora import Merged, is_adapter
 from runs.checkpoint import (
     MANIFEST,
@@ -25,8 +24,6 @@ from runs.checkpoint import (
     damage,
     newest_sound,
     read_state,
-    saved_config,
-    space_warning,
     write_base,
     write_checkpoint,
 )
@@ -171,23 +168,9 @@ def test_a_state_of_the_old_form_reads_as_one_of_the_new(run, form):
     assert damage(run.checkpoint(5)) is None
     expected = state_of(5, model=shape, identity=identity | {"optimizer": "adamw"})
     assert read_state(run.checkpoint(5)) == expected
-    assert saved_config(run.checkpoint(5)) == LMConfig(**shape)
-    assert saved_config(run.checkpoint(5)).rope_theta == LMConfig.rope_theta
-
-
-@pytest.mark.parametrize("model", [None, 7, {"dim": "48"}, {"dim": 48, "n_heads": 5}])
-def test_a_shape_that_cannot_be_built_is_refused_by_the_name_of_the_file(run, model):
-    write_checkpoint(run, tensors_of(5), state_of(5, model=model))
-    with pytest.raises(ConfigError, match=f"^{run.checkpoint(5) / STATE}: "):
-        saved_config(run.checkpoint(5))
-
-
-@pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
-def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, free, warned):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    warning = space_warning(run.path, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
-    assert bool(warning) == warned
-    assert not warned or "--keep_last" in warning
+    config = WeightsFolder.find(str(run.path)).config()
+    assert config == LMConfig(**shape)
+    assert config.rope_theta == LMConfig.rope_theta
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def test_a_path_is_taken_as_it_is_and_a_name_that_is_nearly_one_is_answered_with
 ):
     monkeypatch.chdir(tmp_path)
     assert find_run(str(run), tmp_path / "elsewhere") == run
-    with pytest.raises(UsageError, match="is a file: give a run folder"):
+    with pytest.raises(UsageError, match="no such folder"):
         find_run(str(run / "metrics.jsonl"))
     for typed, meant in {"atuo": "auto", "mime": "runs/mine", "out/mines": "runs/mine"}.items():
         with pytest.raises(UsageError, match=f"{typed}: no such folder: did you mean '{meant}'"):

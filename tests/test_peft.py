@@ -138,9 +138,9 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), this model needs \(4, 32\)"),
+        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), the model has \(4, 32\)"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
-        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is not in this model"),
+        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is .*, the model has"),
         (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "is in no Llama"),
         (lambda t: t | {Q_A: t[Q_A] * torch.nan}, "wq.lora_a holds NaN"),
         (lambda t: t | {HEAD: torch.zeros(50, 32)}, "trained the output layer apart"),
@@ -166,7 +166,7 @@ def with_settings(folder: Path, **settings) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"r": 0}, "no r and lora_alpha"),
         ({"lora_alpha": "much"}, "no r and lora_alpha"),
-        ({"r": 5}, r"wk.lora_a is \(4, 32\), this model needs \(5, 32\)"),
+        ({"r": 5}, r"wk.lora_a is \(4, 32\), the model has \(5, 32\)"),
     ],
 )
 def test_settings_that_mean_something_else_are_named(folder, settings, message):
@@ -179,7 +179,7 @@ def test_files_that_are_missing_or_no_adapter_are_named(folder, tmp_path_factory
     with pytest.raises(ConfigError, match=r"no readable adapter_config\.json"):
         load_adapter(tmp_path_factory.mktemp("empty"), adapted().config)
     (folder / ADAPTER_WEIGHTS).write_bytes(b"no adapter")
-    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: damaged"):
+    with pytest.raises(ConfigError, match="no readable weights"):
         load_adapter(folder, adapted().config)
 
 

@@ -71,10 +71,6 @@ def set_piece(index: int, field: str, value):
     return lambda model: setattr(model.pieces[index], field, value)
 
 
-def both_of(*changes):
-    return lambda model: [change(model) for change in changes]
-
-
 def assert_equal(pair, texts: list[str]) -> None:
     tokenizer, converted = pair
     encodings = converted.encode_batch(texts, add_special_tokens=False)
@@ -157,18 +153,15 @@ def test_spaces_are_spaces_and_a_tokenizer_without_one_has_equal_ids(model, tmp_
 
 NORMALIZER, TRAINER = "normalizer_spec", "trainer_spec"
 REFUSED = {
-    "a unigram model": set_field(TRAINER, "model_type", 1),
-    "without byte fallback": set_field(TRAINER, "byte_fallback", False),
-    "it changes characters": set_field(NORMALIZER, "precompiled_charsmap", b"1234"),
-    "treat_whitespace_as_suffix": both_of(
-        set_field(NORMALIZER, "add_dummy_prefix", True),
-        set_field(TRAINER, "treat_whitespace_as_suffix", True),
-    ),
-    "remove_extra_whitespaces": set_field(NORMALIZER, "remove_extra_whitespaces", True),
+    "is not BPE": set_field(TRAINER, "model_type", 1),
+    "has no pieces for bytes": set_field(TRAINER, "byte_fallback", False),
+    "changes characters": set_field(NORMALIZER, "precompiled_charsmap", b"1234"),
+    "puts a space behind a text": set_field(TRAINER, "treat_whitespace_as_suffix", True),
+    "removes spaces": set_field(NORMALIZER, "remove_extra_whitespaces", True),
     "user-defined or unused pieces": set_piece(300, "type", KINDS.USER_DEFINED),
     "unused pieces": set_piece(300, "type", KINDS.UNUSED),
     "the same score": set_piece(260, "score", -0.0),
-    "not as a piece": set_piece(270, "piece", "12龘"),
+    "a character that is no piece": set_piece(270, "piece", "12龘"),
 }
 
 

@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_passed_over_but_refused_when_named(run):
     newest = run / "checkpoints" / "step-00000020"
     (newest / "weights.safetensors").write_bytes(b"cut")
     assert seed_of(run) == 10
-    with pytest.raises(UsageError, match=r"step-00000020 is damaged: weights.safetensors is 3"):
+    with pytest.raises(UsageError, match=r"step-00000020 is damaged: the checksum of weights"):
         load_trained(str(newest))
     (run / "checkpoints" / "step-00000010" / "weights.safetensors").unlink()
     with pytest.raises(UsageError, match=r"every checkpoint of .* is damaged"):
@@ -118,7 +118,7 @@ def test_what_is_not_there_or_something_else_is_refused(run, tmp_path, packed):
         tmp_path / "none": "no such folder",
         f"{tmp_path / 'none'}@best": "none: no such folder",
         f"{run}@best": f"{run}@best: none of its checkpoints was saved at a validation",
-        packed / "tokenizer.model": "is a file: give a run folder",
+        packed / "tokenizer.model": "no such folder",
         packed: "neither model.safetensors nor checkpoints",
     }.items():
         with pytest.raises(UsageError, match=says):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.atomic import remove
 from common.errors import UsageError
-from formats.portable import TensorFile
+from formats.portable import load_tensors
 from model.lora import LoRA
 from runs.checkpoint import (
     OPTIMIZER,
@@ -168,7 +168,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
         try:
             scalars = read_state(path)
             require_same_adapters(scalars.get("lora"), state.model.lora, str(path))
-            moments = TensorFile(path / OPTIMIZER)
+            moments = load_tensors(path / OPTIMIZER)
             state.load(saved_weights(path), moments, scalars, str(path))
             _restore_random(load_file(path / RANDOM), scalars["processes"], engine, meter)
         except (

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.columns import columns
 from common.errors import UsageError
+from common.numbers import columns
 from model import ConfigError
 from report.history import read_history
 from report.page import UNKNOWN, final_numbers, leave_report, write_report

@@ -17,7 +17,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, distributed
 
-from formats.portable import TensorFile, save_tensors
+from formats.portable import load_tensors, save_tensors
 from model import LMConfig, Transformer
 from model import loss as model_loss
 from training.arguments import TrainingArguments
@@ -177,10 +177,10 @@ class Trainee:
         distributed.barrier()
 
     def weights_of(self, path: Path) -> Mapping[str, Tensor]:
-        return TensorFile(path / "weights")
+        return load_tensors(path / "weights")
 
     def load(self, path: Path) -> None:
-        tensors = self.weights_of(path), TensorFile(path / "moments")
+        tensors = self.weights_of(path), load_tensors(path / "moments")
         self.state.load(*tensors, json.loads((path / "scalars").read_text()), str(path))
 
     def goes_on(self, path: Path, end: Path) -> dict:
@@ -192,7 +192,7 @@ class Trainee:
             "weights": self.state.weights(),
             "moments": self.state.moments(),
         }.items():
-            for name, expected in TensorFile(end / file).items() if tensors else ():
+            for name, expected in load_tensors(end / file).items() if tensors else ():
                 scale = 1.0 if file == "weights" else expected.abs().max().item()
                 here = (tensors[name] - expected).abs().max().item() / scale
                 difference = max(difference, here)
