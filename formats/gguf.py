@@ -22,7 +22,6 @@ from model.rotary import rotary_frequencies
 from model.transformer import Transformer
 
 BLOCK = 32  # values that share a scale in q8_0; a row has to be made of such blocks
-UNUSED = 5  # GGUF's kind of a piece without text; the other kinds have SentencePiece's numbers
 
 
 def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> list[str]:
@@ -78,7 +77,8 @@ def add_vocabulary(
     writer.add_tokenizer_pre("default")
     writer.add_token_list([p.piece for p in pieces] + [f"[PAD{i}]" for i in range(n_extra)])
     writer.add_token_scores([p.score for p in pieces] + [0.0] * n_extra)
-    writer.add_token_types([p.type for p in pieces] + [UNUSED] * n_extra)
+    # The kinds of pieces have SentencePiece's numbers.
+    writer.add_token_types([p.type for p in pieces] + [gguf.TokenType.UNUSED] * n_extra)
     writer.add_unk_token_id(vocabulary.trainer_spec.unk_id)
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)

@@ -77,13 +77,8 @@ def write_model(
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
-    """Write tokenizer.json, what transformers wants beside it, and a SentencePiece model itself.
-
-    Args:
-        chat: the model has learned to answer: the template of its conversations is written too.
-
-    Raises DataError: no tokenizer.json gives equal ids.
-    """
+    """Write tokenizer.json, what transformers wants beside it, and a SentencePiece model itself;
+    with `chat` the template too. Raises DataError: no tokenizer.json gives equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
         copied = Path(tokenizer.path).read_text(encoding="utf-8")
         copied = without_escapes(copied) if chat else copied

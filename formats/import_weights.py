@@ -39,7 +39,6 @@ from formats.portable import (
 from model.config import ConfigError, LMConfig
 from model.transformer import Transformer
 
-TORCH_SUFFIXES = (".pth", ".pt", ".bin")
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # of DistributedDataParallel and torch.compile
 # Settings of Llama 1 and 2 that the shapes of weights do not tell.
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
@@ -118,20 +117,17 @@ def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file without prefixes and tables. Raises ConfigError: missing,
-    damaged, of another kind, or more than tensors."""
-    if path.suffix not in (".safetensors", *TORCH_SUFFIXES):
-        suffixes = ", ".join(TORCH_SUFFIXES)
-        raise ConfigError(f"{path}: no Hugging Face folder, .safetensors file or {suffixes}")
+    """Return the tensors of a file without prefixes and tables. Raises ConfigError: of another
+    kind, damaged, or more than tensors."""
     try:
-        is_safe = path.suffix == ".safetensors"
-        content = (
-            load_tensors(path) if is_safe else dict(torch.load(path, "cpu", weights_only=True))
-        )
+        if path.suffix == ".safetensors":
+            content = load_tensors(path)
+        else:
+            content = dict(torch.load(path, "cpu", weights_only=True))
     except (MemoryError, OSError, ConfigError):
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise ConfigError(f"{path}: damaged, or it holds code, which is not run") from error
+        raise ConfigError(f"{path}: no state dict, or it holds code, which is not run") from error
     if isinstance(content.get("model"), dict):  # of a training file, as llama2.c's
         content = content["model"]
     weights = {}

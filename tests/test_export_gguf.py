@@ -205,7 +205,7 @@ def test_a_place_that_is_taken_is_refused(weights, capsys):
     out = folder.parent / "model.gguf"
     out.write_text("precious", encoding="utf-8")
     assert "pass --overwrite" in refused(capsys, folder, out)
-    assert "is a folder: name the file" in refused(capsys, folder, folder)
+    assert "Is a directory" in refused(capsys, folder, folder, "--overwrite")
     assert out.read_text(encoding="utf-8") == "precious"
 
 

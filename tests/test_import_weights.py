@@ -146,6 +146,7 @@ def test_weights_may_lie_in_shards(llama, tmp_path, capsys):
         save_file(dict(weights[part::3]), source / f"model-{part + 1:05d}-of-00003.safetensors")
     import_weights.main([str(source), str(tmp_path / "out")])
     assert_same_model(tmp_path / "out", llama)
+    capsys.readouterr()
     (source / "model-00002-of-00003.safetensors").unlink()
     assert "is missing" in error_line(capsys, source, tmp_path / "b")
 
