@@ -47,14 +47,9 @@ def is_export(folder: Path) -> bool:
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
-    """Write weights in `dtype`, config, generation settings and a model card.
-
-    Args:
-        tokenizer: its begin and end markers go into config and generation settings.
-        chat: the model has learned to answer.
-
-    Raises UsageError: a weight is too large for `dtype`. OSError: the disk is full or refuses.
-    """
+    """Write weights in `dtype`, config and generation settings with the tokenizer's markers, and a
+    model card, which says whether the model answers (`chat`). Raises UsageError: a weight is too
+    large for `dtype`. OSError: the disk is full or refuses."""
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}

@@ -154,13 +154,13 @@ def read_llama_config(folder: Path) -> LMConfig:
     ConfigError: none, or something that this model cannot compute; names setting and value."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
-        raise ConfigError(f"model_type is {kind!r}: only 'llama' can be read")
+        raise ConfigError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     for name, allowed in COMPUTED.items():
         value = (values | {"rope_type": rope_type}).get(name, allowed[0])
         if value not in allowed:
-            raise ConfigError(f"{name} is {value!r}, which cannot be computed here")
+            raise ConfigError(f"{folder}: {name} is {value!r}, which cannot be computed here")
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(**{ours: rope.get(theirs) for ours, theirs in SCALING.items()})

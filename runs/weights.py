@@ -89,10 +89,7 @@ class WeightsFolder:
         if config.exists() or (path / WEIGHTS_FILE).exists():
             is_foreign = config.exists() and "model_type" in read_json(config)
             if is_foreign and not foreign:
-                raise UsageError(
-                    f"{path} is a Hugging Face folder: python -m scripts.import_weights {path} OUT "
-                    "turns it into this project's form"
-                )
+                raise UsageError(f"{path}: python -m scripts.import_weights {path} OUT reads it")
             return cls(path, tokenizer_in(path), is_foreign)
         path = find_checkpoint(path)
         run = run_of(path)
@@ -147,23 +144,15 @@ class WeightsFolder:
 def load_trained(
     name: str, load: Callable[[WeightsFolder], Transformer] = WeightsFolder.load
 ) -> Trained:
-    """Load model and tokenizer from whatever `WeightsFolder.find` takes.
-
-    Args:
-        load: makes the model from the folder.
-
-    Raises UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
-    belong together.
-    """
+    """Load model (by `load`) and tokenizer from whatever `WeightsFolder.find` takes. Raises
+    UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not belong
+    together."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces = trained.tokenizer.vocab_size
     if pieces > (room := trained.model.config.vocab_size):
-        raise DataError(
-            f"{folder.tokenizer} has {pieces} pieces, the model in {folder.path} only {room}: "
-            "they do not belong together"
-        )
+        raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model {folder.path} {room}")
     return trained
 
 
@@ -179,5 +168,4 @@ def find_checkpoint(path: Path) -> Path:
         return checkpoint
     if not problems:
         raise UsageError(f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder")
-    last = max(problems)
-    raise UsageError(f"every checkpoint of {path} is damaged; {last}: {problems[last]}")
+    raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")

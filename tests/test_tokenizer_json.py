@@ -127,15 +127,6 @@ def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
         assert_equal(pair, [*texts, *("a" * n for n in range(1, 60))])
 
 
-def test_encoding_begins_with_the_begin_piece_and_decoding_leaves_markers_out(pair):
-    tokenizer, converted = pair
-    begin, first, second = tokenizer.bos_id, tokenizer.encode("a"), tokenizer.encode("b")
-    assert converted.encode("a").ids == [begin, *first]
-    assert converted.encode("a", "b").ids == [begin, *first, begin, *second]
-    ids = [begin, *tokenizer.encode("1 + 1"), tokenizer.eos_id]
-    assert converted.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids) == "1 + 1"
-
-
 def test_spaces_are_spaces_and_a_tokenizer_without_one_has_equal_ids(model, tmp_path):
     def rewrite(copy):
         kept = [piece for piece in copy.pieces if "\u2581" not in piece.piece]
