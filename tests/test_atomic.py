@@ -1,7 +1,5 @@
 """Whatever goes wrong: the old file or folder or the new one, whole, and nothing beside it."""
 
-import errno
-import fcntl
 import os
 import shutil
 import threading
@@ -171,14 +169,3 @@ def test_whoever_makes_the_same_waits_for_its_turn_and_says_so(tmp_path, capsys)
     second.join()
     assert said == f"waiting for another process, which holds {out.with_name('.new.lock')}\n"
     assert came == ["first", "second"]
-
-
-def test_a_disk_without_locks_is_named_and_used(tmp_path, monkeypatch, capsys):
-    def refuse(file, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with one_at_a_time(tmp_path / "new"):
-        write_folder(tmp_path / "new", "whole")
-    assert text_of(tmp_path / "new") == "whole"
-    assert "no locks on this file system (No locks available)" in capsys.readouterr().out

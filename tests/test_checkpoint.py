@@ -94,21 +94,6 @@ def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
     assert steps_of(run) == kept
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch):
-    def full(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    save(run, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("runs.checkpoint.save_tensors", full)
-        for step in (1, 2):  # the same step anew, and another one
-            with pytest.raises(OSError, match="No space left"):
-                save(run, step)
-    assert steps_of(run) == [1]
-    assert run.latest.read_text() == "step-00000001\n"
-    assert damage(run.checkpoint(1)) is None
-
-
 def test_damage_of_any_file_is_one_line_and_never_another_error(run):
     save(run, 1)
     dice, folder = random.Random(0), run.checkpoint(1)
@@ -146,24 +131,6 @@ def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(ru
     for step in (1, 2):
         flip(run.checkpoint(step) / WEIGHTS, 300)
     assert newest_sound(run)[0] is None
-
-
-@pytest.mark.parametrize("form", ["old", "new"])
-def test_a_state_of_the_old_form_reads_as_one_of_the_new(run, form):
-    """The model's shape stood in the identity; AdamW and newer fields were not named."""
-    shape = CONFIG.shape() | {"tie_embeddings": False}
-    del shape["rope_theta"]
-    identity = {key: value for key, value in IDENTITY.items() if key != "optimizer"}
-    state = state_of(5, model=shape, identity=identity)
-    if form == "old":
-        state["identity"] = state.pop("model") | identity
-    write_checkpoint(run, tensors_of(5), state)
-    assert damage(run.checkpoint(5)) is None
-    expected = state_of(5, model=shape, identity=identity | {"optimizer": "adamw"})
-    assert read_state(run.checkpoint(5)) == expected
-    config = WeightsFolder.find(str(run.path)).config()
-    assert config == LMConfig(**shape)
-    assert config.rope_theta == LMConfig.rope_theta
 
 
 @pytest.fixture

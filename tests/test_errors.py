@@ -8,7 +8,7 @@ import pytest
 from conftest import REPOSITORY
 
 from common import errors
-from common.errors import EXIT_CODE, SaidError, UsageError, one_line_errors
+from common.errors import EXIT_CODE, UsageError, one_line_errors
 
 
 class OtherError(Exception):
@@ -30,17 +30,12 @@ def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
         (UsageError("Traceback ...\n  File x\n\nthe reason\n"), "the reason\n"),
         (UsageError(), "UsageError\n"),
         (OSError(errno.ENOSPC, "full", "out/x"), "no space left on the disk: [Errno 28] full: 'o"),
-        (OSError(errno.EDQUOT, "full", "out/x"), "no space left on the disk: [Errno 122] full: '"),
     ],
 )
 def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, said):
     line = ended_by(error, capsys, ValueError)  # UsageError's parent
     assert line.startswith(f"prog: error: {said}")
     assert line.count("\n") == 1
-
-
-def test_what_another_program_has_said_is_not_said_again(capsys):
-    assert ended_by(SaidError("x"), capsys, UsageError) == ""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +59,7 @@ with one_line_errors("prog", UsageError):
 """
 WRITES = """
     for number in range(100_000):
-        print(number, flush={flush})
+        print(number)
 """
 FAILS = """
     print(0, flush=True)
@@ -83,8 +78,7 @@ def command(lines: str) -> dict:
 @pytest.mark.parametrize(
     ("lines", "code", "says"),
     [
-        (WRITES.format(flush=True), 141, b""),
-        (WRITES.format(flush=False), 141, b""),
+        (WRITES, 141, b""),
         (FAILS, 2, b"prog: error: x\n"),
     ],
 )
@@ -143,22 +137,14 @@ def test_ctrl_c_ends_a_program_with_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "program"),
-    [
-        (("-m", "scripts.export_hf", "auto", "out"), "export_hf"),
-        (("train_pretrain_accelerate.py",), "train_pretrain_accelerate"),
-    ],
-)
-def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path, command, program):
-    """A numpy and a torch that interrupt as the keys would: each program imports one of them."""
-    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path):
+    """A torch that interrupts as the keys would."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "train_pretrain_accelerate.py"],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stderr) == (130, f"{program}: stopped\n")
+    assert (ended.returncode, ended.stderr) == (130, "train_pretrain_accelerate: stopped\n")

@@ -1,4 +1,4 @@
-"""The file as the gguf package reads it; test_export_gguf_llama_cpp.py is about llama.cpp."""
+"""The file as the gguf package reads it."""
 
 import shutil
 from pathlib import Path

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from runs.find import data_of, find_run, newest_run
+from runs.find import data_of, find_run
 from runs.folder import RunFolder
 
 
@@ -22,17 +22,6 @@ def make_run(path: Path, written: float | None) -> RunFolder:
 @pytest.fixture
 def run(tmp_path) -> Path:
     return make_run(tmp_path / "runs" / "mine", 1000).path
-
-
-def test_the_newest_run_is_the_one_with_the_youngest_sign_of_life(tmp_path):
-    """When its folder was made does not matter, nor a run that has written nothing."""
-    ages = {"a": 10, "b": 30, "c": 20, "missing": None}
-    runs = [make_run(tmp_path / name, age) for name, age in ages.items()]
-    os.utime(runs[1].path, (1, 1))
-    signs = {run: run.metrics for run in runs} | {make_run(tmp_path / "silent", 40): None}
-    assert newest_run(list(signs), signs.get) is runs[1]
-    assert newest_run(list(signs)[::-1], signs.get) is runs[1]
-    assert newest_run(runs[3:], signs.get) is newest_run([], signs.get) is None
 
 
 def test_auto_is_the_run_written_to_last_and_of_the_program_asked_for(run, tmp_path):

@@ -166,22 +166,6 @@ def test_a_model_with_other_arithmetic_is_refused(llama, tmp_path, capsys, value
     assert expected in error_line(capsys, source, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "expected"),
-    [
-        ("model.safetensors", b"cut", "no readable weights"),
-        ("model.safetensors", None, "no readable weights"),
-        ("config.json", b'{"model_type": ', "no readable config.json"),
-    ],
-)
-def test_a_damaged_folder_is_one_clear_line(llama, tmp_path, capsys, file, content, expected):
-    source = shutil.copytree(llama, tmp_path / "llama")
-    (source / file).unlink()
-    if content:
-        (source / file).write_bytes(content)
-    assert f"{source}: {expected}" in error_line(capsys, source, tmp_path / "out")
-
-
 def test_a_tokenizer_is_taken_from_the_flag_or_from_beside_the_weights(
     weights, llama, tmp_path, capsys
 ):

@@ -94,18 +94,6 @@ def test_nasty_and_random_text_has_equal_ids_and_comes_back(pair):
     assert_equal(pair, [*NASTY.values(), *PYTHON, *(random_text() for _ in range(2000))])
 
 
-def test_pieces_in_random_order_and_runs_of_one_have_equal_ids(pair):
-    chooser = random.Random(2)
-    ids = range(259, pair[0].vocab_size)
-    assert_equal(pair, [pair[0].decode(chooser.choices(ids, k=30)) for _ in range(1000)])
-    few = [chooser.choices(chooser.sample(ids, 3), k=chooser.randrange(1, 40)) for _ in range(1000)]
-    assert_equal(pair, list(map(pair[0].decode, few)))
-    runs = [char * n for char in " \n\t\u2581a1=第" for n in (*range(1, 40), 255, 256, 257)]
-    ends = ("", "a", "\t", "\u2581", "\n ")
-    assert_equal(pair, [start + run + end for run in runs for start in ("", "\n") for end in ends])
-    assert_equal(pair, [" " * 100_000, "a" * 100_000, "ab " * 50_000])
-
-
 def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
     """A piece is only ever joined from one pair, even in vocabularies that no training gives."""
     chooser = random.Random(4)
