@@ -20,7 +20,7 @@ from data.tokenizer import (
     open_tokenizer,
     tokenizer_in,
 )
-from formats.hugging_face_names import (
+from formats.hugging_face import (
     OUTER,
     LlamaTensors,
     is_learned,

@@ -1,7 +1,7 @@
 """LoRA adapters in the form of the package `peft`, for a base that scripts.export_hf has written.
 
 B has the rows of the weight that it is added to: its rows for wq and wk are reordered as theirs are
-(formats/hugging_face_names.py). A has the weight's columns, which stay in their order.
+(formats/hugging_face.py). A has the weight's columns, which stay in their order.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from formats.hugging_face_names import llama_name, our_name, our_rows, to_llama
+from formats.hugging_face import llama_name, our_name, our_rows, to_llama
 from formats.portable import (
     load_tensors,
     read_json,

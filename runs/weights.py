@@ -13,7 +13,7 @@ from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
-from formats.hugging_face_names import LlamaTensors, read_llama_config
+from formats.hugging_face import LlamaTensors, read_llama_config
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,

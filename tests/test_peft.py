@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from small_model import adapted
 
 from data.chat_template import TEMPLATE_FILE
-from formats.hugging_face_export import write_model
+from formats.hugging_face import write_model
 from formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
 from formats.portable import load_portable, save_portable
 from model import ConfigError, Transformer

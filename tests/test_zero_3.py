@@ -7,7 +7,7 @@ import torch
 
 from common.errors import UsageError
 from model import LMConfig, Transformer
-from runs.lock import release_locks
+from runs.folder import release_locks
 from training.engine.kinds import NVME, Kind
 from training.engine.zero_3 import claim_folders, divided_as_built, require_buffers
 
