@@ -161,7 +161,6 @@ def with_settings(folder: Path, **settings) -> None:
     ("settings", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"lora_alpha": "much"}, "no r and lora_alpha"),
         ({"r": 5}, r"wk.lora_a is \(4, 32\), the model has \(5, 32\)"),

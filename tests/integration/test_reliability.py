@@ -58,12 +58,12 @@ class Trainer:
             return start_warm(with_script(self.command(name, flags), script), log, **environ)
 
     def launch(
-        self, name: str, flags: str = "", script: str = SCRIPT, before=(), **environ: str
+        self, name: str, flags: str = "", script: str = SCRIPT, **environ: str
     ) -> subprocess.Popen:
-        """The same as a real launch, which another command may come before."""
+        """The same as a real launch."""
         with open(self.out / f"{name}.log", "a") as log:
             return subprocess.Popen(
-                [*before, *with_script(self.command(name, flags), script)],
+                with_script(self.command(name, flags), script),
                 cwd=REPOSITORY,
                 env=clean_environment() | environ,
                 stdout=log,
