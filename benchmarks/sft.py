@@ -35,7 +35,7 @@ from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, SUFFIXES, conversation_records, parse_conversation
 from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
-from formats.hugging_face_export import write_model, write_tokenizer
+from formats.hugging_face import write_model, write_tokenizer
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
 from runs.weights import load_trained

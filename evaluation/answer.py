@@ -1,7 +1,6 @@
 """Text for people about the result of an evaluation: a block for one model, a table for several."""
 
-from common.columns import columns
-from common.numbers import counted
+from common.numbers import columns, counted
 from evaluation.intervals import LEAST_UNITS, Estimate
 
 NAMES = {  # of metrics: for people, with the format of their numbers and an explanation

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from data.chat_template import ESCAPE, encode_chat_prompt, encode_conversation
 from data.conversations import ROLES, Turn
 from data.tokenizer import Tokenizer, open_tokenizer
-from formats.hugging_face_export import write_tokenizer
+from formats.hugging_face import write_tokenizer
 
 TURNS = [
     Turn("system", "Be brief."),

@@ -240,7 +240,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
     assert checkpointer.wait()  # there was none
     for refuses, error in (
         ("runs.checkpoint.save_tensors", OSError(28, "No space left on device")),
-        ("runs.checkpoint.sha256_of", ZeroDivisionError("any failure of the thread")),
+        ("runs.checkpoint._facts_of", ZeroDivisionError("any failure of the thread")),
     ):
 
         def refuse(*args, error=error, **options):

@@ -12,8 +12,7 @@ import pytest
 from common.errors import UsageError
 from model import LMConfig
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
-from runs.folder import RunFolder
-from runs.lock import release_locks
+from runs.folder import RunFolder, release_locks
 from training.arguments import TrainingArguments
 from training.prepare import shapes_of
 from training.resume import (

@@ -34,7 +34,6 @@ def run_of(monkeypatch, tmp_path):
             num_processes=2, device=torch.device(device), mixed_precision="bf16"
         )
         monkeypatch.setattr(start_block, "available_memory", lambda device, processes: room)
-        monkeypatch.setattr(start_block, "space_warning", lambda *run: None)
         prepared = {
             **{"args": args, "start": StartingPoint(RunFolder(tmp_path))},
             **{"initial": InitialWeights({}), "teacher": None, "train_set": None, "val_set": 1},

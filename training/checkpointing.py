@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.atomic import remove
 from common.errors import UsageError
-from formats.portable import TensorFile
+from formats.portable import load_tensors
 from runs.checkpoint import (
     OPTIMIZER,
     RANDOM,
@@ -140,7 +140,8 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
     def attempt() -> None:
         try:
             scalars = read_state(path)
-            state.load(saved_weights(path), TensorFile(path / OPTIMIZER), scalars, str(path))
+            moments = load_tensors(path / OPTIMIZER)
+            state.load(saved_weights(path), moments, scalars, str(path))
             _restore_random(load_file(path / RANDOM), scalars["processes"], engine, meter)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error

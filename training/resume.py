@@ -10,8 +10,7 @@ from data.dataset import TokenStream
 from model import LMConfig, Transformer
 from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import program_of, run_to_resume
-from runs.folder import RunFolder, step_of
-from runs.lock import lock
+from runs.folder import RunFolder, lock, step_of
 from training.arguments import TrainingArguments
 from training.settings import changed_arguments, saved_arguments
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from common.columns import columns
 from common.errors import UsageError
+from common.numbers import columns
 from report.history import read_history
 from report.page import UNKNOWN, final_numbers, leave_report
 from runs.checkpoint import damage

@@ -5,7 +5,6 @@ import torch
 from common.numbers import counted
 from data.shards import CONVERSATIONS
 from model import LMConfig
-from runs.checkpoint import space_warning
 from training.engine.attention_kernel import attention_kernel
 from training.engine.device import device_name, matrix_precision
 from training.engine.estimate import Estimate, Workload, estimate, fits
@@ -149,6 +148,4 @@ def warnings(run: Run) -> list[str]:
             f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
             "--resume it takes a folder that all of them see"
         )
-    elif full := space_warning(run.folder.path, run.prepared.n_trained, args.keep_last):
-        found.append(full)
     return found
