@@ -8,8 +8,9 @@ from data.conversations import Turn
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
 from inference.generation import write
-from inference.prompts import require_text, say, typed_lines
+from inference.prompts import converse, say
 from inference.sampling import Sampling
+from inference.text_generator import print_piece
 from inference.text_stream import StreamedText
 
 WELCOME = "Enter asks. /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program."
@@ -35,18 +36,9 @@ class Chat:
         self.n_answers = 0
 
     def converse(self) -> None:
-        """Answer until the input ends. Raises UsageError: input that is no text."""
+        """Answer until the input ends."""
         say(WELCOME)
-        for line in typed_lines():
-            question = line.strip()
-            if question == "/reset":
-                self.turns.clear()
-                say("Forgotten.")
-            elif question:
-                try:
-                    self.answer(require_text(question))
-                except UsageError as error:
-                    say(str(error))
+        converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
         """Append a question; return the ids after which the model answers.
@@ -61,32 +53,32 @@ class Chat:
             if len(ids) + reserve <= self.context:
                 break
         else:
-            system = "with the system message " if self.system else ""
             raise UsageError(
-                f"this is {len(ids)} tokens {system}and the context of this model has "
-                f"{self.context}, of which {reserve} are kept for the answer: shorten it"
+                f"this is {len(ids)} tokens and the context of this model has {self.context}, of "
+                f"which {reserve} are kept for the answer: shorten it"
             )
         self.turns = turns[forgotten:]
         if forgotten:
-            say(
-                f"(The context of {self.context} tokens is full: from here on the model does not "
-                f"see the oldest {forgotten} messages. /reset begins anew.)"
-            )
+            say(f"(The context is full: the model no longer sees the oldest {forgotten} messages.)")
         return ids
 
-    def answer(self, question: str) -> None:
-        """Print the answer, up to Ctrl-C. Without an answer the question is forgotten.
+    def answer(self, line: str) -> None:
+        """Print the answer to what was typed, up to Ctrl-C. Without one the question is forgotten.
 
         Raises UsageError: the question is too long.
         """
-        prompt = self.ask(question)
+        if line.strip() == "/reset":
+            self.turns.clear()
+            say("Forgotten.")
+            return
+        prompt = self.ask(line.strip())
         room = self.context - len(prompt)
         answer = StreamedText(
             prompt=prompt,
             max_new_tokens=min(self.max_new_tokens or room, room),
             sampling=self.sampling.numbered(self.n_answers),
             tokenizer=self.tokenizer,
-            deliver=lambda text, finish_reason: print(text, end="", flush=True),
+            deliver=print_piece,
         )
         self.n_answers += 1
         try:
@@ -98,9 +90,6 @@ class Chat:
             self.turns.append(Turn("assistant", answer.text))
         else:
             self.turns.pop()
-        if answer.finish_reason == "cancelled":
-            say("(Stopped.)")
-        elif not answer.text.strip():
-            say("(The model says nothing to this.)")
-        elif answer.finish_reason == "length" and answer.n_tokens != self.max_new_tokens:
-            say(f"(The context of {self.context} tokens is full: the answer ends here.)")
+            say("(There is no answer: the question is forgotten.)")
+        if answer.finish_reason == "length" and answer.n_tokens != self.max_new_tokens:
+            say("(The context is full: the answer ends here.)")
