@@ -57,8 +57,7 @@ class TextGenerator:
                 f"{cut} of {len(texts)} ended with the context of "
                 f"{self.decoder.config.max_seq_len} tokens; --beyond_context slide goes on"
             )
-        where = f"{str(self.decoder.dtype).removeprefix('torch.')} on {self.decoder.device}"
-        say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s, {where}")
+        say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
 
     def converse(self) -> None:
         """Continue what is typed until the input ends."""

@@ -25,12 +25,6 @@ class Worker:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    @property
-    def load(self) -> dict[str, int]:
-        """Count the texts that are being written and those that wait."""
-        running = sum(not text.finish_reason for text in self._running)
-        return {"running": running, "waiting": self._waiting.qsize()}
-
     def submit(self, text: StreamedText) -> None:
         """Have a text written; its `deliver` is called in the worker's thread."""
         if self._closing:

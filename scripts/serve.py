@@ -5,7 +5,7 @@
 
 It listens on this machine alone unless --host says otherwise, and asks for no key. Requests may
 give temperature, top_p, seed, stop and max_tokens, as OpenAI's, and top_k, min_p and
-repetition_penalty. /health tells how many answers are being written and how many wait.
+repetition_penalty.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from common.parser import OneLineParser
 from inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -30,11 +30,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max_waiting", type=at_least_1, default=64, help=waiting)
     add("--max_request_kb", type=at_least_1, default=1024, help="size of a request, at most")
     return parser.parse_args(argv)
-
-
-def hosts_of(address: str) -> tuple[str, ...]:
-    """Return the names under which a server at this address answers; "*" for any."""
-    return (*LOCAL, "[::1]") if address in LOCAL else ("*",)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -54,7 +49,7 @@ def serve(args: argparse.Namespace) -> None:
         name=args.name or trained.name,
         sampling=sampling,
         max_bytes=args.max_request_kb * 1024,
-        hosts=hosts_of(args.host),
+        hosts=LOCAL if args.host in LOCAL else ("*",),
     )
     host = f"[{args.host}]" if ":" in args.host else args.host
     address = f"http://{host}:{bound.getsockname()[1]}"

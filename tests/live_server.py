@@ -58,6 +58,11 @@ class LiveServer:
         self.thread = threading.Thread(target=self.server.run, args=([bound],), daemon=True)
         self.thread.start()
 
+    @property
+    def n_running(self) -> int:
+        """Count the answers that are being written."""
+        return sum(not text.finish_reason for text in self.worker._running)
+
     def close(self) -> None:
         self.server.should_exit = True
         self.thread.join()

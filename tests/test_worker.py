@@ -69,7 +69,7 @@ def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, m
     worker.submit(last)
     n = first.n_tokens
     wait_until(lambda: first.n_tokens > n + 2)
-    assert worker.load == {"running": 1, "waiting": 2}
+    assert worker._running == [first]
     first.cancel()
     assert happens(last.ended)
     assert left.ids == []

@@ -58,7 +58,7 @@ FAILED = ApiError(500, "the server could not write this; its terminal shows the 
 
 
 def make_app(served: Served) -> FastAPI:
-    """Return the application; its paths are OpenAI's, "/health" and the page at "/"."""
+    """Return the application; its paths are OpenAI's, and the page at "/"."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     # A page on the web could let its own name lead to this machine (DNS rebinding).
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=served.hosts)
@@ -73,10 +73,6 @@ def make_app(served: Served) -> FastAPI:
     @app.get("/")
     async def talk() -> Response:
         return HTMLResponse(page)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return JSONResponse(served.worker.load)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -118,78 +114,39 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
     if asked.model not in (None, served.name):
         message = f"there is no model {asked.model!r} here, only {served.name!r}"
         raise ApiError(404, message, "model", "model_not_found")
+    field = "messages" if form is ChatAsked else "prompt"
     try:
         prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
     except ValueError as error:
-        raise ApiError(400, str(error), asked.prompt_field) from error
+        raise ApiError(400, str(error), field) from error
     room = served.context - len(prompt)
     if room < 1:
         message = f"{len(prompt)} tokens leave no room for an answer in {served.context}"
-        raise ApiError(400, message, asked.prompt_field, "context_length_exceeded")
+        raise ApiError(400, message, field, "context_length_exceeded")
     try:
         sampling = asked.sampling(served.sampling)
     except ValueError as error:  # a setting outside its limits, which the message begins with
         raise ApiError(400, str(error), str(error).split()[0]) from error
-    loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
+    reply = Reply(form is ChatAsked, served.name)
+    loop = asyncio.get_running_loop()
     text = StreamedText(
         prompt=prompt,
         max_new_tokens=min(asked.max_completion_tokens or asked.max_tokens or room, room),
         sampling=sampling,
         next_ids=next_ids,
         tokenizer=served.tokenizer,
-        deliver=lambda *piece: loop.call_soon_threadsafe(inbox.put_nowait, piece),
-        stop=asked.stops,
+        deliver=lambda *piece: loop.call_soon_threadsafe(reply.inbox.put_nowait, piece),
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
     )
     served.worker.submit(text)
-    reply = Reply(form is ChatAsked, served.name)
     if not asked.stream:
-        return await whole(inbox, text, reply, request)
+        return await reply.whole(text, request)
     return StreamingResponse(
-        events(inbox, text, reply, asked.stream_options.include_usage),
+        reply.events(text, asked.stream_options.include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
         background=BackgroundTask(text.cancel),  # the client may have left
     )
-
-
-async def events(
-    inbox: asyncio.Queue, text: StreamedText, reply: "Reply", with_usage: bool
-) -> AsyncIterator[str]:
-    """Yield the text as it comes, as server-sent events."""
-
-    def event(value: dict) -> str:
-        return f"data: {json.dumps(value)}\n\n"
-
-    if reply.chat:
-        yield event(reply.chunk(role="assistant", content=""))
-    finish_reason = None
-    while not finish_reason:
-        piece, finish_reason = await inbox.get()
-        if piece:
-            yield event(reply.chunk(content=piece))
-    if finish_reason == "error":
-        yield event(FAILED.detail)
-        return
-    yield event(reply.chunk(finish_reason))
-    if with_usage:
-        yield event(reply.chunk() | {"choices": []} | usage(text))
-    yield "data: [DONE]\n\n"
-
-
-async def whole(
-    inbox: asyncio.Queue, text: StreamedText, reply: "Reply", request: Request
-) -> Response:
-    """Return the text when it has ended; cancel it when the client leaves. Raises ApiError: it
-    failed."""
-    finish_reason = None
-    while not finish_reason:
-        _, finish_reason = await inbox.get()  # at every token
-        if await request.is_disconnected():
-            text.cancel()
-            return Response(status_code=499)  # which nobody reads
-    if finish_reason == "error":
-        raise FAILED
-    return JSONResponse(reply.whole(text))
 
 
 class Reply:
@@ -202,23 +159,55 @@ class Reply:
 
     def __init__(self, chat: bool, model: str):
         self.chat = chat
+        self.inbox = asyncio.Queue()  # what the text delivers
         number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": number, "created": int(time.time()), "model": model}
 
-    def whole(self, text: StreamedText) -> dict:
+    async def whole(self, text: StreamedText, request: Request) -> Response:
+        """Return the text when it has ended; cancel it when the client leaves. Raises ApiError: it
+        failed."""
+        finish_reason = None
+        while not finish_reason:
+            _, finish_reason = await self.inbox.get()  # at every token
+            if await request.is_disconnected():
+                text.cancel()
+                return Response(status_code=499)  # which nobody reads
+        if finish_reason == "error":
+            raise FAILED
         message = {"role": "assistant", "content": text.text, "refusal": None}
         said = {"message": message} if self.chat else {"text": text.text}
-        return self._object("chat.completion", said, text.finish_reason) | usage(text)
+        return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
 
-    def chunk(self, finish_reason: str | None = None, **delta: str) -> dict:
-        """A piece of an answer: `content`, at the beginning the `role` as well."""
+    async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
+        """Yield the text as it comes, as server-sent events."""
+        if self.chat:
+            yield event(self._chunk(role="assistant", content=""))
+        finish_reason = None
+        while not finish_reason:
+            piece, finish_reason = await self.inbox.get()
+            if piece:
+                yield event(self._chunk(content=piece))
+        if finish_reason == "error":
+            yield event(FAILED.detail)
+            return
+        yield event(self._chunk(finish_reason))
+        if with_usage:
+            yield event(self._chunk() | {"choices": []} | usage(text))
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, finish_reason: str | None = None, **delta: str) -> dict:
         said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
-        return self._object("chat.completion.chunk", said, finish_reason)
+        return self._form("chat.completion.chunk", said, finish_reason)
 
-    def _object(self, kind: str, said: dict, finish_reason: str | None) -> dict:
+    def _form(self, kind: str, said: dict, finish_reason: str | None) -> dict:
         choice = said | {"index": 0, "logprobs": None, "finish_reason": finish_reason}
         kind = kind if self.chat else "text_completion"
         return self._head | {"object": kind, "choices": [choice]}
+
+
+def event(value: dict) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def usage(text: StreamedText) -> dict:

@@ -6,7 +6,7 @@ field that is not known is refused, and so is a value that this server could onl
 
 import random
 from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,8 +60,6 @@ class Message(Form):
 class Asked(Form):
     """The fields of both kinds of request. Those with one allowed value ask for what is done."""
 
-    prompt_field: ClassVar[str]  # the field that holds the prompt
-
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -86,14 +84,8 @@ class Asked(Form):
         given = self.model_dump(include=names, exclude_none=True)
         return replace(default, **{"seed": random.getrandbits(62)} | given)
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
 
 class ChatAsked(Asked):
-    prompt_field = "messages"
-
     messages: list[Message] = Field(min_length=1)
     tools: list = Field([], max_length=0)
 
@@ -110,8 +102,6 @@ class ChatAsked(Asked):
 
 
 class CompletionAsked(Asked):
-    prompt_field = "prompt"
-
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
