@@ -3,9 +3,7 @@
     python -m scripts.serve RUN
     python -m scripts.serve RUN --port 9000 --temperature 0
 
-It listens on this machine alone unless --host says otherwise, and asks for no key. Requests may
-give temperature, top_p, seed, stop and max_tokens, as OpenAI's, and top_k, min_p and
-repetition_penalty.
+It listens on this machine alone unless --host says otherwise, and asks for no key.
 """
 
 import argparse
@@ -15,7 +13,7 @@ from common.parser import OneLineParser
 from inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
-LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
+LOCAL = ("127.0.0.1", "localhost")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -26,8 +24,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one")
     add("--name", help="what requests call the model (default: that of its run)")
     add("--batch_size", type=at_least_1, default=16, help="answers written together; others wait")
-    waiting = "requests that may wait; others are refused"
-    add("--max_waiting", type=at_least_1, default=64, help=waiting)
     add("--max_request_kb", type=at_least_1, default=1024, help="size of a request, at most")
     return parser.parse_args(argv)
 
@@ -51,12 +47,11 @@ def serve(args: argparse.Namespace) -> None:
         max_bytes=args.max_request_kb * 1024,
         hosts=LOCAL if args.host in LOCAL else ("*",),
     )
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    address = f"http://{host}:{bound.getsockname()[1]}"
+    address = f"http://{args.host}:{bound.getsockname()[1]}"
     say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
     if args.host not in LOCAL:
         say("whoever reaches this machine can use it: it asks for no key")
-    Server(served, args.batch_size + args.max_waiting).run(sockets=[bound])
+    Server(served).run(sockets=[bound])
 
 
 def main(argv: list[str] | None = None) -> None:

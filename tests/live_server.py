@@ -54,7 +54,7 @@ class LiveServer:
         bound = bind("127.0.0.1", 0)
         self.address = bound.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        self.server = Server(served, most=80)
+        self.server = Server(served)
         self.thread = threading.Thread(target=self.server.run, args=([bound],), daemon=True)
         self.thread.start()
 

