@@ -9,10 +9,9 @@ from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
-from inference.generation import write
+from inference.generation import StreamedText, write
 from inference.prompts import converse, say
 from inference.sampling import Sampling
-from inference.text_stream import StreamedText
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,7 @@ import threading
 import traceback
 
 from inference.decoder import Decoder
-from inference.generation import Batch
-from inference.text_stream import StreamedText
+from inference.generation import Batch, StreamedText
 
 
 class Worker:

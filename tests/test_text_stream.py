@@ -6,8 +6,8 @@ import pytest
 import sentencepiece
 
 from data.tokenizer import Tokenizer
+from inference.generation import StreamedText
 from inference.sampling import Sampling
-from inference.text_stream import StreamedText
 from tests.conftest import write_corpus
 
 SUM = "sum 3: 1 + 2 = 3;\n"

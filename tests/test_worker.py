@@ -10,9 +10,8 @@ from small_model import opinionated
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import EOS_ID
 from inference.decoder import Decoder
-from inference.generation import generate
+from inference.generation import StreamedText, generate
 from inference.sampling import Sampling
-from inference.text_stream import StreamedText
 from inference.worker import Worker
 
 CONTEXT = 1 << 16  # so long that no text comes to its end by itself

@@ -22,9 +22,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 
 from common.errors import UsageError
 from data.tokenizer import Tokenizer
+from inference.generation import StreamedText
 from inference.sampling import Sampling
 from inference.server.requests import Asked, ChatAsked, CompletionAsked
-from inference.text_stream import StreamedText
 from inference.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
