@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from conftest import REPOSITORY, write_corpus
 from json_tokenizers import MARKERS, write_tokenizer
+from test_text_stream import streamed
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
 
@@ -21,7 +22,6 @@ from data.tokenizer import (
     open_tokenizer,
     tokenizer_hash,
 )
-from inference.text_stream import TextStream
 
 VOCAB = 700
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
@@ -73,8 +73,7 @@ def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer)
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
         assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
         assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
-        stream = TextStream(tokenizer)
-        parts = [stream.add(id) for id in ids] + [stream.end()]
+        parts = streamed(tokenizer, ids)
         assert "".join(parts) == text
         assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
 
@@ -84,8 +83,8 @@ def test_a_stream_of_any_ids_is_what_decoding_makes_of_all(tokenizer):
     random = np.random.default_rng(0)
     for _ in range(200):
         ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
-        stream = TextStream(tokenizer)
-        assert "".join([stream.add(id) for id in ids] + [stream.end()]) == tokenizer.decode(ids)
+        ids = [id for id in ids if id != tokenizer.eos_id]  # which would end the text
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
