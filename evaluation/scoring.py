@@ -105,7 +105,7 @@ def build_scorer(
         raise UsageError("--device cuda: no GPU is visible here")
     on_cpu = device == "cpu" or not n_gpus
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environ} and "RANK" not in environ:
-        raise UsageError("one process started: pass accelerate launch --multi_gpu, on CPUs too")
+        raise UsageError("pass --multi_gpu to accelerate launch, on CPUs too, and not --cpu")
     n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))
     if not on_cpu and n_local > n_gpus:
         raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")

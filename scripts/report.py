@@ -27,8 +27,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("report", UsageError, OSError):
         args = parse_arguments(argv)
-        from report.page import write_report
-        from report.picture import draw_losses  # these import torch, which takes seconds
+        from report.page import draw_losses, write_report
         from runs.find import find_run
         from runs.folder import RunFolder
 

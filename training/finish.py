@@ -16,8 +16,7 @@ from formats.portable import load_portable, save_portable
 from model import LMConfig
 from model.lora import LoRA, merged_weights
 from report.history import read_rows
-from report.page import leave_report
-from report.picture import draw_losses
+from report.page import draw_losses, leave_report
 from runs.checkpoint import best, val_loss, with_base
 from runs.find import BEST
 from runs.folder import RunFolder, step_of
