@@ -1,7 +1,4 @@
-"""report.html: what one run has done, or several laid over each other, in one file to keep.
-
-The page works from the disk and without a script; report/template.html holds its looks.
-"""
+"""report.html: what runs have done, in one file that works from the disk and without a script."""
 
 import json
 import re
@@ -169,14 +166,14 @@ def _samples(name: str, run: History) -> str:
     """Return samples through training, evenly spread, and the one at the end."""
     spread = np.linspace(0, len(run.samples) - 1, SAMPLES).round().astype(int)
     rows = [run.samples[i] for i in np.unique(spread)] if run.samples else []
+    shown = [(f"step {row['step']:,}", row.get("prompt", ""), row["text"]) for row in rows]
     if run.folder.weights.exists() and run.folder.sample.exists():
         text = run.folder.sample.read_text(encoding="utf-8", errors="replace")
-        rows.append({"step": "finished model", "text": text})
+        shown.append(("finished model", "", text))
     return "\n".join(
-        f"<article><h3>{escape(name)}, step {row['step']}</h3>"
-        f"<pre><mark>{escape(str(row.get('prompt', '')))}</mark>{escape(str(row['text']))}</pre>"
-        "</article>"
-        for row in rows
+        f"<article><h3>{escape(name)}, {at}</h3>"
+        f"<pre><mark>{escape(prompt)}</mark>{escape(text)}</pre></article>"
+        for at, prompt, text in shown
     )
 
 
@@ -192,8 +189,8 @@ def _settings(runs: dict[str, History]) -> str:
     if len(runs) > 1:
         keys = [k for k in keys if len({values.get(k) for values in flat.values()}) > 1]
     table = _table({n: {k: v.get(k, UNKNOWN) for k in keys} for n, v in flat.items()})
-    heading = "Settings" if len(runs) == 1 else "Settings that differ"
-    return "\n".join([f"<h2>{heading}</h2>", *commands, table])
+    which = " that differ" if len(runs) > 1 else ""
+    return "\n".join([f"<h2>Settings{which}</h2>", *commands, table])
 
 
 def _flat(settings: dict) -> dict[str, str]:

@@ -8,8 +8,8 @@
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN   # GPUs, and CPUs too
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
-Every number comes with a 95% interval. Processes share the work and do not change the numbers. The
-last command is for a model that is larger than a GPU.
+Processes share the work and do not change the numbers. The last command is for a model that is
+larger than a GPU.
 """
 
 import argparse
@@ -25,27 +25,21 @@ from scripts.model_flags import at_least_1
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.evaluate", description=__doc__)
     add = parser.add_argument
-    what = "run folder, RUN@best, checkpoint, folder of weights, or 'auto'"
-    add("runs", metavar="RUN", nargs="+", help=what)
+    add("runs", metavar="RUN", nargs="+", help="run, RUN@best, checkpoint, weights, or 'auto'")
     source = f"prepared folder, {', '.join(SUFFIXES)} file, folder of them, or '{BUILTIN}'"
     add("--data", help=f"{source} (default: the data of the run)")
     kinds = ("packed", "text", "choice", "conversations")
     add("--task", choices=kinds, help="what --data is (default: by the first line of the file)")
     add("--text_column", help="name of the text in .jsonl, .csv and .parquet (default: text)")
     add("--split", choices=("val", "train"), help="of prepared data (default: val)")
-    stride = "raw text: tokens from one window to the next (default: half of max_seq_len)"
-    add("--stride", type=at_least_1, help=stride)
+    add("--stride", type=at_least_1, help="tokens from one window of text to the next")
     add("--delimiter", help="put between a question and a choice (default: one space)")
-    turns = "ask a question as a user's turn, the choices as answers (default: if the model chats)"
-    add("--template", action=argparse.BooleanOptionalAction, help=turns)
-    limit = "N sequences spread over the split, as --eval_samples in training, or the first N "
-    limit += "documents or questions (default: all)"
-    add("--limit", type=int, default=0, metavar="N", help=limit)
+    yes_or_no = argparse.BooleanOptionalAction
+    add("--template", action=yes_or_no, help="ask as in a chat (default: if the model chats)")
+    add("--limit", type=int, default=0, help="samples, spread, or the first of a file; 0: all")
     add("--batch_size", type=at_least_1, default=16, help="rows per process at a time")
-    autocast = "bfloat16 runs under autocast (default: bfloat16 on a GPU that has it, else float32)"
-    add("--dtype", choices=("bfloat16", "float32"), help=autocast)
-    devices = ("auto", "cpu", "cuda")
-    add("--device", choices=devices, default="auto", help="auto is a GPU if there is one")
+    add("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU that has it")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="a GPU if there is one")
     add("--json", type=Path, metavar="FILE", help="write all numbers and settings there")
     args = parser.parse_args(argv)
     if args.limit < 0:

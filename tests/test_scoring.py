@@ -80,19 +80,6 @@ def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, 
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
-def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
-    """It would make a plan for every length."""
-    asked, forward = [], scorer.model.forward
-
-    def model(*asked_for):
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return forward(*asked_for)
-
-    monkeypatch.setattr(scorer.model, "forward", model)
-    list(scorer.units(random_rows(5)))
-    assert asked == [False, False]
-
-
 def test_the_likeliest_next_tokens_are_all_hits(scorer):
     tokens = torch.arange(SEQ_LEN)
     targets = scorer.model(tokens[None]).logits[0].argmax(dim=-1)
