@@ -19,29 +19,16 @@ from common.numbers import counted
 from common.parser import OneLineParser
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt", "numpy", "sentencepiece")
-LAUNCHER_VARIABLES = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 
 def new_parser(program: str, text: str) -> OneLineParser:
     return OneLineParser(prog=f"python -m {program}", description=text, allow_abbrev=False)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `least` on."""
-
-    def parse(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"whole numbers from {least} on, not {text!r}")
-        return int(text)
-
-    return parse
-
-
-def numbers(least: int) -> Callable[[str], list[int]]:
-    """Return a parser of such numbers with commas between them."""
-    return lambda text: [at_least(least)(number) for number in text.split(",")]
+def numbers(text: str) -> list[int]:
+    """Parse whole numbers with commas between them."""
+    return [int(number) for number in text.split(",")]
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -63,11 +50,7 @@ def say(text: str) -> None:
 
 def clean_environment() -> dict[str, str]:
     """Return this process's environment variables without those of a launcher."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "TORCHELASTIC")) and name not in LAUNCHER_VARIABLES
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     tools = Path(sys.executable).parent  # DeepSpeed and inductor look for ninja on PATH
     return kept | {"PATH": f"{tools}{os.pathsep}{kept.get('PATH', '')}"}
 

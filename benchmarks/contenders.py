@@ -22,15 +22,13 @@ import torch
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import clean_environment
-from benchmarks.matmul import synchronize
-from benchmarks.ours import OurStep
+from benchmarks.ours import OurStep, synchronize
 from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from common.errors import UsageError
 from training.engine.kinds import FILES
 from training.engine.memory import peak_memory_bytes
 
-LOG_LINES = 15
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
 # How an engine must call itself, because engines are known to be switched off without a word.
 ENGINES = {
@@ -58,10 +56,6 @@ class Contender:
     variant: str = ""  # a key of VARIANTS, or ALLOCATOR
 
     @property
-    def is_ours(self) -> bool:
-        return self.family == "ours"
-
-    @property
     def name(self) -> str:
         engine = "" if self.engine == "single" else f"-{self.engine}"
         mode = "compiled" if self.compiled else "eager"
@@ -72,7 +66,7 @@ class Contender:
         """Every word of --contenders that means this one."""
         if self.variant in VARIANTS:
             return {self.name, self.variant}
-        return {"all", self.name, self.family, "ours" if self.is_ours else "peers"}
+        return {"all", self.name, self.family, "ours" if self.family == "ours" else "peers"}
 
     def flags(self) -> list[str]:
         """Return what the training script is told besides the work."""
@@ -83,20 +77,20 @@ class Contender:
 
 
 def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
-    """Return all contenders in the order of the table.
+    """Return all contenders in the order of the table; the first one chosen is the baseline.
 
     Args:
         processes: of the engines that can have several.
         has_gpu: GPU memory does not come from the C library, so there is no allocator to choose.
     """
     found = []
-    for compiled in (False, True):
+    for compiled in (True, False):
         found.append(Contender("ours", compiled))
         engines = ["ddp", "zero1", "zero2"] if processes > 1 else ["zero1", "zero2"]
         found += [Contender("ours", compiled, engine, processes) for engine in engines]
         found += [Contender("ours", compiled, variant=variant) for variant in VARIANTS]
     for family in PEERS:
-        for compiled in (False, True):
+        for compiled in (True, False):
             variants = [""] if has_gpu else ["", ALLOCATOR]
             found += [Contender(family, compiled, variant=variant) for variant in variants]
     return found
@@ -199,7 +193,7 @@ class Team:
 
     def last_words(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-LOG_LINES:])
+        return "\n".join(f"    {line}" for line in lines[-15:])
 
     def close(self) -> None:
         """End all processes, and the helpers in their sessions."""
@@ -237,7 +231,7 @@ def build(contender: Contender, work: Work):
 
     Raises ValueError: it runs on another engine, or does not begin like an untrained model.
     """
-    if contender.is_ours:
+    if contender.family == "ours":
         task = OurStep([*work.flags(), *contender.flags()])
     else:
         task = PeerStep(contender.family, work, contender.compiled, contender.variant == ALLOCATOR)

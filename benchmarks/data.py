@@ -1,8 +1,6 @@
 """Speed of the way from text to the model: preparation and loader.
 
-    python -m benchmarks.data --data my.jsonl
-
-Prints Markdown tables; progress goes to stderr. Nothing stays on the disk.
+python -m benchmarks.data --data my.jsonl
 """
 
 import argparse
@@ -18,14 +16,12 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from data.loader import micro_batches
-
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
+from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
 from data.corpus import BUILTIN, find_files
-from data.dataset import PackedDataset
+from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError
 from data.order import MicroBatchSampler
 from data.shards import read_description
@@ -57,15 +53,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
-    text = "sequence lengths to measure the loader at"
-    add("--loader_seq_lens", type=numbers(2), default="256,512,1024", help=text)
-    text = "as for the training script, a run for each"
-    add("--num_workers", type=numbers(0), default="0,2", help=text)
+    add("--loader_seq_lens", type=numbers, default="256,512,1024", help="of the loader")
+    add("--num_workers", type=numbers, default="0,2", help="as in training, a run for each")
     add("--shape", choices=SHAPES, default="26m", help="model to train")
-    add("--steps", type=at_least(1), default=6, help="training steps to time")
+    add("--steps", type=int, default=6, help="training steps to time")
     text = "what training consumes, where that is known; without it, training is timed"
-    add("--model_tokens_per_second", type=at_least(1), help=text)
-    add("--seconds", type=at_least(1), default=2, help="for how long to run the loader alone")
+    add("--model_tokens_per_second", type=int, help=text)
+    add("--seconds", type=int, default=2, help="for how long to run the loader alone")
     return parser.parse_args(argv)
 
 
@@ -79,8 +73,6 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
         f"tokenizer included.\n\n{table([row])}"
     )
 
-    for seq_len in args.loader_seq_lens:
-        PackedDataset(packed, "train", seq_len)  # a text that is too short is refused now
     rows = []
     for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
         trained, waiting = train(args, packed, seq_len, num_workers)
@@ -169,9 +161,6 @@ def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
     run = start_run(flags)
     seconds, waits = [], []
     for step in range(1, WARM_UP_STEPS + number + 1):
-        if step == WARM_UP_STEPS + 1:
-            seconds.clear()
-            waits.clear()
         start = asked = time.perf_counter()
         run.begin(step)
         for batch in run.micro_batches():
@@ -185,7 +174,8 @@ def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
         float(norm)  # waits for a GPU
         seconds.append(time.perf_counter() - start)
     tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
-    return tokens / median(seconds), sum(waits) / sum(seconds)
+    seconds = seconds[WARM_UP_STEPS:]
+    return tokens / median(seconds), sum(waits[WARM_UP_STEPS:]) / sum(seconds)
 
 
 if __name__ == "__main__":

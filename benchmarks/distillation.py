@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, heading, new_parser, numbers, say, table
+from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
 from model import ConfigError
@@ -68,11 +68,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--student", default=STUDENT, help=of_model)
     add("--teacher", default=TEACHER, help=of_model)
     add("--batch", default=BATCH, help="flags of training for both")
-    add("--steps", type=at_least(1), default=600, help="of a student")
-    add("--teacher_steps", type=at_least(1), default=1200)
-    add("--temperature", type=float, default=2.0, help="of distillation")
-    add("--how", default="--alpha 0.5", help="other flags of distillation")
-    add("--seeds", type=numbers(0), default=[1, 2, 3], help="of students; the teacher's is 0")
+    add("--steps", type=int, default=600, help="of a student")
+    add("--teacher_steps", type=int, default=1200)
+    add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
+    add("--seeds", type=numbers, default=[1, 2, 3], help="of students; the teacher's is 0")
     return parser.parse_args(argv)
 
 
@@ -80,10 +79,9 @@ def compare(data: Path, args: argparse.Namespace) -> str:
     """Make the runs on one text and return their table."""
     flags = [args.batch, f"{args.teacher} --max_steps {args.teacher_steps}"]
     teacher = train("teacher", data, flags, seed=0)
-    how = f"--temperature {args.temperature:g} {args.how}"
     stages = {
         "alone": ("pretrain", ""),
-        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {how}"),
+        "distilled": ("distillation", f"--teacher {shlex.quote(str(teacher.run))} {args.how}"),
     }
 
     def student(kind: str, seed: int, steps: int = args.steps) -> Result:
@@ -102,8 +100,8 @@ def compare(data: Path, args: argparse.Namespace) -> str:
         row("alone, as long as distilled", longer, alone),
     ]
     return (
-        f"### {data.name}: `{how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`; teacher: "
-        f"`{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
+        f"### {data.name}: `{args.how}`\n\nBoth: `{args.batch}`. Student: `{args.student}`. "
+        f"Teacher: `{args.teacher}`. Bits per byte of the validation split at each run's end.\n\n"
         f"{table(rows)}\n\n**{data.name}: distilled against alone "
         f"{differences(distilled, alone)} bits per byte after as many steps, "
         f"{differences(distilled, longer)} after as much time**"

@@ -6,8 +6,6 @@
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes have a
 network namespace of their own, if that is allowed (as root, on Linux): its loopback device counts
 what they send, and nobody else uses it.
-
-Under a launcher the same module is a process of an engine, see `take_steps`.
 """
 
 import argparse
@@ -26,9 +24,8 @@ import torch
 from torch import distributed
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, clean_environment, heading, names, new_parser, say, table
-from benchmarks.matmul import synchronize
-from benchmarks.ours import OurStep
+from benchmarks.cli import clean_environment, heading, names, new_parser, say, table
+from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
@@ -69,23 +66,19 @@ def main(argv: list[str] | None = None) -> None:
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     """Raises ConfigError: a shape that cannot work."""
     parser = new_parser(PROGRAM, __doc__)
-    add, number = parser.add_argument, at_least(1)
+    add = parser.add_argument
     processes = torch.cuda.device_count() or 2
     default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
     add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
-    add("--processes", type=number, default=processes, help="of each")
-    add("--steps", type=at_least(WARMUP + 1), default=20, help=f"{WARMUP} of them to warm up")
-    add("--dim", type=number, default=512, help="as in training, like those below")
-    add("--n_layers", type=number, default=8)
-    add("--n_heads", type=number, default=8)
-    add("--max_seq_len", type=number, default=128)
-    add("--batch_size", type=number, default=4)
-    add("--accumulation_steps", type=number, default=2)
+    add("--processes", type=int, default=processes, help="of each")
+    add("--steps", type=int, default=20, help=f"more than {WARMUP}, which warm up")
+    shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}
+    for name, value in (shape | {"max_seq_len": 128}).items():
+        add(f"--{name}", type=int, default=value, help="as in training")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--data", default=DATA, help="folder of prepared text")
     options = parser.parse_args(argv)
-    same = ("dim", "n_layers", "n_heads", "batch_size", "accumulation_steps", "dtype")
-    given = {name: getattr(options, name) for name in same}
+    given = {name: getattr(options, name) for name in (*shape, "dtype")}
     work = Work(**given, seq_len=options.max_seq_len)
     _ = work.config  # refuses a shape that cannot work
     return options, work.on(options.data)
@@ -161,21 +154,17 @@ def loopback_bytes() -> int:
     return next(int(counts.split()[8]) for name, counts in lines if name.strip() == "lo")
 
 
-def load_libraries() -> int:
-    """Import what a run would; return the bytes of the process then."""
-    weight = torch.nn.Parameter(torch.ones(1))
-    weight.sum().backward()
-    torch.optim.AdamW([weight], fused=True).step()
-    import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3  # noqa: F401
-
-    return peak_memory_bytes(torch.device("cpu"))
-
-
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     """Be a process of an engine. Rank 0 writes the losses of all steps, seconds of one, bytes that
     were sent per process and step, and memory in bytes: at most, and as expected."""
-    libraries = load_libraries()
+    # What the first step would load does not count as the model's memory.
+    import deepspeed.runtime.zero.muon.muon_optimizer
+    import deepspeed.runtime.zero.stage3  # noqa: F401
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    torch.optim.AdamW([weight], fused=True).step()
+    libraries = peak_memory_bytes(torch.device("cpu"))
     task = OurStep(flags)
     engine, device = task.run.engine, task.device
     losses, seconds, sent = [], [], 0
@@ -210,7 +199,7 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         main()
-    else:
+    else:  # a process that `measure` has launched
         try:
             take_steps(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
         finally:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.cli import at_least, heading, names, new_parser, numbers, table
+from benchmarks.cli import heading, names, new_parser, numbers, table
 from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
 from formats.hugging_face_names import llama_config, to_llama
@@ -52,8 +52,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--sizes", type=names(SIZES), default="3m,26m", help=f"of {', '.join(SIZES)}")
     add("--dtypes", type=names(DTYPES), default="float32,bfloat16", help=f"of {', '.join(DTYPES)}")
-    add("--batch_sizes", type=numbers(1), default="1,8", help="prompts continued together")
-    add("--rounds", type=at_least(1), default=5, help="turns of each contender")
+    add("--batch_sizes", type=numbers, default="1,8", help="prompts continued together")
+    add("--rounds", type=int, default=5, help="turns of each contender")
     return parser.parse_args(argv)
 
 

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from contextlib import redirect_stdout
 
+import torch
 from torch import Tensor
 
 from common.errors import stop_in_order
@@ -66,3 +67,9 @@ class OurStep:
         if not math.isfinite(self._norm):
             raise FloatingPointError(f"the gradient's norm is {float(self._norm)}")
         return float(self._loss)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

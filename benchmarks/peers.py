@@ -5,7 +5,6 @@ Weights and AdamW's averages are fp32, forward runs under autocast, gradients ar
 their loops, which are left out: they would only make the peers slower.
 """
 
-import contextlib
 import itertools
 
 import torch
@@ -131,9 +130,11 @@ class PeerStep:
         self._loss: Tensor | None = None
 
     def step(self) -> None:
+        autocast = self._work.dtype == "bfloat16"
+        precision = torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
         for _ in range(self._work.accumulation_steps):
             tokens, targets = next(self._batches)
-            loss = self._loss_of(self._model, tokens, targets, self._precision())
+            loss = self._loss_of(self._model, tokens, targets, precision)
             (loss / self._work.accumulation_steps).backward()
             self._loss = loss.detach()
         nn.utils.clip_grad_norm_(self._weights, OURS.grad_clip)
@@ -143,8 +144,3 @@ class PeerStep:
     def loss(self) -> float:
         """Return the loss of the last micro-batch; waits for the device."""
         return float(self._loss)
-
-    def _precision(self):
-        if self._work.dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, getattr(torch, self._work.dtype))

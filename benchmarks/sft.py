@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import REPOSITORY
-from benchmarks.cli import at_least, heading, new_parser, say, spread, table
+from benchmarks.cli import heading, new_parser, say, spread, table
 from benchmarks.contenders import Contender, environments
 from benchmarks.sft_trl import WAYS
 from common.errors import UsageError, one_line_errors, stop_in_order
@@ -36,18 +36,16 @@ from data.conversations import ASSISTANT, SUFFIXES, conversation_records, parse_
 from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
 from formats.hugging_face_export import write_model, write_tokenizer
-from formats.portable import read_json, write_json
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
-from runs.weights import Trained, load_trained
+from runs.weights import load_trained
 from training.sft_arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")
 NOTE = (
     "Medians over rounds; in brackets the lowest and the highest. Ratios are taken within a round. "
-    "Tokens are those of the conversations, without padding, the same number for everybody; "
-    "seconds are of a pass over them, and neither loading nor the first pass counts."
+    "Tokens are those of the conversations, without padding; seconds are of a pass over them."
 )
 STEP_ENDED = re.compile(r"step \d+/\d+ +loss ([^\s,]+)")
 EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -61,14 +59,13 @@ class Program:
     command: list  # of what has a str()
     folder: Path  # where it is run
     environment: dict[str, str]
+    log: Path  # of its stderr
     seconds: list[float] = field(default_factory=list)  # of each pass that counts
     loss: str = ""  # of the last step, as the program prints it
-    log: Path = Path(os.devnull)  # of its stderr
     process: subprocess.Popen | None = None
 
-    def start(self, log: Path) -> None:
-        self.log = log
-        with open(log, "wb") as errors:
+    def start(self) -> None:
+        with open(self.log, "wb") as errors:
             self.process = subprocess.Popen(
                 list(map(str, self.command)),
                 cwd=self.folder,
@@ -122,7 +119,11 @@ def main(argv: list[str] | None = None) -> None:
         number, context = args.steps * args.batch_size, trained.model.config.max_seq_len
         chosen, tokens = choose(args.conversations, trained.tokenizer, number, context)
         (OUT / "conversations.jsonl").write_text(chosen, encoding="utf-8")
-        export(trained, OUT / "exported")
+        # As if the model had learned to chat: its tokenizer has the template then.
+        (exported := OUT / "exported").mkdir()
+        model, tokenizer = trained.model, trained.tokenizer
+        write_model(exported, model, tokenizer, dtype="float32", name="exported", chat=True)
+        write_tokenizer(exported, tokenizer, context, chat=True)
         print(f"{heading(PROGRAM, argv)}\n", flush=True)
         racing = programs(args, run, OUT.absolute())
         race(racing, args.steps, args.rounds)
@@ -144,9 +145,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--run", default="auto", help=text)
     text = "file or folder of conversations, or 'builtin'"
     add("--conversations", metavar="DATA", default="builtin", help=text)
-    add("--batch_size", type=at_least(1), default=16, help="conversations of a step")
-    add("--steps", type=at_least(1), default=32, help="of a pass, which decide how many there are")
-    add("--rounds", type=at_least(1), default=3, help="passes that count")
+    add("--batch_size", type=int, default=16, help="conversations of a step")
+    add("--steps", type=int, default=32, help="of a pass, which decide how many there are")
+    add("--rounds", type=int, default=3, help="passes that count")
     return parser.parse_args(argv)
 
 
@@ -164,22 +165,10 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
             f"{number} are needed: --steps or --batch_size can be smaller"
         )
     chosen = [whole[i * len(whole) // number] for i in range(number)]
-    lists = ([{"role": t.role, "content": t.content} for t in turns] for turns, _ in chosen)
-    rows = ({"conversations": turns} for turns in lists)
+    turns = ([{"role": t.role, "content": t.content} for t in each] for each, _ in chosen)
+    rows = ({"conversations": each} for each in turns)
     text = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in rows)
     return text, sum(length for _, length in chosen)
-
-
-def export(trained: Trained, folder: Path) -> None:
-    """Export the model for the peers as if it had learned to chat, because its tokenizer has the
-    template then. Raises DataError: there is no exact equal of the tokenizer."""
-    folder.mkdir()
-    model, tokenizer = trained.model, trained.tokenizer
-    write_model(folder, model, tokenizer, dtype="float32", name=folder.name, chat=True)
-    write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=True)
-    settings = read_json(folder / "tokenizer_config.json")
-    settings["pad_token"] = settings["eos_token"]  # which trainers want
-    write_json(folder / "tokenizer_config.json", settings)
 
 
 def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
@@ -187,7 +176,7 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
 
     Args:
         run: whose weights ours begins with, absolute as `out` is.
-        out: where everybody writes, with conversations.jsonl in it, and exported/, see `export`.
+        out: where everybody writes, with conversations.jsonl in it, and the model in exported/.
     """
     data, exported, passes = out / "conversations.jsonl", out / "exported", args.rounds + 1
     amount = ["--batch_size", args.batch_size, "--epochs", passes, "--log_interval", 1]
@@ -197,13 +186,15 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     words = [sys.executable, REPOSITORY / SFTArguments.program, "--init_from", run]
     words += ["--conversations", data, "--prepare_flags=--val_fraction 0", *amount]
     words += ["--log_with", "none", "--compile", "auto", *engine.flags()[-2:]]
-    found = [Program("this project", words, folder, environments(engine, folder)[0])]
+    (launched,) = environments(engine, folder)
+    found = [Program("this project", words, folder, launched, out / "ours.log")]
 
     environment = os.environ | {"HF_DATASETS_CACHE": str(out / "datasets")}
     for way in WAYS if args.trl else ():
         words = [args.trl, "-m", "benchmarks.sft_trl", exported, data, out / "trl"]
         words += [args.batch_size, passes, way]
-        found.append(Program(f"TRL, {way}", words, REPOSITORY, environment))
+        log = out / f"trl-{len(found)}.log"
+        found.append(Program(f"TRL, {way}", words, REPOSITORY, environment, log))
     return found
 
 
@@ -214,7 +205,7 @@ def race(racing: list[Program], steps: int, rounds: int) -> None:
     """
     with ExitStack() as started:
         for program in racing:
-            program.start(OUT / f"{program.name}.log".replace(" ", "-"))
+            program.start()
             started.callback(program.end)
             say(f"{program.name}: first pass after {program.take(steps):.1f} s")
         for number in range(1, rounds + 1):

@@ -18,18 +18,22 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cli import at_least, heading, names, new_parser, say, spread, table
+from benchmarks.cli import heading, names, new_parser, say, spread, table
 from benchmarks.contenders import ALLOCATOR, Contender, Team, TeamError, all_contenders, select
-from benchmarks.matmul import matrix_flops
+from benchmarks.ours import synchronize
 from benchmarks.work import DATA, SIZES, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
+from training.engine.cpu_settings import use_all_cores
 from training.engine.device import peak_flops
 from training.engine.estimate import GIB
 
 PROGRAM = "benchmarks.throughput"
-BASELINES = ("ours-compiled", "ours-eager")  # the first of them that takes part, or anybody
 
 
+REPEATS = 5  # of each product
+# (m, k, n) of an (m, k) by (k, n) product; which is fastest depends on caches and cores. The second
+# is a feed-forward layer of the 26m model, the third its output layer.
+PRODUCTS = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
 NOTE = (
     "Medians over rounds, a round counting with the median of its steps; in brackets the lowest "
     "and the highest round. Each contender takes turns with the first; ratios are taken within a "
@@ -67,14 +71,11 @@ class SizeReport:
 
     size: str
     work: Work
-    results: list[Result] = field(default_factory=list)  # as they were started, the baseline first
+    results: dict[Contender, Result] = field(default_factory=dict)  # the baseline first
     missing: dict[str, str] = field(default_factory=dict)  # name → reason, one line
     matrix_products: list[float] = field(default_factory=list)  # FLOP/s
     rounds: int = 0  # begun
     finished: bool = False
-
-    def result(self, contender: Contender) -> Result:
-        return next(each for each in self.results if each.contender == contender)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -100,23 +101,21 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """
     n_gpus = torch.cuda.device_count()
     parser = new_parser(PROGRAM, __doc__)
-    add, number = parser.add_argument, at_least(1)
+    add = parser.add_argument
     sizes = "26m,104m,360m" if n_gpus else "26m,104m"
     add("--sizes", type=names(SIZES), default=sizes, help=f"of {', '.join(SIZES)}")
     add("--contenders", default="all", help="names or groups: all, ours, peers, muon, ...")
-    add("--rounds", type=number, default=5, help="turns of each contender")
-    add("--steps", type=number, default=10 if n_gpus else 3, help="steps per turn")
-    add("--warmup_steps", type=at_least(0), default=3, help="steps before the first turn")
-    add("--batch_size", type=number, help="sequences per micro-batch (default: the size's)")
-    add("--seq_len", type=number, help="tokens per sequence (default: the size's)")
-    add("--accumulation_steps", type=number, default=1, help="micro-batches per step")
-    add("--processes", type=number, default=n_gpus or 1, help="of DDP and ZeRO")
+    add("--rounds", type=int, default=5, help="turns of each contender")
+    add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
+    add("--warmup_steps", type=int, default=3, help="steps before the first turn")
+    add("--batch_size", type=int, help="sequences per micro-batch (default: the size's)")
+    add("--seq_len", type=int, help="tokens per sequence (default: the size's)")
+    add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
+    add("--processes", type=int, default=n_gpus or 1, help="of DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
     text = "use PyTorch's compile cache and not an empty one: first steps are no first run's"
     add("--keep_compile_cache", action="store_true", help=text)
     options = parser.parse_args(argv)
-    if 0 < n_gpus < options.processes:
-        raise UsageError(f"--processes {options.processes} is more than the {n_gpus} GPUs")
     everybody = all_contenders(options.processes, n_gpus > 0)
     options.contenders = select(everybody, options.contenders)
     shape = ("batch_size", "seq_len", "accumulation_steps")
@@ -140,8 +139,7 @@ class Session:
 
     def measure(self) -> None:
         """Play all rounds in the order of the module's first lines."""
-        rank = {name: position for position, name in enumerate(BASELINES)}
-        waiting = sorted(self.options.contenders, key=lambda c: rank.get(c.name, len(rank)))
+        waiting = list(self.options.contenders)
         self.report.missing = {contender.name: "no time left" for contender in waiting}
         while waiting and not self._teams:
             self._start(waiting.pop(0))
@@ -155,7 +153,7 @@ class Session:
                 team.close()
             if baseline not in self._teams:
                 return
-        if not self.report.result(baseline).step_seconds:  # nobody else could start
+        if not self.report.results[baseline].step_seconds:  # nobody else could start
             self._play([baseline])
         self.report.finished = True
 
@@ -176,8 +174,8 @@ class Session:
         except TeamError as error:
             self._drop(contender, error)
             return False
-        self.report.results.append(Result(contender, self.report.work, seconds))
-        self._say(f"{contender.name}: first step after {seconds:.1f} s")
+        self.report.results[contender] = Result(contender, self.report.work, seconds)
+        say(f"{self.report.size}: {contender.name}: first step after {seconds:.1f} s")
         return True
 
     def _play(self, contenders: list[Contender]) -> None:
@@ -194,26 +192,23 @@ class Session:
                     return
                 # A step is over when its slowest rank is done.
                 steps = map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
-                result = self.report.result(contender)
+                result = self.report.results[contender]
                 result.step_seconds[self.report.rounds] = statistics.median(steps)
                 result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
                 self.report.missing.pop(contender.name, None)
-                self._say(f"{contender.name}: {result.speeds()[-1]:,.0f} tokens/s")
+                say(f"{self.report.size}: {contender.name}: {result.speeds()[-1]:,.0f} tokens/s")
 
     def _drop(self, contender: Contender, error: TeamError) -> None:
         team = self._teams.pop(contender)
         team.close()
         self.report.missing[contender.name] = str(error)
-        self._say(f"{contender.name} failed: {error}\n{team.last_words()}")
-
-    def _say(self, text: str) -> None:
-        say(f"{self.report.size}: {text}")
+        say(f"{self.report.size}: {contender.name} failed: {error}\n{team.last_words()}")
 
 
 def size_table(report: SizeReport) -> str:
     """Return the Markdown section of one size."""
     missing = [f"- {name}: {reason}" for name, reason in report.missing.items()]
-    played = [result for result in report.results if result.step_seconds]
+    played = [result for result in report.results.values() if result.step_seconds]
     if not played:
         return "\n".join([f"### {report.size}\n\nNothing could be measured:\n", *missing])
     work = report.work
@@ -262,7 +257,7 @@ def closing_line(size: str, played: list[Result]) -> str:
         found = []
         for result in played:
             who = result.contender
-            if (who.processes, who.is_ours, who.variant) == wanted:
+            if (who.processes, who.family == "ours", who.variant) == wanted:
                 found.append((statistics.median(result.ratios(played[0])), who.name))
         return max(found, default=None)
 
@@ -272,6 +267,29 @@ def closing_line(size: str, played: list[Result]) -> str:
         return line + "n/a, one of the two was not measured"
     line += f"{ours[0] / peer[0]:.2f} ({ours[1]} / {peer[1]})" if peer else "n/a"
     return line + (f", same allocator {ours[0] / same[0]:.2f} ({same[1]})" if same else "")
+
+
+def matrix_flops(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of matrix products alone: of the fastest shape, each by the median of its
+    repeats. They are the yardstick of a machine whose data sheet is not known."""
+    use_all_cores()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for m, k, n in PRODUCTS:
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(k, n, device=device).to(dtype)
+        # Written into the same memory every time, so that no page faults are measured.
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        torch.mm(a, b, out=out)
+        seconds = []
+        for _ in range(REPEATS):
+            synchronize(device)
+            start = time.perf_counter()
+            torch.mm(a, b, out=out)
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        found.append(2 * m * k * n / statistics.median(seconds))
+    return max(found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every program shares: errors in one line, the argument parser, progress, whole files."""
+"""Code that every program shares: errors in one line, the parser, progress, whole files."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""From files of conversations to token shards that tell where the answers are.
+"""Turn files of conversations into token shards that tell where the answers are.
 
 They are prepared like text, see data/packing.py. A conversation is stored whole, up to the end of
 its last answer: only training knows how long one may be.
@@ -13,10 +13,9 @@ from typing import ClassVar
 import numpy as np
 
 from data.chat_template import encode_conversations
-from data.conversations import conversation_records, parse_conversation
+from data.conversations import Turn, conversation_records, parse_conversation
 from data.corpus import Record, load_json
-from data.encoders import Document, Encode, Encoded, loaded
-from data.errors import DataError
+from data.encoders import Document, Encode, Encoded, loaded, readable
 from data.packing import PackingOptions
 from data.shards import CONVERSATIONS, token_dtype
 from data.tokenizer import open_tokenizer
@@ -27,7 +26,7 @@ BUILTIN_VAL_FRACTION = 0.1  # some five hundred questions
 
 @dataclass(frozen=True)
 class ConversationOptions(PackingOptions):
-    """How conversations are prepared; `vocab_size` and the settings of text have no effect."""
+    """Settings for conversations; `vocab_size` and the settings of text have no effect."""
 
     kind: ClassVar[str] = CONVERSATIONS
     stage_share: float = 1.0  # of all conversations; the others are for other stages of training
@@ -61,30 +60,28 @@ def first_share(text: str) -> float:
 def _encode_batch(path: str, share: float, batch: list[Record]) -> Encoded:
     """Encode the conversations that belong to the first `share` of all."""
     tokenizer = loaded(open_tokenizer, path)
-    conversations, places, bad, elsewhere = [], [], [], 0
-    for record in batch:
-        try:
-            turns = parse_conversation(load_json(record), record.place)
-        except DataError as error:
-            bad.append(str(error))
-            continue
+    conversations, bad = readable(batch, _turns)
+    chosen = []
+    for turns in conversations:
         # Without weights: in every form a conversation has the same hashes. One decides whether it
         # is for validation, the other to which stage of training it belongs.
         said = json.dumps([turn[:2] for turn in turns]).encode()
         where, stage = (number / HASHES for number in hashes(said, 2))
         if stage < share:
-            conversations.append(turns)
-            places.append(where)
-        else:
-            elsewhere += 1
+            chosen.append((turns, where))
     dtype = token_dtype(tokenizer.vocab_size)
     documents = []
-    encoded = encode_conversations(tokenizer, conversations)
-    for turns, where, (ids, counts) in zip(conversations, places, encoded, strict=True):
+    encoded = encode_conversations(tokenizer, [turns for turns, _ in chosen])
+    for (turns, where), (ids, counts) in zip(chosen, encoded, strict=True):
         # The positions at which counting begins or ends. The first id never counts; the last may,
         # where a tokenizer drops line ends.
         answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
         tokens = np.array(ids[: answers[-1, 1]], dtype)
         n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
         documents.append(Document([tokens], n_bytes, where, answers))
-    return Encoded(documents, bad, sum(len(record.raw) for record in batch), elsewhere)
+    raw_bytes = sum(len(record.raw) for record in batch)
+    return Encoded(documents, bad, raw_bytes, elsewhere=len(conversations) - len(chosen))
+
+
+def _turns(record: Record) -> list[Turn]:
+    return parse_conversation(load_json(record), record.place)

@@ -77,7 +77,7 @@ class ConversationSet(TokenStream):
 
     @property
     def summary(self) -> str:
-        """How many rows there are and how many longer conversations were cut, for people."""
+        """The numbers of rows and of conversations that were cut or left out, for people."""
         rows = counted(len(self), CONVERSATIONS)
         if not self.n_cut + self.n_left_out:
             return f"{rows}, all within {self.seq_len:,} tokens"

@@ -36,28 +36,24 @@ NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 
 
 class Record(NamedTuple):
-    """One document as it stands in its file, not yet decoded."""
+    """A document as it stands in its file, not yet decoded."""
 
     path: str
-    position: int  # in units, lines and rows counted from 1
+    position: int  # a byte in a .txt, else a line or a row, counted from 1
     raw: bytes
     fault: str = ""  # why there is no text in it
     text_column: str = TEXT_COLUMN  # the name under which a line of JSON has it
 
     @property
-    def unit(self) -> str:
-        """Unit of `position`: a byte, line or row."""
-        if self.path.endswith(".parquet"):
-            return "row"
-        return "line" if self.path.endswith((*JSONL, ".csv")) else "byte"
-
-    @property
     def place(self) -> str:
-        return f"{self.path}, {self.unit} {self.position}"
+        """File and position, for people."""
+        unit = "line" if self.path.endswith((*JSONL, ".csv")) else "byte"
+        unit = "row" if self.path.endswith(".parquet") else unit
+        return f"{self.path}, {unit} {self.position}"
 
 
 class Reading(NamedTuple):
-    """How files become documents."""
+    """Settings that turn files into documents."""
 
     text_column: str = TEXT_COLUMN  # of .jsonl, .csv and .parquet
     section_bytes: int = SECTION_BYTES  # longest document of a .txt

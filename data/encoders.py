@@ -10,7 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,6 +93,17 @@ def encoders(
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def readable(batch: list[Record], read: Callable[[Record], Any]) -> tuple[list, list[str]]:
+    """Return what `read` makes of the records, and a message for each that cannot be read."""
+    values, bad = [], []
+    for record in batch:
+        try:
+            values.append(read(record))
+        except DataError as error:
+            bad.append(str(error))
+    return values, bad
 
 
 def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:

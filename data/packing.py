@@ -1,4 +1,4 @@
-"""From text files to token shards: train the tokenizer, encode in several processes, write.
+"""Turn text files into token shards: train the tokenizer, encode in several processes, write.
 
 Documents are written one after the other as BOS, text, EOS; training cuts the stream into
 sequences, so that no position is padding. data/validation_split.py decides which documents are for
@@ -19,7 +19,7 @@ import numpy as np
 
 from common.atomic import whole_folder
 from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
-from data.encoders import Document, Encode, Encoded, encoders, loaded
+from data.encoders import Document, Encode, Encoded, encoders, loaded, readable
 from data.errors import DataError
 from data.segmentation import Splitter
 from data.shards import DESCRIPTION_FILE, FORMAT, SPLITS, TEXT, ShardWriter, token_dtype
@@ -36,7 +36,7 @@ TOKENIZER_SAMPLE_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """How text is prepared; see ConversationOptions for conversations."""
+    """Settings for text; see ConversationOptions for conversations."""
 
     kind: ClassVar[str] = TEXT  # see `shards.KINDS`
     vocab_size: int | None  # None: what suits the text's size, or fewer if it holds no more
@@ -229,12 +229,7 @@ def _with_splitter(path: str) -> tuple[Tokenizer, Splitter]:
 
 def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
     tokenizer, splitter = loaded(_with_splitter, path)
-    texts, bad = [], []
-    for record in batch:
-        try:
-            texts.append(parse(record))
-        except DataError as error:
-            bad.append(str(error))
+    texts, bad = readable(batch, parse)
     texts = [text for text in texts if text]
     dtype = token_dtype(tokenizer.vocab_size)
     # One marker may do both: then the next document's beginning ends this one.

@@ -15,7 +15,7 @@ ROUNDS = 2  # a piece that was split may be split again
 
 
 class Splitter:
-    """Splits pieces at random into two that the vocabulary has as well."""
+    """Split pieces at random into two that the vocabulary has as well."""
 
     def __init__(self, tokenizer: Tokenizer):
         pieces = tokenizer.pieces_of_text

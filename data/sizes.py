@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Suited(NamedTuple):
-    """How to prepare a text of less than `below` bytes."""
+    """Settings for a text of less than `below` bytes."""
 
     below: float
     vocab_size: int

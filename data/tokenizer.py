@@ -37,7 +37,9 @@ class Tokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
         except (RuntimeError, OSError) as error:
             raise DataError(f"{path}: not a SentencePiece model") from error
-        if self._model.bos_id() < 0 or self._model.eos_id() < 0:
+        self.vocab_size = self._model.vocab_size()
+        self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
+        if self.bos_id < 0 or self.eos_id < 0:
             raise DataError(
                 f"{path}: has no <s> and </s> pieces to mark where documents begin and end"
             )
@@ -45,18 +47,6 @@ class Tokenizer:
         self._space_symbol_ids = [
             self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()
         ]
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.vocab_size()
-
-    @property
-    def bos_id(self) -> int:
-        return self._model.bos_id()
-
-    @property
-    def eos_id(self) -> int:
-        return self._model.eos_id()
 
     @cached_property
     def ids_with_space(self) -> list[int]:
@@ -135,24 +125,14 @@ class JsonTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as text
-        self._markers = {}
-        for role, name in read_markers(path).items():
-            self._markers[role] = self._model.token_to_id(name)
-            if self._markers[role] is None:
+        markers = read_markers(path)
+        for name in markers.values():
+            if self._model.token_to_id(name) is None:
                 raise DataError(f"{path}: has no piece {name!r}, which {MARKERS_FILE} names")
+        self.bos_id = self._model.token_to_id(markers["bos_token"])
+        self.eos_id = self._model.token_to_id(markers["eos_token"])
+        self.vocab_size = max(self._model.get_vocab().values()) + 1
         self._added = self._model.get_added_tokens_decoder()
-
-    @cached_property
-    def vocab_size(self) -> int:
-        return max(self._model.get_vocab().values()) + 1
-
-    @property
-    def bos_id(self) -> int:
-        return self._markers["bos_token"]
-
-    @property
-    def eos_id(self) -> int:
-        return self._markers["eos_token"]
 
     @cached_property
     def ids_with_space(self) -> list[int]:

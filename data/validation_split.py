@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: those whose hash lies below the share asked for.
+"""The validation split: a document is held out if its hash lies below the share asked for.
 
 The same text always falls on the same side, wherever it stands and however often. Adding or
 reordering documents moves none of the others.

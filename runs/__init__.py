@@ -1,1 +1,1 @@
-"""What a run leaves, and how it is found again."""
+"""A run on disk: its folder, checkpoints, lock and weights, and how a run is found again."""

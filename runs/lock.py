@@ -1,4 +1,4 @@
-"""One run, one writer: a lock on the run folder that dies with its process."""
+"""A lock on the run folder, so that one run has one writer; it dies with its process."""
 
 import errno
 import fcntl

@@ -39,10 +39,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", help=f"{kinds} (default: {BUILTIN})")
     kinds = f"{', '.join(CONVERSATION_SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
     add("--conversations", metavar="DATA", help=f"to learn to answer, in place of text: {kinds}")
-    stages = "shares of stages of training, as in 2,4,4: the first of them is taken, by hash"
-    add("--data_split", metavar="SHARES", help=f"{stages} (default: all conversations)")
-    where = "folder to write (default: out/data/ and the name of the data)"
-    add("--out", type=Path, help=where)
+    stages = "shares of stages of training, as in 2,4,4: the first is taken, by hash (default: all)"
+    add("--data_split", metavar="SHARES", help=stages)
+    add("--out", type=Path, help="folder to write (default: out/data/ and the name of the data)")
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")
     existing = "tokenizer.model (SentencePiece), tokenizer.json, or a folder with one, to use "
     existing += "instead of training one; conversations take their model's"
@@ -52,8 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text_column", help=column)
     ways = "ways to cut each training document into pieces, all but the first at random"
     add("--segmentations", type=int, help=f"{ways} ({BY_SIZE})")
-    per_core = "encoding processes, one per core"
-    add("--workers", type=int, default=available_cores(), help=per_core)
+    add("--workers", type=int, default=available_cores(), help="encoding processes, one per core")
     skip = "count documents that cannot be read, and go on"
     add("--skip_bad_lines", action="store_true", help=skip)
     add("--overwrite", action="store_true", help="replace data prepared from other text")

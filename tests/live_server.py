@@ -62,10 +62,10 @@ class LiveServer:
         self.server.should_exit = True
         self.thread.join()
 
-    def continues(self, ids: list[int], n: int, **sampling) -> str:
+    def continues(self, ids: list[int], n: int, next_ids=(), **sampling) -> str:
         """Return what the model says after these ids, without a server, greedily by default."""
         settings = Sampling(**{"temperature": 0} | sampling)
-        (new,) = generate(self.model, [ids], n, settings)
+        (new,) = generate(self.model, [ids], n, settings, next_ids=[next_ids])
         return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]
 
     def asked(self, question: str) -> list[int]:

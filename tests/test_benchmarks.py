@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY, Finished, run
 
-from benchmarks import engines, sft, throughput
+from benchmarks import engines, throughput
 from benchmarks.contenders import Contender, Team, TeamError, all_contenders, select
 from benchmarks.sft import Program, race
 from benchmarks.throughput import Result, SizeReport, closing_line, size_table
 from benchmarks.work import Work
 from common.errors import UsageError
 
-SHAPE = ["--dim", "64", "--n_layers", "2", "--n_heads", "4", "--max_seq_len", "32"]
 STEP = ["--rounds", "1", "--steps", "2", "--warmup_steps", "0", "--keep_compile_cache"]
 LITTLE = "--max_seq_len 32 --batch_size 2 --compile off"
 MODEL = "--dim 32 --n_layers 1 --n_heads 2"
@@ -97,14 +96,14 @@ def test_waiting_for_data_is_a_share_of_real_steps(packed):
 @pytest.mark.slow
 @pytest.mark.variant
 def test_engines_agree_and_send_what_is_expected(tmp_path, packed):
-    flags = [*SHAPE, "--batch_size", "2", "--steps", "4", "--data", packed]
-    ended = start(tmp_path, "engines", *flags, "--engines", "ddp,zero2")
-    rows = rows_of(ended)
+    flags = ["--dim", "128", "--n_layers", "4", "--n_heads", "4", "--max_seq_len", "32"]
+    flags += ["--steps", "4", "--data", packed, "--engines", "ddp,zero2"]
+    rows = rows_of(start(tmp_path, "engines", *flags))
     assert [row[0] for row in rows] == ["DDP", "DeepSpeed ZeRO-2"]
     assert rows[0][2] == rows[1][2]  # the last loss
     if engines.counts_traffic():
         for row in rows:
-            assert float(row[6]) == pytest.approx(float(row[7].split()[0]), rel=0.05)
+            assert float(row[6]) == pytest.approx(float(row[7].split()[0]), rel=0.1)
 
 
 @pytest.mark.slow
@@ -148,18 +147,18 @@ def test_nobody_is_left_of_a_contender_that_fails(tmp_path):
     assert "scripts.prepare_data" in team.last_words()
 
 
-def test_programs_take_turns_of_whole_passes_and_the_first_does_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "OUT", tmp_path)
+def test_programs_take_turns_of_whole_passes_and_the_first_does_not_count(tmp_path):
     code = "import itertools\nfor n in itertools.count(1): print(f'step {n}/9  loss {n}.5  lr 1')"
     racing = [
-        Program(name, [sys.executable, "-c", code], tmp_path, dict(os.environ))
+        Program(name, [sys.executable, "-c", code], tmp_path, dict(os.environ), tmp_path / name)
         for name in ("ours", "peer")
     ]
     race(racing, steps=2, rounds=2)
     assert [len(program.seconds) for program in racing] == [2, 2]
     assert racing[0].loss == "6.5"  # three passes of two steps
     assert all(program.process.returncode is not None for program in racing)
-    badly = Program("badly", [sys.executable, "-c", "exit('out of luck')"], tmp_path, {})
+    words = [sys.executable, "-c", "exit('out of luck')"]
+    badly = Program("badly", words, tmp_path, {}, tmp_path / "badly.log")
     with pytest.raises(UsageError, match=r"badly ended with exit code 1, .*: out of luck"):
         race([badly], steps=1, rounds=1)
 
@@ -183,7 +182,8 @@ def test_ratios_are_taken_within_a_round_and_only_single_processes_meet_the_peer
         "same allocator 1.25 (litgpt-compiled+allocator)"
     )
     missing = {"transformers-eager": "no time left"}
-    report = SizeReport("26m", work, [ours, two, peer], missing, [1e12], rounds=3)
+    results = {each.contender: each for each in (ours, two, peer)}
+    report = SizeReport("26m", work, results, missing, [1e12], rounds=3)
     text = size_table(report)
     assert "| litgpt-compiled | 1 | 16 (6 to 25) | 0.375 (0.250 to 0.500) |" in text
     assert "STOPPED in round 3" in text
@@ -193,8 +193,8 @@ def test_ratios_are_taken_within_a_round_and_only_single_processes_meet_the_peer
 def test_groups_of_contenders():
     found = all_contenders(processes=2, has_gpu=False)
     assert [each.name for each in select(found, "muon")] == [
-        "ours-eager+muon",
         "ours-compiled+muon",
+        "ours-eager+muon",
     ]
     assert len(select(found, "peers")) == 8
     assert not any(each.variant in ("blocks", "muon") for each in select(found, "all"))
@@ -206,10 +206,9 @@ def test_groups_of_contenders():
     ("name", "flags", "said"),
     [
         ("throughput", ["--sizes", "huge"], "'huge' is none of 3m"),
-        ("throughput", ["--steps", "0"], "whole numbers from 1 on, not '0'"),
+        ("throughput", ["--steps", "two"], "--steps: invalid int value: 'two'"),
         ("throughput", ["--size", "26m"], "did you mean --sizes?"),
         ("engines", ["--engines", "zero9"], "'zero9' is none of ddp"),
-        ("engines", ["--steps", "2"], "whole numbers from 3 on"),
         ("data", ["--data", "/no/such"], "/no/such"),
         ("distillation", ["--data", "/no/such"], "/no/such"),
         ("sft", ["--run", "/no/such"], "/no/such"),

@@ -45,11 +45,12 @@ def chat(model, tokenizer):
     return Chat(decoder=Decoder(model), tokenizer=tokenizer, **settings)
 
 
-def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer, capsys):
-    said = turns("sum 1", "1", "sum 2", "2", "sum 3", "3")
-    kept = encode_chat_prompt(tokenizer, [BRIEF, *said[4:], Turn("user", "sum 4")])
-    chat.context, chat.turns = len(kept) + 12, said
-    assert chat.ask("sum 4") == kept
+@pytest.mark.parametrize("room_for", [3, 4])  # messages; an answer goes with its question
+def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer, capsys, room_for):
+    said, asked = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
+    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, asked][-room_for:]])
+    chat.context, chat.turns = len(fitting) + 12, said
+    assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], asked])
     assert chat.turns == turns("sum 3", "3", "sum 4")
     assert "does not see the oldest 4 messages" in capsys.readouterr().err
     chat.turns, long = said, "1 + 1 = 2; " * 9

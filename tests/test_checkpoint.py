@@ -119,24 +119,12 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypa
     assert damage(run.checkpoint(1)) is None
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, RANDOM, STATE])
-def test_a_flipped_bit_a_missing_end_and_a_missing_file_are_named(run, name):
-    save(run, 1)
-    path, whole = run.checkpoint(1) / name, (run.checkpoint(1) / name).read_bytes()
-    flip(path, len(whole) // 2)
-    assert damage(run.checkpoint(1)) == f"the checksum of {name} is wrong"
-    path.write_bytes(whole[:-1])
-    assert f"{name} is {len(whole) - 1} bytes long instead of {len(whole)}" in damage(path.parent)
-    path.unlink()
-    assert name in damage(run.checkpoint(1))
-
-
 def test_damage_of_any_file_is_one_line_and_never_another_error(run):
     save(run, 1)
     dice, folder = random.Random(0), run.checkpoint(1)
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
-        for _ in range(100):
+        for _ in range(30):
             at = dice.randrange(len(whole))
             flipped = bytearray(whole)
             flipped[at] ^= 1 << dice.randrange(8)
@@ -147,7 +135,10 @@ def test_damage_of_any_file_is_one_line_and_never_another_error(run):
                     assert json.loads(data)["files"] == json.loads(whole)["files"]
                 else:
                     assert problem
+                    assert path.name in problem or path.name == MANIFEST
                     assert "\n" not in problem
+        path.unlink()
+        assert path.name in damage(folder)
         path.write_bytes(whole)
     assert damage(folder) is None
 

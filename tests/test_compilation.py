@@ -10,17 +10,18 @@ from common.errors import UsageError
 from model import LMConfig, Transformer
 from model import loss as model_loss
 from training.engine import compilation
-from training.engine.compilation import (
-    WORTH_FLOPS,
-    Compilation,
-    compile_blocks,
-    decide_compilation,
-)
+from training.engine.compilation import WORTH_FLOPS, compile_blocks, decide_compilation
+from training.engine.launch import Engine
 
 needs_compiler = pytest.mark.skipif(
     compilation.obstacle(torch.device("cpu")) is not None, reason="no C++ compiler here"
 )
 LONG, SHORT = WORTH_FLOPS["cpu"], WORTH_FLOPS["cpu"] / 2
+
+
+@pytest.fixture
+def engine(accelerator) -> Engine:
+    return Engine(accelerator, "single process", None)
 
 
 @pytest.fixture
@@ -47,18 +48,18 @@ def fails(monkeypatch):
     ],
 )
 def test_auto_compiles_long_runs_and_keeps_to_what_the_run_did(
-    accelerator, works, wanted, recorded, run_flops, compiled
+    engine, works, wanted, recorded, run_flops, compiled
 ):
-    answer = decide_compilation(wanted, recorded, run_flops, accelerator)
+    answer = decide_compilation(wanted, recorded, run_flops, engine)
     assert answer.on is compiled
     assert answer.why
 
 
 @pytest.mark.parametrize("recorded", [None, True])
 def test_auto_goes_on_without_compiling_where_that_does_not_work_and_says_why(
-    accelerator, fails, recorded
+    engine, fails, recorded
 ):
-    answer = decide_compilation("auto", recorded, LONG, accelerator)
+    answer = decide_compilation("auto", recorded, LONG, engine)
     assert answer == (False, "no compiler")
     assert str(answer) == "no (no compiler)"
 
@@ -67,24 +68,21 @@ def test_auto_goes_on_without_compiling_where_that_does_not_work_and_says_why(
 def test_under_zero_3_it_is_compiled_only_where_that_is_asked_for(
     accelerator, works, wanted, compiled
 ):
-    answer = decide_compilation(wanted, True, LONG, accelerator, divides_model=True)
+    zero_3 = Engine(accelerator, "ZeRO-3", {"zero_optimization": {"stage": 3}})
+    answer = decide_compilation(wanted, True, LONG, zero_3)
     assert answer.on is compiled
     assert ("ZeRO-3" in answer.why) != compiled
 
 
-def test_the_answer_reads_as_one_with_its_reason():
-    assert str(Compilation(True, "block by block")) == "yes (block by block)"
-
-
-def test_on_is_an_error_where_compiling_does_not_work(accelerator, fails):
+def test_on_is_an_error_where_compiling_does_not_work(engine, fails):
     with pytest.raises(UsageError, match="cannot compile: no compiler; pass --compile off"):
-        decide_compilation("on", None, LONG, accelerator)
+        decide_compilation("on", None, LONG, engine)
 
 
-def test_without_a_compiler_the_reason_names_what_is_missing(accelerator, monkeypatch, tmp_path):
+def test_without_a_compiler_the_reason_names_what_is_missing(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", "my-compiler")
-    answer = decide_compilation("auto", None, LONG, accelerator)
+    answer = decide_compilation("auto", None, LONG, engine)
     assert not answer.on
     assert "C++ compiler (my-compiler or g++ or clang++)" in answer.why
 

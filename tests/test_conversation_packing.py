@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 
 
 def conversation(i: int) -> list[Turn]:
-    """One or two questions, perhaps after a system's words; no two are the same."""
+    """A conversation of one or two questions; no two are the same."""
     turns = [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}")]
     if i % 2:
         turns = [Turn("system", "Add."), *turns]
@@ -120,6 +120,10 @@ def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_p
     other = files_of(pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2))
     del one["dataset.json"], other["dataset.json"]  # it names the file
     assert one == other
+    said, lines = '"role": "assistant"', (tmp_path / "a.jsonl").read_text().splitlines()
+    fewer = [line.replace(said, f'"weight": 0, {said}', line.count(said) - 1) for line in lines]
+    (tmp_path / "c.jsonl").write_text("\n".join(fewer))
+    assert told_apart(pack(tmp_path / "c.jsonl", "three")) == (train, val)
 
 
 def test_a_stage_takes_its_share_and_moves_none_to_the_other_split(pack, tmp_path):
@@ -154,7 +158,7 @@ def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
 
 
 def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
-    """As SentencePiece makes them unless it is told otherwise."""
+    """SentencePiece makes such tokenizers by default."""
     model = tmp_path / "t.model"
     texts = (turn.content for turns in CONVERSATIONS for turn in turns)
     with model.open("wb") as file:

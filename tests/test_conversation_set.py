@@ -13,7 +13,7 @@ from test_dataset import make_folder
 from data.conversation_set import ConversationSet, padded
 from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError
-from data.order import LengthSampler, MicroBatchSampler
+from data.order import LengthSampler
 from data.shards import ShardWriter, token_dtype
 from data.tokenizer import Tokenizer
 from model import IGNORE_INDEX
@@ -60,7 +60,7 @@ def many(n=60, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def expected_row(tokens, answers, seq_len) -> tuple[list[int], list[int]] | None:
-    """One conversation's row, by the book: what was there before any answer may be cut off."""
+    """The row of one conversation, computed plainly; None if no answer fits."""
     fitting = [span for span in answers.tolist() if span[1] <= seq_len + 1]
     if not fitting:
         return None
@@ -106,18 +106,17 @@ def test_no_answer_within_the_context_is_refused(tmp_path):
 
 
 def test_bytes_are_those_of_the_answers_that_are_read(tmp_path, packed):
-    """Where a conversation is cut, the bytes of its text are counted anew."""
+    """The bytes of a conversation that is cut are counted anew."""
     tokenizer = Tokenizer(packed / "tokenizer.model")
     said = tokenizer.encode("sum 第1句 + 2")
-    turns = [(np.array([3, *said, *said]), np.array([[1, 1 + len(said)], [1 + len(said), -1]]))]
-    turns[0][1][1, 1] = 1 + 2 * len(said)
-    folder = make_set(tmp_path / "c", turns)
-    assert ConversationSet(folder, "train", 1000).bytes_per_token == 2
+    n = len(said)
+    both = (np.array([3, 4, *said, *said]), np.array([[2, 2 + n], [2 + n, 2 + 2 * n]]))
+    folder = make_set(tmp_path / "c", [both])
     shutil.copy(packed / "tokenizer.model", folder)
     assert ConversationSet(folder, "train", 1000).bytes_per_token == 2
-    cut = ConversationSet(folder, "train", len(said))
+    cut = ConversationSet(folder, "train", n + 1)
     assert cut.n_cut == 1
-    assert cut.bytes_per_token == len("sum 第1句 + 2".encode()) / len(said)
+    assert cut.bytes_per_token == len("sum 第1句 + 2".encode()) / n
     assert cut.summary.startswith("1 conversation, 1 of them cut after the last answer within")
 
 
@@ -190,16 +189,6 @@ def test_the_share_of_padding_is_that_of_the_micro_batches(tmp_path, batch_size)
     assert sum(map(len, batches)) == 240
     share = 1 - sum(dataset.lengths[b].sum() for b in batches) / positions
     assert dataset.share_of_padding(sampler) == pytest.approx(share)
-
-
-def test_like_lengths_together_are_padded_less(tmp_path):
-    chooser = random.Random(1)
-    turns = [[(4, int(chooser.expovariate(0.01)) + 1)] for _ in range(2000)]
-    dataset = ConversationSet(make_set(tmp_path / "c", map(conversation, turns)), "train", 512)
-    n = len(dataset)
-    sorted_ = LengthSampler(n, 16, lengths=dataset.lengths, global_batch=16)
-    assert dataset.share_of_padding(sorted_) < 0.2
-    assert dataset.share_of_padding(MicroBatchSampler(n, 16)) > 0.5
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "swapped", "beyond", "negative"])

@@ -85,7 +85,7 @@ def test_what_is_no_conversation_is_refused_in_one_line_with_its_place(value, re
 
 
 def read(path: Path) -> list[tuple[str, list[Turn]]]:
-    """Where every conversation is, relative to `path`, and its turns."""
+    """The place of every conversation, relative to `path`, and its turns."""
     return [
         (record.place.removeprefix(f"{path}/"), parse_conversation(load_json(record), record.place))
         for record in conversation_records(find_files(str(path), SUFFIXES))

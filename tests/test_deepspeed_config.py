@@ -65,14 +65,6 @@ def get(config: dict, key: str):
     return config
 
 
-def all_values(config) -> list:
-    if isinstance(config, dict):
-        return [value for section in config.values() for value in all_values(section)]
-    if isinstance(config, list):
-        return [value for item in config for value in all_values(item)]
-    return [config]
-
-
 FILLED = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 3,
@@ -87,34 +79,21 @@ FILLED = {
 }
 
 
-def test_the_repositorys_file_keeps_no_auto(config):
-    assert "auto" in all_values(config)
-    assert "auto" not in all_values(resolved(config))
+def test_flags_fill_every_auto_and_what_is_missing(config):
+    before, missing = copy.deepcopy(config), copy.deepcopy(config)
+    for key in FILLED:
+        *parents, name = key.split(".")
+        (get(missing, ".".join(parents)) if parents else missing).pop(name, None)
+        config = put(config, key, "auto")
+    for found in map(resolved, (before, missing, config)):
+        assert {key: get(found, key) for key in FILLED} == FILLED
+        assert '"auto"' not in json.dumps(found)
+        assert resolved(found) == found  # numbers equal to the flags are accepted
+    assert before == json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(("key", "value"), FILLED.items())
-def test_flags_fill_every_auto(config, key, value):
-    assert get(resolved(put(config, key, "auto")), key) == value
-
-
-@pytest.mark.parametrize(("key", "value"), FILLED.items())
-def test_flags_fill_what_is_missing(config, key, value):
-    *parents, name = key.split(".")
-    del (get(config, ".".join(parents)) if parents else config)[name]
-    assert get(resolved(config), key) == value
-
-
-def test_missing_sections_are_filled(config):
-    assert all(
-        get(resolved({"zero_optimization": {"stage": 2}}), key) == FILLED[key]
-        for key in FILLED
-        if not key.startswith("optimizer")
-    )
-
-
-@pytest.mark.parametrize(("key", "value"), FILLED.items())
-def test_a_number_equal_to_the_flags_is_accepted(config, key, value):
-    assert get(resolved(put(config, key, value)), key) == value
+def test_without_an_optimizer_section_none_is_added():
+    assert "optimizer" not in resolved({"zero_optimization": {"stage": 2}})
 
 
 @pytest.mark.parametrize(
@@ -138,12 +117,6 @@ def test_a_contradiction_names_key_flag_and_both_values(config, key, in_file, fl
         assert part in message
 
 
-@pytest.mark.parametrize("grad_clip", [0.0, 0.1, 1.0])
-def test_clipping_is_what_the_flag_says(config, grad_clip):
-    args = TrainingArguments(grad_clip=grad_clip)
-    assert resolved(config, args)["gradient_clipping"] == grad_clip
-
-
 @pytest.mark.parametrize(
     ("dtype", "bf16", "fp16"),
     [("bfloat16", True, False), ("float16", False, True), ("float32", False, False)],
@@ -153,105 +126,53 @@ def test_precision_is_what_the_flag_says(config, dtype, bf16, fp16):
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (bf16, fp16)
 
 
-OF_ANY_STAGE = [key for key in AUTO_DEFAULTS if "stage3" not in key]
-
-
-@pytest.mark.parametrize("key", OF_ANY_STAGE)
-def test_autos_of_trainer_files_get_a_value(config, key):
-    assert get(resolved(put(config, key, "auto")), key) == AUTO_DEFAULTS[key]
-
-
-@pytest.mark.parametrize("key", [*OF_ANY_STAGE, "zero_optimization.reduce_bucket_size"])
-def test_a_bucket_that_was_set_stays(config, key):
-    value = False if key.endswith("overlap_comm") else 12345
-    config = resolved(put(config, key, value))
+def test_autos_of_buckets_get_a_value_and_numbers_stay(config):
+    zero = config["zero_optimization"]
+    zero |= {"stage": 3} | dict.fromkeys((*BY_WIDTH, *AUTO_DEFAULTS), "auto")
+    config = resolved(config)
     fill_by_width(config, dim=64)
-    assert get(config, key) == value
-
-
-def test_the_width_of_the_model_fills_the_other_buckets():
-    config = {"zero_optimization": dict.fromkeys(BY_WIDTH, "auto")}
-    fill_by_width(config, dim=64)
-    assert config["zero_optimization"] == {
+    assert config["zero_optimization"].items() >= AUTO_DEFAULTS.items()
+    by_width = {
         "reduce_bucket_size": 4096,
         "stage3_prefetch_bucket_size": 3686,
         "stage3_param_persistence_threshold": 640,
     }
-
-
-@pytest.mark.parametrize("value", [True, False, "auto", None])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_process_that_is_alone_overlaps_nothing(config, value, stage):
-    config = put(
-        put(config, "zero_optimization.overlap_comm", value), "zero_optimization.stage", stage
-    )
-    alone = resolve(config, ARGS, 1, "my.json")
-    assert alone["zero_optimization"]["overlap_comm"] is False
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("zero_optimization.overlap_com", True),
-        ("zero_optimization.reduce_bucket_size", "many"),
-        ("bf16.check_grad_overflow", False),
-    ],
-)
-def test_what_deepspeed_would_reject_or_let_nan_pass_is_refused_by_name(config, key, value):
-    assert key.split(".")[-1] in refused(put(config, key, value))
-
-
-@pytest.mark.parametrize(
-    "key", ["steps_per_print", "zero_optimization.round_robin_gradients", "aio.queue_depth"]
-)
-def test_an_auto_that_nothing_fills_is_refused(config, key):
-    message = refused(put(config, key, "auto"))
-    assert key in message
-    assert "auto" in message
-
-
-@pytest.mark.parametrize("stage", [0, 4, "auto", None, "2"])
-def test_stages_that_are_not_supported_are_refused(config, stage):
-    message = refused(put(config, "zero_optimization.stage", stage))
-    assert "zero_optimization.stage" in message
-    assert repr(stage) in message
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stages_one_to_three_are_accepted(config, stage):
-    assert (
-        resolved(put(config, "zero_optimization.stage", stage))["zero_optimization"]["stage"]
-        == stage
-    )
-
-
-@pytest.mark.parametrize("kind", ["Lion", "Muon", "OneBitAdam"])
-def test_another_optimizer_is_refused(config, kind):
-    assert "AdamW" in refused(put(config, "optimizer.type", kind))
-
-
-WIDTH_AUTOS = {  # of a model of width 100, as the Hugging Face Trainer fills them
-    "reduce_bucket_size": 10_000,
-    "stage3_prefetch_bucket_size": 9_000,
-    "stage3_param_persistence_threshold": 1_000,
-}
-
-
-def test_zero_3_takes_autos_from_the_width_of_the_model(config):
-    config["zero_optimization"] |= {"stage": 3} | dict.fromkeys(WIDTH_AUTOS, "auto")
-    config = resolved(config)
-    fill_by_width(config, 100)
-    assert {key: config["zero_optimization"][key] for key in WIDTH_AUTOS} == WIDTH_AUTOS
-    assert "auto" not in all_values(config)
+    assert config["zero_optimization"].items() >= by_width.items()
     before = copy.deepcopy(config)
-    fill_by_width(config, 200)  # numbers stay
+    fill_by_width(config, dim=128)
     assert config == before
 
 
-def test_below_zero_3_an_auto_of_zero_3_is_refused(config):
-    assert "stage3_prefetch" in refused(
-        put(config, "zero_optimization.stage3_prefetch_bucket_size", "auto")
-    )
+def test_a_process_that_is_alone_overlaps_nothing(config):
+    assert resolve(config, ARGS, 1, "my.json")["zero_optimization"]["overlap_comm"] is False
+    assert resolved(config)["zero_optimization"]["overlap_comm"] is True
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("zero_optimization.overlap_com", True, "overlap_com"),
+        ("zero_optimization.reduce_bucket_size", "many", "reduce_bucket_size"),
+        ("zero_optimization.stage3_prefetch_bucket_size", "auto", "only at 3"),
+        ("zero_optimization.stage", 0, "must be 1, 2 or 3, not 0"),
+        ("zero_optimization.stage", "2", "must be 1, 2 or 3, not '2'"),
+        ("bf16.check_grad_overflow", False, "NaN"),
+        ("bf16", [1], '"bf16" must be a section'),
+        ("optimizer.params", None, '"params" must be a section'),
+        ("optimizer.type", "Lion", "Adam or AdamW"),
+        ("steps_per_print", "auto", '"steps_per_print": "auto"'),
+        ("aio.queue_depth", "auto", '"aio.queue_depth": "auto"'),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(config, key, value, named):
+    assert named in refused(put(config, key, value))
+
+
+def test_all_contradictions_are_told_at_once(config):
+    config = put(put(config, "gradient_clipping", 9), "optimizer.params.lr", 1)
+    message = refused(put(config, "zero_optimization.stage3_max_live_parameters", 1))
+    for part in ("gradient_clipping", "optimizer.params.lr", "stage3_max_live", '"auto" takes'):
+        assert part in message
 
 
 @pytest.mark.parametrize(
@@ -288,60 +209,11 @@ def test_muon_takes_the_place_of_the_files_optimizer(config):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("optimizer.params.lr", 0.001), ("optimizer.params.betas", [0.9, 0.999])]
-)
-def test_a_contradiction_is_one_for_muons_adamw_too(config, key, value):
-    assert key in refused(put(config, key, value), MUON)
-
-
-@pytest.mark.parametrize("args", [ARGS, MUON])
-def test_muon_in_the_file_is_pointed_to_the_flag(config, args):
-    assert "--optimizer muon" in refused(put(config, "optimizer.type", "Muon"), args)
-
-
-@pytest.mark.parametrize(
     ("key", "value"), [("offload_optimizer", {"device": "cpu"}), ("cpu_offload", True)]
 )
 def test_muon_is_not_offloaded(config, key, value):
     message = refused(put(config, f"zero_optimization.{key}", value), MUON)
     assert "--optimizer muon cannot be offloaded" in message
-
-
-@pytest.mark.parametrize("value", [None, {"device": "none"}])
-def test_no_offload_is_no_obstacle_for_muon(config, value):
-    found = resolved(put(config, "zero_optimization.offload_optimizer", value), MUON)
-    assert found["zero_optimization"]["offload_optimizer"] == value
-
-
-@pytest.mark.parametrize("key", ["bf16", "optimizer.params", "optimizer"])
-@pytest.mark.parametrize("value", [None, "auto", True, [1]])
-def test_a_section_that_is_not_one_is_refused_by_name(config, key, value):
-    assert key.split(".")[-1] in refused(put(config, key, value))
-
-
-@pytest.mark.parametrize("has_compiler", [True, False])
-def test_an_optimizer_without_a_type_is_adamw(config, tools, has_compiler):
-    tools(*(["ninja", "c++"] if has_compiler else []))
-    del config["optimizer"]["type"]
-    assert resolved(config)["optimizer"]["type"] == "AdamW"
-    del config["optimizer"]["params"]["torch_adam"], config["optimizer"]["params"]["fused"]
-    if has_compiler:
-        assert resolved(config)["optimizer"]["type"] == "AdamW"
-    else:
-        assert "AdamW" in refused(config)
-
-
-def test_without_an_optimizer_section_none_is_added(config):
-    del config["optimizer"]
-    config = resolved(config)
-    assert "optimizer" not in config
-    assert "auto" not in all_values(config)
-
-
-def test_what_was_given_is_not_changed(config):
-    before = copy.deepcopy(config)
-    resolved(config)
-    assert config == before
 
 
 @pytest.fixture
@@ -426,58 +298,32 @@ def test_nvme_without_what_it_is_compiled_with_is_refused(
     assert "nvme_path" in refused(config)
 
 
-def test_torch_adam_false_counts_as_deepspeeds_own(config, tools):
-    assert "torch_adam" in refused(put(config, "optimizer.params.torch_adam", False))
-
-
-def test_no_compiler_is_needed_for_the_repositorys_file(config, tools):
-    assert resolved(config)["optimizer"]["params"]["torch_adam"] is True
-
-
-def test_no_compiler_is_needed_for_muon(own_adam, tools):
-    assert resolved(own_adam, MUON)["zero_optimization"] == own_adam["zero_optimization"]
-
-
-def test_no_compiler_is_needed_without_an_optimizer_section(config, tools):
-    del config["optimizer"]
-    assert "optimizer" not in resolved(config)
-
-
-def test_a_sound_file_is_read():
-    assert read_config(str(REPOSITORY / "ds_config.json"))["zero_optimization"]["stage"] == 2
+def test_no_compiler_is_needed_for_pytorchs_adamw_nor_for_muon(config, own_adam, tools):
+    resolved(own_adam, MUON)
+    own_adam["optimizer"]["params"]["torch_adam"] = False
+    assert "torch_adam" in refused(own_adam)
+    own_adam["optimizer"]["params"]["torch_adam"] = True
+    resolved(own_adam)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("content", "says"),
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("", "not JSON"),
-        ("{'stage': 2}", "not JSON"),
-        ("[]", "zero_optimization"),
-        ("{}", "zero_optimization"),
-        ('{"zero_optimization": 2}', "zero_optimization"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[]", "zero_optimization"),
+        (b'{"zero_optimization": 2}', "zero_optimization"),
+        (None, "No such file"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, says):
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
     path = tmp_path / "ds.json"
-    path.write_text(text, encoding="utf-8")
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(UsageError, match=says) as error:
         read_config(str(path))
     assert str(path) in str(error.value)
-
-
-def test_bytes_that_are_no_text_are_refused(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(UsageError, match=r"ds\.json"):
-        read_config(str(path))
-
-
-@pytest.mark.parametrize("name", ["missing.json", "."])
-def test_a_file_that_cannot_be_opened_is_refused(tmp_path, name):
-    with pytest.raises(UsageError, match="DeepSpeed configuration"):
-        read_config(str(tmp_path / name))
 
 
 def damaged_value(dice: random.Random):
@@ -500,28 +346,21 @@ def damage(value, dice: random.Random):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_1000_damaged_configurations_are_refused_in_words_or_resolved(config, optimizer, tmp_path):
-    """Damaged as text or as values: never another error, and nothing "auto" that is left over."""
-    dice, path, whole = random.Random(0), tmp_path / "ds.json", json.dumps(config)
-    messages = []
-    for i in range(1000):
-        if i % 2:
-            text = json.dumps(damage(damage(config, dice), dice))
-        else:
-            data = bytearray(whole.encode())
-            for _ in range(dice.randint(1, 5)):
-                data[dice.randrange(len(data))] = dice.randrange(32, 127)
-            text = data[: dice.choice((len(data), dice.randrange(len(data))))].decode()
-        path.write_text(text)
+def test_damaged_configurations_are_refused_in_words_or_resolved(config, optimizer):
+    """Never another error, and nothing "auto" that is left over."""
+    dice, messages = random.Random(0), []
+    for _ in range(400):
+        damaged = damage(damage(config, dice), dice)
+        if not isinstance(damaged, dict) or not isinstance(damaged.get("zero_optimization"), dict):
+            continue  # read_config refuses it
         try:
-            args = TrainingArguments(optimizer=optimizer)
-            done = resolve(read_config(str(path)), args, 2, "ds.json")
+            done = resolve(damaged, TrainingArguments(optimizer=optimizer), 2, "ds.json")
         except UsageError as error:
             messages.append(str(error))
         else:
             fill_by_width(done, dim=64)
-            assert "auto" not in all_values(done)
-    assert 300 < len(messages) < 1000
+            assert '"auto"' not in json.dumps(done)
+    assert 100 < len(messages) < 400
     assert not any("\n" in message for message in messages)
 
 

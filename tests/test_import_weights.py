@@ -123,12 +123,13 @@ def test_llama_3s_scaling_and_heads_of_its_own_come_and_go(packed, tmp_path, ver
     if version == 4:
         base = rope.pop("rope_theta")
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
-        llama = edited(llama, tmp_path / "old", **old)
+        llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)  # the default
     import_weights.main([str(llama), str(tmp_path / "out")])
     # Frequencies are fp32 in both, and the last bit of one grows with the position.
     assert_same_model(tmp_path / "out", llama, atol=1e-4)
     config = load_portable(tmp_path / "out").config
     assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
+    assert config.norm_eps == 1e-6
 
     shutil.copy(packed / "tokenizer.model", tmp_path / "out")
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "hf")])
@@ -165,8 +166,6 @@ def test_weights_may_lie_in_shards_and_in_either_format(llama, tmp_path, name, s
         ),
         # transformers lets rope_scaling win where both are there
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is 'linear'"),
-        ({"rope_parameters": 3}, "rope_parameters must be an object"),
-        ({"head_dim": 16}, "wq.weight is (48, 48), the model has (96, 48)"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "48"}, "dim must be a positive whole number, not '48'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
@@ -184,7 +183,6 @@ def test_a_model_with_other_arithmetic_is_refused(llama, tmp_path, capsys, value
         ("model.safetensors", b"cut", "model.safetensors: damaged"),
         ("model.safetensors", None, "no weights (model.safetensors or pytorch_model.bin)"),
         ("config.json", b'{"model_type": ', "no readable config.json"),
-        ("config.json", b"[1]", "config.json: not a JSON object"),
         ("model.safetensors.index.json", b'{"weight_map": [1]}', "index.json: no weight_map"),
         (
             "model.safetensors.index.json",
@@ -321,11 +319,9 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, ca
     ("change", "flags", "says"),
     [
         (lambda s: s, "", "pass --n_heads"),
-        (lambda s: s, "--n_heads 0", "0 heads do not divide"),
         (lambda s: s, "--n_heads 7", "7 heads do not divide a width of 48"),
         (lambda s: {"model": s, "args": {"n_heads": 6}}, "--n_heads 3", "--n_heads 3, but"),
         (lambda s: {"model": s, "args": {"n_heads": "six"}}, "", "must be a number, not 'six'"),
-        (lambda s: [1, 2], "--n_heads 6", "no state dict"),
         (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "norm.weight is no"),
         (lambda s: s | {"norm.weight": torch.ones(48) / 0}, "--n_heads 6", "holds NaN, infinity"),
         (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
@@ -333,11 +329,6 @@ def test_a_file_that_would_run_code_is_refused_and_runs_none(state, tmp_path, ca
             lambda s: s | {"layers.7.attention.wq.weight": torch.ones(48, 48)},
             "--n_heads 6",
             "layers.3.attention.wk.weight is missing",
-        ),
-        (
-            lambda s: s | {"layers.0.gate.weight": torch.ones(2, 2)},
-            "--n_heads 6",
-            "gate.weight is not in this model",
         ),
     ],
 )

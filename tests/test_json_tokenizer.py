@@ -37,7 +37,7 @@ def texts(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module", params=MARKERS)
 def folder(request, texts, tmp_path_factory) -> Path:
-    """As somebody's model comes."""
+    """A tokenizer as other models come with it."""
     chinese = (REPOSITORY / "README_zh.md").read_text(
         encoding="utf-8"
     )  # pieces end within characters

@@ -53,7 +53,6 @@ def test_a_live_process_keeps_others_out_and_a_killed_one_does_not(tmp_path):
 def test_a_forked_process_that_outlives_the_holder_holds_nothing(tmp_path):
     """As processes that read data do, for seconds, when their parent is killed."""
     script = HOLD.replace("os.write", "os.fork()\nos.write")
-    (tmp_path / "lock").write_bytes(b"\xff{nonsense" * 9)  # of no matter
     with process_of(script, tmp_path / "lock") as holder:
         assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2  # both are there
         holder.kill()

@@ -113,8 +113,10 @@ def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     main(flags("a", "--max_steps", "100000"))
     assert len(steps) == saved_steps(run) == 3
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
-    _, found, command = capsys.readouterr().out.partition(stopped)
+    said, found, command = capsys.readouterr().out.partition(stopped)
     assert found
+    assert f"report: {run / 'report.html'}" in said
+    assert "<dd>not finished</dd>" in (run / "report.html").read_text(encoding="utf-8")
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
     main(flags("a", "--max_steps", "4", "--resume", str(run)))
     assert saved_steps(run) == 4

@@ -51,7 +51,7 @@ def stream(out: Path, split: str) -> np.ndarray:
 
 
 def documents(out: Path, split: str) -> list[str]:
-    """What the shards hold, read without this project's code: BOS, text, EOS and so on."""
+    """The texts in the shards, read without this project's code: BOS, text, EOS and so on."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
     found, current = [], None
     for token in stream(out, split).tolist():
@@ -118,6 +118,7 @@ def files_of(out: Path) -> dict[str, bytes]:
 
 def test_without_a_share_or_a_second_text_all_is_for_training(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
+    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # whose tokenizer has to be forgotten
     for n, val_fraction in ((1, 0.1), (50, 0.0)):
         settings = {"val_fraction": val_fraction, "tokenizer": tokenizer}
         out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)
@@ -137,11 +138,13 @@ def test_adding_or_reordering_documents_moves_none_to_the_other_side(tmp_path):
 
 
 @pytest.mark.parametrize("n", [2, 20])
-def test_a_small_corpus_has_one_validation_document_at_least(tmp_path, packed, n):
+def test_a_small_corpus_has_one_validation_document_at_least(tmp_path, packed, monkeypatch, n):
+    monkeypatch.setattr(packing, "SHARD_TOKENS", 1)
     model = str(packed / "tokenizer.model")
     out = pack_documents(DOCUMENTS[:n] * 2, tmp_path, val_fraction=1e-9, tokenizer=model)
     assert len(set(documents(out, "val"))) == 1
     assert len(documents(out, "val")) == 2  # it repeats, on one side
+    assert len(list(out.glob("*.bin"))) == 2 * n  # and no shard of a first attempt is left
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(DOCUMENTS[:n] * 2)
 
 
@@ -157,7 +160,8 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
 
 def test_interrupts_are_ignored_while_processes_start(tmp_path, monkeypatch):
     """A process inherits this, and ends in order with its parent."""
-    before, seen = signal.getsignal(signal.SIGINT), []
+    before, seen = signal.default_int_handler, []
+    signal.signal(signal.SIGINT, before)
     submit = encoders.ProcessPoolExecutor.submit
 
     def remember(self, function, *args):

@@ -24,14 +24,13 @@ def parser() -> OneLineParser:
         ("--dim 32 --dimm 32", "--dimm: did you mean --dim?"),
         ("--hel_", "--hel_"),  # --help is never what was meant
         ("--fast my.txt", "my.txt"),
-        ("--gredy 3 --foo --dimm 8", "--gredy: did you mean --greedy?, --foo, --dimm: did you "),
+        ("--gredy 3 --foo", "--gredy: did you mean --greedy?, --foo"),
     ],
 )
 def test_unknown_flags_are_answered_with_what_was_meant(typed, said):
     with pytest.raises(UsageError) as error:
         parser().parse_args(typed.split())
-    assert str(error.value).startswith(f"unrecognized argument {said}")
-    assert str(error.value).endswith(" (see --help)")
+    assert str(error.value) == f"unrecognized argument {said} (see --help)"
 
 
 def test_help_names_a_default_once_and_leaves_switches_alone(capsys):

@@ -1,13 +1,9 @@
-import csv
 import json
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
 from conftest import write_corpus
 
 from data.prepared import default_out
@@ -185,24 +181,6 @@ def test_folders_of_other_things_are_left_alone(workplace, capfd):
     assert "text: 1 file read, 0 of other kinds not" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst"])
-def test_every_kind_of_file_gives_the_same_shards(workplace, name):
-    lines = Path("sums.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    documents = [json.loads(line)["text"] for line in lines]
-    if name == "a.csv":
-        with open(name, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([["id", "body"], *enumerate(documents)])
-    elif name == "a.parquet":
-        pq.write_table(pa.table({"id": range(60), "body": documents}), name)
-    else:
-        renamed = "".join(json.dumps({"body": text}) + "\n" for text in documents)
-        Path(name).write_bytes(zstandard.compress(renamed.encode()))
-    main([*SMALL, "--data", "sums.jsonl", "--val_fraction", "0.1"])
-    flags = ["--text_column", "body", "--tokenizer", "out/data/sums", "--val_fraction", "0.1"]
-    main(["--data", name, *flags, "--workers", "1", "--segmentations", "1"])
-    assert read_description("out/data/a")["splits"] == read_description("out/data/sums")["splits"]
-
-
 CHAT = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
 
 
@@ -259,6 +237,7 @@ REFUSED = {
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text'; --text_column takes one of 'id', 'body'",
     "--data short.txt --text_column body": "--text_column body: none of these files has columns",
+    f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
     f"{SUMS} --segmentations 0": "--segmentations",

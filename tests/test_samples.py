@@ -80,7 +80,10 @@ def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, mod
     assert prompt
     assert tokenizer.decode(text[0][0].tolist()).startswith(prompt)
     assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
-    # It does not end within a character.
+    seeds = (TrainingArguments(seed=seed) for seed in (1, 2, 1))
+    texts = [prompt_and_continuation(model, args, tokenizer, text)[1] for args in seeds]
+    assert texts[0] == texts[2] != texts[1]
+    # The prompt does not end within a character.
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
     assert len(ids) == 33  # four bytes each, of which PROMPT_TOKENS takes 11
     data = type("Text", (list,), {"kind": TEXT})([(ids, None)])

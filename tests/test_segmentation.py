@@ -35,6 +35,16 @@ def test_the_share_of_pieces_that_are_split_is_as_said(tokenizer):
     assert len(split) == n + (n - split.count(pair))
 
 
+def test_every_way_to_split_a_piece_is_as_likely(tokenizer):
+    splitter, n = Splitter(tokenizer), 20_000
+    piece, ways = next((id, ways) for id, ways in splitter._ways.items() if len(ways) == 2)
+    drawn = splitter.split([piece] * n, np.random.default_rng(0))
+    first = {way[0] for way in ways}
+    counts = [drawn.count(id) for id in first]
+    assert len(first) == 2
+    assert min(counts) > n * SHARE / 4
+
+
 def test_markers_and_bytes_are_never_split(tokenizer):
     ids = [tokenizer.bos_id, *tokenizer.encode("\x00\x01"), tokenizer.eos_id]
     assert Splitter(tokenizer).split(ids * 500, np.random.default_rng(0)) == ids * 500

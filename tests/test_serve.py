@@ -89,11 +89,11 @@ def test_it_streams_the_same_in_pieces(client, expected):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
-    ids = [server.tokenizer.bos_id, *server.tokenizer.encode("sum 1:")]
-    whole = server.continues(ids, 20)
+    ids, next_ids = server.tokenizer.encode_prompt("sum 1: ")
+    whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # which the prompt has
     stop = whole[6:9]
-    asked = {"model": "long", "prompt": ["sum 1:"], "temperature": 0, "stop": [stop, "not there"]}
-    answer = client.completions.create(**asked, stream=stream)
+    asked = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
+    answer = client.completions.create(**asked, stop=[stop, "not there"], stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"
@@ -175,6 +175,16 @@ def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
     assert (code, error["param"]) == (status, param)
     assert word in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_refused(servers):
+    client = client_of(servers["short"])
+    prompt = "\x01" * (SHORT - 2)  # one token each, behind the begin piece
+    answer = client.completions.create(model="short", prompt=prompt, temperature=0)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.total_tokens == SHORT
+    with pytest.raises(openai.BadRequestError, match=f"{SHORT} tokens leave no room"):
+        client.completions.create(model="short", prompt=prompt + "\x01")
 
 
 def test_a_form_on_a_strangers_page_cannot_ask(servers):

@@ -14,8 +14,6 @@ from training import several
 from training.arguments import TrainingArguments
 from training.several import Runs, parse_models, resumed_together
 
-NEW = "no run yet"
-
 
 @pytest.fixture
 def words(tmp_path):
@@ -55,7 +53,6 @@ def test_a_model_has_the_flags_of_its_file_and_those_of_all(words):
         ({"a": {"nonsense": 1}}, [], "a.json: .*nonsense"),
         ({"a": {"dim": 7}}, [], "a.json: .*dim 7"),
         ({"a": {"learning_rate": -1}}, [], "a.json: --learning_rate must be positive"),
-        ({"a": {"seed": 1}}, ["--seed", "2"], '"seed" is 1 there, and --seed 2 holds for all'),
         ({"a": {}, "b": {"seed": 7}}, [], "--seed must be the same .* 42 in .*a.json and 7 in"),
         ({"a": {}, "b": {"dtype": "float32"}}, [], "--dtype must be the same for all models"),
         ({"a": {}, "b": {"run_name": "a"}}, [], "two models have the run_name 'a'"),
@@ -125,15 +122,15 @@ def test_where_there_is_no_checkpoint_yet_new_runs_start(models, tmp_path, resum
 
 
 @pytest.mark.parametrize(
-    ("steps", "damaged", "said"),
+    ("steps", "damaged"),
     [
-        ({"small": [10, 20], "new": []}, (), r"small 10, 20; \S+new none"),
-        ({"small": [10], "large": [30]}, (), r"small 10; \S+large 30"),
-        ({"small": [10], "large": [10]}, ("small/10",), r"small 10; \S+large 10"),
+        ({"small": [10, 20], "new": []}, ()),
+        ({"small": [10], "large": [30]}, ()),
+        ({"small": [10], "large": [10]}, ("small/10",)),
     ],
 )
-def test_without_a_step_of_all_it_says_which_run_is_where(models, steps, damaged, said):
-    with pytest.raises(UsageError, match=rf"which all have a sound checkpoint \(\S+{said}\)"):
+def test_without_a_step_of_all_they_do_not_go_on(models, steps, damaged):
+    with pytest.raises(UsageError, match=r"no step of which all have a sound checkpoint: leave"):
         resumed_together(models(damaged, **steps))
 
 
@@ -143,12 +140,15 @@ class FakeRun:
     def __init__(self, name: str):
         self.engine = SimpleNamespace(is_main=False)
         self.args, self.total_steps = TrainingArguments(), 9
-        self.gives_up, self.due, self.done = False, False, []
+        self.bad, self.due, self.done = False, False, []
         self.log = SimpleNamespace(say=self.done.append)
         self.checkpointer = SimpleNamespace(poll=lambda: None)
         self.folder = RunFolder(Path(name))
 
-    def give_up(self) -> str:
+    def gives_up(self, step: int) -> bool:
+        return self.bad
+
+    def give_up(self, step: int) -> str:
         return "why"
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
@@ -173,7 +173,7 @@ def test_all_save_where_it_is_time_for_one_and_one_that_gives_up_leaves(monkeypa
     good.due = True
     assert not together.end(2, {bad: 1.5, good: 2.5})
     assert (bad.done, good.done) == ([(2, 1.5)], [(2, 2.5)])
-    bad.gives_up = True
+    bad.bad = True
     assert not together.end(3, {bad: None, good: None})
     assert bad.done[1:] == ["GAVE UP: why", "closed"]
     assert good.done[1:] == [(3, None)]
@@ -182,6 +182,6 @@ def test_all_save_where_it_is_time_for_one_and_one_that_gives_up_leaves(monkeypa
     assert together.end(4, {good: None})
     assert good.done[2:] == [(4, None), "closed"]
     assert ended == [True]
-    good.gives_up = True
+    good.bad = True
     with pytest.raises(UsageError, match="no model is left"):
         together.end(5, {good: None})

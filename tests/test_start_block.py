@@ -56,7 +56,7 @@ def run_of(monkeypatch, tmp_path):
 
 def enough_for(run) -> int:
     """Bytes with which a process of the run just fits."""
-    needed = estimate(run.engine.kind, start_block._workload(run))
+    needed = estimate(run.engine.kind, start_block._needs(run)[0])
     margin = 1 if run.accelerator.device.type == "cpu" else MARGIN
     return int(needed.held + needed.teacher + needed.working * margin + OVERHEAD) + 1
 
@@ -83,9 +83,10 @@ def test_offloading_spares_the_memory_of_a_gpu_alone(run_of):
     }
     assert needed["cuda", True] < needed["cuda", False]
     assert needed["cpu", True] == needed["cpu", False]
-    line = start_block._memory(run_of(device="cuda", offload=True))
-    assert " in RAM" in line
-    assert " in RAM" not in start_block._memory(run_of(device="cuda"))
+    for offload in (False, True):
+        run = run_of(device="cuda", offload=offload)
+        line = start_block._memory(estimate(run.engine.kind, start_block._needs(run)[0]))
+        assert (" in RAM" in line) == offload
 
 
 def test_the_process_with_the_least_counts(run_of, monkeypatch):
@@ -113,22 +114,14 @@ def test_sums_of_gradients_that_are_not_fp32_are_said(run_of):
     assert start_block._precision(run) == "fp32"
 
 
-def test_a_teacher_is_named_and_counted_and_may_be_too_small(run_of):
-    def teacher(**shape) -> SimpleNamespace:
-        config = LMConfig(**shape)
-        shapes = shapes_of(config, TrainingArguments())
-        source = SimpleNamespace(path="out/runs/mine/weights")
-        beside = Beside(config, DDP)
-        return SimpleNamespace(
-            shapes=shapes, source=source, beside=beside, config=config, zero=None
-        )
-
-    small, large = teacher(dim=128, n_layers=2), teacher(dim=1024)
-    run = run_of(teacher=small)
-    (line,) = start_block.warnings(run)
-    assert line.startswith("WARNING: the teacher, out/runs/mine/weights, is smaller than its stud")
-    assert start_block.warnings(run_of(teacher=large)) == []
-    assert enough_for(run) > enough_for(run_of()) + 2 * small.shapes.num_parameters()
+def test_a_teacher_is_named_and_counted(run_of):
+    config = LMConfig(dim=128, n_layers=2)
+    shapes = shapes_of(config, TrainingArguments())
+    source = SimpleNamespace(path="out/runs/mine/weights")
+    beside = Beside(shapes, DDP)
+    small = SimpleNamespace(shapes=shapes, source=source, beside=beside, config=config, zero=None)
+    needed = enough_for(run_of(teacher=small))
+    assert needed > enough_for(run_of()) + 2 * small.shapes.num_parameters()
     said = start_block._teacher(SimpleNamespace(found=small, held=2_400_000), "bfloat16")
     assert said.startswith("out/runs/mine/weights: 1.20 million (dim 128, 2 layers, 8 heads, 2 kv")
     assert said.endswith("never trained; whole on each process, 2.4 MB of weights per process")
@@ -146,11 +139,7 @@ def test_a_teacher_is_named_and_counted_and_may_be_too_small(run_of):
             {"args": TrainingArguments(save_interval=5000)},
             "--save_interval 5000 lies beyond the last step, 1000",
         ),
-        ({"total_steps": 49}, "49 steps are hardly training; .* more --epochs or text give more"),
-        (
-            {"total_steps": 49, "args": TrainingArguments(max_steps=49)},
-            "a higher --max_steps gives more",
-        ),
+        ({"total_steps": 49}, "49 steps are hardly training; a higher --max_steps"),
     ],
 )
 def test_a_setting_that_is_hardly_meant_is_warned_of(run_of, changes, keyword):

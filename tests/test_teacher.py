@@ -133,6 +133,9 @@ def test_a_student_must_read_what_its_teacher_does(weights, data, engine, packed
     assert f"{data.folder} has another tokenizer than the model in {weights}" in said
     assert f"--tokenizer {weights / 'tokenizer.model'}" in said
     divided = {"teacher_config": "configs/zero3_inference.json"}
+    config = find(weights, **divided).zero.config
+    assert config["bf16"] == {"enabled": True}
+    assert config["zero_optimization"]["memory_efficient_linear"] is False
     assert "divides the teacher among the processes" in refused(weights, data, **divided)
     find(weights, **divided).require_fit(data, engine=None)  # before a launch
 
@@ -147,17 +150,6 @@ def test_weights_that_cannot_teach_are_one_line(weights, tmp_path):
         find(foreign)
     with pytest.raises(UsageError, match=r'"zero_optimization.stage" is 2, but only stage 3'):
         find(weights, teacher_config="ds_config.json")
-
-
-def test_of_its_deepspeed_file_stays_what_is_not_about_training(weights):
-    found = find(weights, teacher_config="configs/zero3_offload.json").zero.config
-    assert found["bf16"] == {"enabled": True}
-    section = found["zero_optimization"]
-    assert section["offload_param"]["device"] == "cpu"
-    assert section["memory_efficient_linear"] is False
-    assert "offload_optimizer" not in section
-    in_fp32 = find(weights, teacher_config="configs/zero3_inference.json", dtype="float32")
-    assert "bf16" not in in_fp32.zero.config
 
 
 def test_a_run_that_goes_on_keeps_its_teacher_though_another_is_newer(tmp_path):

@@ -36,7 +36,7 @@ def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
     train_tokenizer(texts, vocab_size, path, may_shrink=True)
     if request.param == "dummy prefix":
         model = ModelProto.FromString(path.read_bytes())
-        changed(model, path, lambda copy: set_normalizer(copy, add_dummy_prefix=True))
+        changed(model, path, set_field("normalizer_spec", "add_dummy_prefix", True))
     return both(path)
 
 
@@ -63,19 +63,16 @@ def changed(model: ModelProto, path: Path, change) -> Path:
     return path
 
 
-def set_normalizer(model: ModelProto, **values) -> None:
-    for name, value in values.items():
-        setattr(model.normalizer_spec, name, value)
+def set_field(spec: str, field: str, value):
+    return lambda model: setattr(getattr(model, spec), field, value)
 
 
-def set_trainer(model: ModelProto, **values) -> None:
-    for name, value in values.items():
-        setattr(model.trainer_spec, name, value)
+def set_piece(index: int, field: str, value):
+    return lambda model: setattr(model.pieces[index], field, value)
 
 
-def set_piece(model: ModelProto, index: int, **values) -> None:
-    for name, value in values.items():
-        setattr(model.pieces[index], name, value)
+def both_of(*changes):
+    return lambda model: [change(model) for change in changes]
 
 
 def assert_equal(pair, texts: list[str]) -> None:
@@ -158,19 +155,20 @@ def test_spaces_are_spaces_and_a_tokenizer_without_one_has_equal_ids(model, tmp_
     assert_equal(pair, [*NASTY.values(), "1 + 1 = 2", "\u2581 \u2581"])
 
 
+NORMALIZER, TRAINER = "normalizer_spec", "trainer_spec"
 REFUSED = {
-    "a unigram model": lambda m: set_trainer(m, model_type=1),
-    "without byte fallback": lambda m: set_trainer(m, byte_fallback=False),
-    "normalizer nmt": lambda m: set_normalizer(m, name="nmt", precompiled_charsmap=b"1234"),
-    "treat_whitespace_as_suffix": lambda m: (
-        set_normalizer(m, add_dummy_prefix=True),
-        set_trainer(m, treat_whitespace_as_suffix=True),
+    "a unigram model": set_field(TRAINER, "model_type", 1),
+    "without byte fallback": set_field(TRAINER, "byte_fallback", False),
+    "it changes characters": set_field(NORMALIZER, "precompiled_charsmap", b"1234"),
+    "treat_whitespace_as_suffix": both_of(
+        set_field(NORMALIZER, "add_dummy_prefix", True),
+        set_field(TRAINER, "treat_whitespace_as_suffix", True),
     ),
-    "remove_extra_whitespaces": lambda m: set_normalizer(m, remove_extra_whitespaces=True),
-    "user-defined or unused pieces": lambda m: set_piece(m, 300, type=KINDS.USER_DEFINED),
-    "unused pieces": lambda m: set_piece(m, 300, type=KINDS.UNUSED),
-    "the same score": lambda m: set_piece(m, 260, score=-0.0),
-    "not as a piece": lambda m: set_piece(m, 270, piece="12龘"),
+    "remove_extra_whitespaces": set_field(NORMALIZER, "remove_extra_whitespaces", True),
+    "user-defined or unused pieces": set_piece(300, "type", KINDS.USER_DEFINED),
+    "unused pieces": set_piece(300, "type", KINDS.UNUSED),
+    "the same score": set_piece(260, "score", -0.0),
+    "not as a piece": set_piece(270, "piece", "12龘"),
 }
 
 

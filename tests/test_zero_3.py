@@ -48,38 +48,29 @@ def test_other_engines_build_a_model_as_it_is():
 
 
 def on_nvme(**numbers: int) -> Kind:
-    return Kind("", 3, parameters_on=NVME, **{"parameter_buffers": 5} | numbers)
+    return Kind("", 3, parameters_on=NVME, **{"reuse_distance": 0} | numbers)
 
 
 @pytest.fixture(scope="module")
 def shapes() -> Transformer:
-    """Of 4 layers with 7 matrices each, and a larger one, which is tied; 9 million elements in a
-    layer."""
+    """4 layers with 7 matrices each, and a larger matrix, which is tied."""
     shape = {"dim": 1024, "n_layers": 4, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 1664}
     with torch.device("meta"):
         return Transformer(LMConfig(**shape, vocab_size=9000))
 
 
-@pytest.mark.parametrize(
-    ("distance", "kept"), [(0, 1), (1, 8), (10**7, 8), (2 * 10**7, 15), (10**9, 29)]
-)
-def test_weights_that_are_not_let_go_of_need_a_buffer_each(shapes, distance, kept):
-    enough, few = (on_nvme(reuse_distance=distance, parameter_buffers=n) for n in (kept, kept - 1))
-    require_buffers(enough, shapes, 2, 4)
-    with pytest.raises(UsageError, match=f'write "stage3_.*": 0, or "buffer_count": {kept}$'):
-        require_buffers(few, shapes, 2, 4)
+def test_weights_that_are_not_let_go_of_need_a_buffer_each(shapes):
+    with pytest.raises(UsageError, match=r'write "stage3_.*": 0, or "buffer_count": 29$'):
+        require_buffers(on_nvme(reuse_distance=10**9, parameter_buffers=28), shapes, 2, 4)
+    require_buffers(on_nvme(reuse_distance=10**9, parameter_buffers=29), shapes, 2, 4)
+    require_buffers(on_nvme(), shapes, 2, 4)
+    require_buffers(Kind("", 3, parameter_buffers=0), shapes, 2, 4)  # they are elsewhere
+    small = on_nvme(reuse_distance=1, parameter_buffers=0)
+    require_buffers(small, shapes, 64, 2)  # shares that stay in RAM
 
 
 def test_a_weight_larger_than_a_buffer_is_refused_with_the_size_it_takes(shapes):
     largest = 1024 * 9000 // 4
-    require_buffers(on_nvme(reuse_distance=0, parameter_buffer=largest), shapes, 4, 2)
+    require_buffers(on_nvme(parameter_buffer=largest), shapes, 4, 2)
     with pytest.raises(UsageError, match=f'more than its "buffer_size" of .*: make it {largest}$'):
-        require_buffers(on_nvme(reuse_distance=0, parameter_buffer=largest - 1), shapes, 4, 2)
-
-
-def test_weights_elsewhere_and_small_shares_need_none(shapes):
-    none = {"parameter_buffers": 0}
-    with pytest.raises(UsageError, match="has 0 buffers"):
-        require_buffers(on_nvme(**none), shapes, 2, 4)
-    assert require_buffers(Kind("", 3, **none), shapes, 2, 4) is None
-    assert require_buffers(on_nvme(**none), shapes, 64, 2) is None
+        require_buffers(on_nvme(parameter_buffer=largest - 1), shapes, 4, 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from inference.decoder import Decoder
 from model import Transformer
 from runs.weights import load_trained
 from training.engine import zero_inference
@@ -25,7 +26,7 @@ def main(weights: str, folder: str) -> None:
         return gathered(*parameters, **how)
 
     zero_inference.gathered = noted
-    zero = ZeroInference.of_launch(None)
+    zero = ZeroInference.of_launch(None, None)
     model: Transformer = load_trained(weights, zero.load).model
     shares = [p.ds_tensor for p in model.parameters()]
     facts = {
@@ -35,8 +36,7 @@ def main(weights: str, folder: str) -> None:
         "where": sorted({share.device.type for share in shares}),
         "pos_cis": str(model.pos_cis.dtype),
     }
-    decoder = zero.decoder(model, torch.float32)
-    decoder.read([[1, 2, 3]], capacity=4)
+    Decoder(model, torch.float32, divided=True).read([[1, 2, 3]], capacity=4)
     facts["most together"] = max(whole)
     rank = torch.distributed.get_rank()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))

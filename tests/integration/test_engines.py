@@ -85,9 +85,9 @@ def test_the_precision_of_what_is_held_stepped_and_sent(name, all_engines):
 def test_zero_3_lets_go_of_what_its_file_does_not_keep(name, all_engines):
     facts = all_engines["fp32"][name]
     if name.endswith("+torch"):
-        assert 0 < facts["whole"] <= facts["expected whole"] < facts["parameters"]
+        assert 0 < facts["whole"] < facts["parameters"]
     else:  # less than 100 million parameters
-        assert facts["whole"] == facts["expected whole"] == facts["parameters"]
+        assert facts["whole"] == facts["parameters"]
 
 
 @PAIRS

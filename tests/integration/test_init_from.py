@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY, Trained, launch_command, run_warm, train
+from conftest import Trained, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -56,23 +56,3 @@ def test_the_same_command_starts_from_weights_and_later_from_its_checkpoint(
     assert resumed.column("loss") == whole.column("loss")
     for file in ("weights", "optimizer", "random"):
         assert_equal_bits(resumed.tensors(file), whole.tensors(file))
-
-
-def test_weights_that_cannot_be_taken_are_refused_and_the_name_of_the_run_stays_free(
-    finished, packed, tmp_path
-):
-    def refused(flags: str) -> str:
-        where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run"]
-        ended = run_warm([*launch_command("plain", 1), *TINY, *where, *flags.split()])
-        assert ended.code == 2, ended.out
-        (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-        return line
-
-    broken = tmp_path / "weights"
-    shutil.copytree(finished.path / "weights", broken)
-    content = (broken / "model.safetensors").read_bytes()
-    (broken / "model.safetensors").write_bytes(content[:-1])
-    assert f"{broken}: no readable weights" in refused(f"--init_from {broken}")
-    (broken / "model.safetensors").write_bytes(content)
-    flags = f"--init_from {broken} --max_steps 1"
-    assert train("plain", 1, packed, tmp_path / "run", flags).column("step") == [1]

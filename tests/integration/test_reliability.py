@@ -1,7 +1,6 @@
 """A run survives what happens to runs: kills, signals, bad numbers, full disks, damaged files."""
 
 import json
-import os
 import random
 import shlex
 import shutil
@@ -301,23 +300,9 @@ def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, t
 NAN = 'out = out._replace(loss=out.loss * float("nan"))'
 
 
-def test_a_second_signal_exits_at_once(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 1000")
-    script = injected(tmp_path, "print('asleep', flush=True); time.sleep(86400)")
-    process = trainer.start("run", script=script)
-    assert wait_for(lambda: "asleep" in trainer.said("run"), process)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(2.5)
-    assert process.poll() is None
-    # In the first two seconds it is the same signal to the run, whenever those began for it.
-    wait_for(lambda: process.send_signal(signal.SIGTERM), process)
-    assert process.returncode == 128 + signal.SIGTERM
-
-
-@pytest.mark.parametrize(("engine", "dtype"), [("plain", "float32"), ("zero2", "bfloat16")])
-def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path, engine, dtype):
-    flags = f"--max_steps 6 --log_interval 2 --dtype {dtype}"
-    trainer = Trainer(tmp_path, packed, engine, 1, flags)
+def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
+    flags = "--max_steps 6 --log_interval 2 --dtype bfloat16"
+    trainer = Trainer(tmp_path, packed, "zero2", 1, flags)
     ended = trainer.finish("run", script=injected(tmp_path, f"if calls == 3: {NAN}"))
     assert ended.code == 0, ended.out[-3000:]
     assert "  skipped 1" in ended.out
@@ -383,42 +368,17 @@ def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
     assert "NOT SAVED; nothing has been saved so far" in ended.out
 
 
-def test_a_run_that_is_extended_and_dies_at_its_end_is_not_taken_for_finished(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--save_interval 2")
-    assert trainer.finish("run", "--max_steps 2").code == 0
-    assert trainer.finish("run", "--max_steps 4 --resume auto").code == 0
-    assert (tmp_path / "run" / "weights-step-00000002").is_dir()
-    shutil.rmtree(tmp_path / "run" / "weights")  # as if killed before they were written
-    again = trainer.finish("run", "--max_steps 4 --resume auto")
-    assert again.code == 0
-    weights = load_file(tmp_path / "run" / "weights" / "model.safetensors")
-    saved = load_file(trainer.checkpoint("run", 4) / "weights.safetensors")
-    assert all((weights[name] == saved[name]).all() for name in saved)
-
-
 def test_a_second_run_in_a_live_runs_folder_is_refused_and_a_dead_one_forgotten(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --save_interval 5")
     process = trainer.start("run")
     assert wait_for(lambda: "saved" in trainer.said("run"), process)
     second = trainer.finish("run", "--resume auto")
     assert second.code == 2
-    assert f"is in use by process {process.pid} on {os.uname().nodename}" in second.out
+    assert f"is in use by process {process.pid} on " in second.out
     kill_everything(process)
-    assert trainer.finish("run", "--resume auto --time_limit 0.01").code == 0
-
-
-def test_a_finished_run_says_so_and_one_with_another_model_or_batch_what_differs(packed, tmp_path):
-    trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 2")
-    assert trainer.finish("run").code == 0
-    ended = trainer.finish("run", "--resume auto")
+    ended = trainer.finish("run", "--resume auto --time_limit 0.01")
     assert ended.code == 0
-    assert "is finished: 2 of 2 steps" in ended.out
-    ended = trainer.finish("run", "--resume auto --max_steps 4 --n_layers 3 --batch_size 3")
-    assert ended.code == 2
-    assert "n_layers: 2 in the checkpoint, 3 now" in ended.out
-    assert "global_batch: 8 in the checkpoint, 3 now" in ended.out
-    two = Trainer(tmp_path, packed, "ddp", 2, "--max_steps 4 --batch_size 5")
-    assert "global batch of 8 sequences cannot be made" in two.finish("run", "--resume auto").out
+    assert "stopped by the time limit after step" in ended.out
 
 
 def test_every_best_validation_is_saved_and_the_end_says_which_one_it_was(packed, tmp_path):

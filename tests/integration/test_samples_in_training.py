@@ -1,13 +1,11 @@
 """--sample_interval in whole runs: training is the same to the bit, files and TensorBoard have the
-samples; and report.html comes with every end of a run."""
+samples, and the report says that the run is finished."""
 
 import json
-import signal
-import time
 
 import pytest
 import torch
-from conftest import SAFETY_NET_SECONDS, TINY, Trained, launch_command, start_warm, train
+from conftest import Trained, train
 
 from report.history import read_rows
 
@@ -73,30 +71,3 @@ def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):
     assert f"report:     {resumed.path / 'report.html'}" in resumed.out
     for script in ("generate", "evaluate", "export_hf"):
         assert f"python -m scripts.{script} {resumed.path}" in resumed.out
-
-
-def test_an_interrupted_run_leaves_its_report_too(packed, tmp_path):
-    where = ["--data", str(packed), "--out_dir", str(tmp_path), "--run_name", "run"]
-    flags = [
-        "--max_steps",
-        "100000",
-        "--compile",
-        "off",
-        "--save_interval",
-        "0",
-        "--eval_interval",
-        "0",
-    ]
-    log = tmp_path / "log"
-    with open(log, "w") as file:
-        process = start_warm([*launch_command("plain", 1), *TINY, *where, *flags], file)
-    end = time.monotonic() + SAFETY_NET_SECONDS
-    while "step 3/" not in log.read_text():
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(SAFETY_NET_SECONDS) == 0
-    page = tmp_path / "run" / "report.html"
-    assert f"report: {page}" in log.read_text()
-    assert "<dd>not finished</dd>" in page.read_text(encoding="utf-8")

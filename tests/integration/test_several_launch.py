@@ -115,7 +115,7 @@ def test_a_model_that_gives_up_leaves_the_others_as_they_are_alone(packed, tmp_p
     command = [sys.executable, "train_several_accelerate.py", *words, *TINY, *flags.split()]
     ended = run_warm([*command, *where])
     assert ended.code == 2
-    assert "hopeless  GAVE UP: 2 steps in a row had a non-finite gradient" in ended.out
+    assert re.search(r"hopeless  GAVE UP: \d steps in a row had a non-finite gradient", ended.out)
     assert ended.out.rstrip().endswith("together/hopeless gave up, see above")
     good, bad = (Trained(tmp_path / "together" / name, "") for name in ("good", "hopeless"))
     assert (bad.path / "bad_samples.json").exists()

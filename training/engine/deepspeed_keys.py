@@ -129,9 +129,9 @@ def _check_stage(zero: dict) -> Iterator[str]:
 
 
 def refuse_unknown(section: dict, known: list[str], prefix: str) -> Iterator[str]:
-    """Yield a problem for each key that DeepSpeed does not know."""
+    """Yield a problem for each key that is not among the known ones."""
     for key in section:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
             guess = f'did you mean "{prefix}{close[0]}"?' if close else "remove it"
-            yield f'DeepSpeed does not know "{prefix}{key}": {guess}'
+            yield f'"{prefix}{key}" does nothing here: {guess}'

@@ -40,7 +40,7 @@ def take_schedule(
     if section is None:
         return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
     kind = section.get("type") if isinstance(section, dict) else None
-    if kind not in SCHEDULES or not isinstance(section.get("params", {}), dict):
+    if kind not in [*SCHEDULES] or not isinstance(section.get("params", {}), dict):
         raise UsageError(
             f'{source}: "scheduler" must be a section with the type {", ".join(SCHEDULES)} and '
             f"its params, not {kind!r}; without it --lr_schedule decides"
@@ -65,6 +65,9 @@ def take_schedule(
     for flag, value in wanted.items():
         typed = getattr(args, flag)
         if value == "auto" or typed == value:
+            continue
+        if not isinstance(value, str if flag == "lr_schedule" else int | float):
+            problems.append(f'"scheduler" needs a number for --{flag}, not {value!r}')
             continue
         untyped = typed is None or (
             flag == "min_lr_ratio" and typed == TrainingArguments.min_lr_ratio

@@ -1,5 +1,5 @@
-"""What the device is, which precisions it has, and what it could do at best (for MFU, model FLOPs
-utilisation)."""
+"""The device: its name, its precisions, and its peak, against which MFU (model FLOPs utilisation)
+is measured."""
 
 import os
 import shutil

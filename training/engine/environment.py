@@ -1,8 +1,11 @@
-"""What `accelerate launch`, `deepspeed` or `torchrun` tell a process by its environment, in one
-form."""
+"""One form of environment for processes of `accelerate launch`, `deepspeed` and `torchrun`."""
 
 import os
+import socket
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
@@ -12,6 +15,7 @@ ALONE = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
 }
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def take_launch(*models: TrainingArguments) -> None:
@@ -54,3 +58,22 @@ def name_configuration(args: TrainingArguments) -> None:
         )
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = args.deepspeed
+
+
+def name_interface() -> None:
+    """On several machines, name the network interface to gloo where it would take the loopback one.
+
+    Gloo listens at the address of the machine's own name, which Debian and Ubuntu give as
+    127.0.1.1: other machines would then look for this one on themselves.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", processes) == processes or INTERFACE in os.environ:
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # looks for a route and sends nothing
+        here = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if here in {each.address for each in addresses}:
+                os.environ[INTERFACE] = name

@@ -41,7 +41,7 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a process does in a step, as far as memory and traffic depend on it."""
+    """The work of a process in a step, as far as memory and traffic depend on it."""
 
     args: TrainingArguments
     shapes: Transformer  # on the meta device, with adapters
@@ -60,7 +60,7 @@ class Workload:
 
     @cached_property
     def keeps_scores(self) -> bool:
-        """Whether attention keeps all T × T scores. A GPU that is not here has fused attention."""
+        """True if attention keeps all T × T scores. A GPU that is not here has fused attention."""
         if not self.on_cpu and not torch.cuda.is_available():
             return not self.config.use_flash_attn
         return attention_kernel(self.config, getattr(torch, self.args.dtype), self.device)[1]
@@ -206,8 +206,9 @@ def _kept_by_block(work: Workload, compiled: bool) -> tuple[float, float, float,
     scores = 0.0
     if work.keeps_scores:  # softmax in fp32, and its copy in 16 bits
         scores = config.n_heads * config.max_seq_len * (4 if h == 4 or compiled else 6)
-    elif work.on_cpu:  # blocks of rows keep the past alone
-        scores = config.n_heads * h * (config.max_seq_len + 64) / 2
+    elif work.on_cpu:  # blocks of rows keep the past alone, see model/cpu_attention.py
+        rows = max(64, 128 * config.n_kv_heads // config.n_heads)
+        scores = config.n_heads * h * (config.max_seq_len + min(rows, config.max_seq_len)) / 2
     if config.dropout:  # masks, which a CPU has as numbers; in fp32 also the scores that are left
         mask = 4 if work.on_cpu and not compiled else 1
         attention += 2 * min(mask, h) * config.dim

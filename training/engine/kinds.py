@@ -52,7 +52,7 @@ class Kind:
 
     @property
     def command(self) -> str:
-        """What to type to take it."""
+        """The commands that take it."""
         how = f"accelerate launch --config_file configs/{self.config}.yaml"
         return f"ENGINE={self.config} bash run_accelerate.sh, or {how}"
 
@@ -62,7 +62,7 @@ class Kind:
 
     @property
     def takes_muon(self) -> bool:
-        """Whether a process has whole matrices to step, on its device."""
+        """True if a process has whole matrices to step, on its device."""
         return self.stage != 3 and not self.offloads
 
 

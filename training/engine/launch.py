@@ -34,7 +34,7 @@ from training.engine.deepspeed_config import (
     resolve,
 )
 from training.engine.device import has_bf16, has_tf32, require_usable_gpu
-from training.engine.environment import take_launch
+from training.engine.environment import name_interface, take_launch
 from training.engine.kinds import Kind, kind_of
 
 # Process groups, and what holds one, to the end of the process. gloo's waits for its thread when it
@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def divides_model(self) -> bool:
-        """Whether no process has all weights: every forward pass needs all processes."""
+        """True if no process has all weights: every forward pass needs all processes."""
         return self.kind.stage == 3
 
     @property
@@ -125,6 +125,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     Raises UsageError: as `build_engine`, or DeepSpeed is there for some alone.
     """
     take_launch(*models)
+    name_interface()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpu()
     args, has_gpu = models[0], torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""How DeepSpeed ZeRO divides the fp32 weights among the processes."""
+"""The shares of the fp32 weights that DeepSpeed ZeRO gives to the processes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

@@ -89,8 +89,7 @@ class TrainingState:
         return whole
 
     def moments(self) -> dict[str, Tensor]:
-        """Return AdamW's moments by name.exp_avg and name.exp_avg_sq, Muon's by
-        name.momentum_buffer."""
+        """Return name.exp_avg, name.exp_avg_sq (AdamW's) or name.momentum_buffer (Muon's)."""
         whole = {}
         for name, parameter, held in self._shards():
             for key, part in held.moments.items():

@@ -1,0 +1,213 @@
+"""The estimate of memory and traffic, beside state by hand and tensors that autograd saves."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model import LMConfig, Transformer
+from model.lora import LoRA, add_lora
+from training.arguments import TrainingArguments
+from training.engine import estimate as module
+from training.engine.estimate import (
+    CPU_KEEPS,
+    OVERHEAD,
+    Beside,
+    Workload,
+    advice,
+    choices,
+    estimate,
+    fits,
+    largest_batch,
+)
+from training.engine.kinds import DDP, engines, kind_of
+from training.engine.memory import GIB, available_memory, free_memory, peak_memory_bytes
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 112}
+SHAPE |= {"hidden_dim": 192, "max_seq_len": 128}
+KINDS = {kind.config: kind for kind in engines(64)}
+
+
+def workload(
+    *, device=GPU, processes=1, compiled=False, teacher=None, lora=None, shape=None, **args
+) -> Workload:
+    with torch.device("meta"):
+        shapes = Transformer(LMConfig(**SHAPE | (shape or {})))
+        if lora:
+            add_lora(shapes, **vars(lora))
+    return Workload(
+        args=TrainingArguments(**{"dtype": "bfloat16", "batch_size": 3} | args),
+        shapes=shapes,
+        processes=processes,
+        device=device,
+        compiled=compiled,
+        teacher=teacher,
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "per_parameter", "in_ram", "on_nvme"),
+    [  # bytes per parameter of one of 4 processes
+        ("ddp", "bfloat16", 4 + 4 + 8, 0, 0),
+        ("zero1", "bfloat16", 2 + 4 + 12 / 4, 0, 0),
+        ("zero2", "bfloat16", 2 + 4 / 4 + 12 / 4, 0, 0),
+        ("zero3", "bfloat16", 2 / 4 + 4 / 4 + 12 / 4, 0, 0),
+        ("zero2", "float32", 4 + 4 / 4 + 12 / 4, 0, 0),
+        ("zero2_offload", "bfloat16", 2 + 4 / 4, 16 / 4, 0),
+        ("zero3_offload", "bfloat16", 4 / 4, 18 / 4, 0),
+        ("zero_infinity", "bfloat16", 4 / 4, 0, 18 / 4),
+    ],
+)
+def test_state_is_that_of_the_formulas(engine, dtype, per_parameter, in_ram, on_nvme):
+    work = workload(processes=4, dtype=dtype)
+    found, n = estimate(KINDS[engine], work), work.total
+    assert found.held == pytest.approx(per_parameter * n, abs=1)
+    assert found.nvme == pytest.approx(on_nvme * n, abs=1)
+    buffers = 2 * 5 * 50_000_000 if engine == "zero_infinity" else 0
+    assert found.ram == pytest.approx(in_ram * n + buffers, abs=1)
+
+
+def test_muon_adapters_and_a_teacher_change_the_state():
+    plain = workload(device=CPU)
+    muon = workload(device=CPU, optimizer="muon")
+    matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 192 * 64)
+    assert estimate(DDP, plain).held - estimate(DDP, muon).held == 4 * matrices
+    assert [kind.name for kind in choices(muon)] == ["DDP", "ZeRO-1", "ZeRO-2"]
+    lora = workload(device=CPU, lora=LoRA(4, 8.0, "layers", True))
+    assert estimate(DDP, lora).held == 2 * plain.total + 16 * lora.trained
+    zero3 = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    whole = estimate(DDP, replace(plain, teacher=Beside(plain.shapes, DDP)))
+    assert whole.teacher == 2 * plain.total
+    on_gpu = workload(processes=2, teacher=Beside(plain.shapes, zero3))
+    assert estimate(DDP, on_gpu).teacher == 0
+    assert estimate(DDP, on_gpu).ram == plain.total
+
+
+def saved_bytes(config: LMConfig, dtype: str, recompute: str) -> int:
+    """Bytes that autograd holds when forward ends, but for weights and tables."""
+    model = Transformer(config).to(getattr(torch, dtype))
+    for block in model.layers:
+        block.recompute = recompute
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    found = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # held, so that none moves in
+        return tensor
+
+    tokens = torch.randint(config.vocab_size, (3, config.max_seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(tokens, tokens.clone()).loss
+    assert loss.requires_grad
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "recompute"),
+    [
+        ({}, "off"),
+        ({"n_kv_heads": 4, "head_dim": 24}, "off"),
+        ({"use_flash_attn": False}, "off"),
+        ({"dropout": 0.1}, "off"),
+        ({"max_seq_len": 256, "hidden_dim": 448}, "off"),
+        ({}, "blocks"),
+    ],
+)
+def test_a_block_keeps_the_tensors_that_autograd_saves(dtype, shape, recompute):
+    deep, shallow = ({**SHAPE, **shape, "n_layers": n} for n in (4, 2))
+    saved = [saved_bytes(LMConfig(**each), dtype, recompute) for each in (deep, shallow)]
+    expected = [
+        estimate(
+            replace(DDP, stage=2),
+            workload(device=CPU, shape=each, dtype=dtype, gradient_checkpointing=recompute),
+        )
+        for each in (deep, shallow)
+    ]
+    blocks = workload(shape=deep).total - workload(shape=shallow).total
+    copies = module.CPU_COPIES * (4 if dtype == "float32" else 2) * blocks
+    kept = (expected[0].working - expected[1].working - copies) / CPU_KEEPS
+    assert kept == pytest.approx(saved[0] - saved[1], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("shape", "recompute", "measured"),
+    [  # GiB of `python train_pretrain_accelerate.py`, above libraries, on two cores in fp32
+        ({}, "off", 0.67),
+        ({"dropout": 0.1}, "off", 1.09),
+        ({}, "blocks", 0.30),
+        ({"n_heads": 8, "vocab_size": 6400}, "off", 0.94),
+        ({"n_heads": 8, "vocab_size": 6400, "dropout": 0.1}, "off", 1.68),
+        ({"n_heads": 8, "vocab_size": 6400}, "blocks", 0.50),
+    ],
+)
+def test_the_estimate_is_near_what_a_process_was_seen_to_use(shape, recompute, measured):
+    shape = {"dim": 256, "n_layers": 8, "max_seq_len": 256, "vocab_size": 1024} | shape
+    shape["hidden_dim"] = None
+    work = workload(
+        device=CPU, shape=shape, dtype="float32", batch_size=8, gradient_checkpointing=recompute
+    )
+    assert estimate(DDP, work).peak / GIB == pytest.approx(measured, rel=0.15)
+
+
+def test_less_is_kept_by_compiled_code_by_recomputing_and_by_chunks_of_a_large_vocabulary():
+    def working(**changes) -> int:
+        return estimate(DDP, workload(**changes)).working
+
+    assert working(compiled=True) < working()
+    parts = [working(gradient_checkpointing=how) for how in ("blocks", "selective", "off")]
+    assert parts == sorted(set(parts))
+    many = {"vocab_size": 1 << 17, "n_layers": 1}
+    assert working(shape=many, batch_size=16) < 1.5 * 12 * 2**25 < 12 * 16 * 128 * (1 << 17)
+
+
+@pytest.mark.parametrize("engine", KINDS)
+def test_the_largest_batch_fits_the_next_does_not_and_it_grows_with_memory(engine):
+    kind, work = KINDS[engine], workload(processes=2, shape={"max_seq_len": 4096})
+    sizes = []
+    for room in range(OVERHEAD, OVERHEAD + GIB, GIB // 8):
+        sizes.append(largest_batch(kind, work, room))
+        for size, enough in ((sizes[-1], True), (sizes[-1] + 1, False)):
+            other = replace(work, args=replace(work.args, batch_size=max(size, 1)))
+            assert fits(kind, other, room) is enough or size == 0
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 0 < sizes[-1] < module.LARGEST_BATCH
+
+
+def test_bytes_sent_by_hand():
+    n, sent = workload().total, {}
+    for name, kind in KINDS.items():
+        work = workload(processes=4, accumulation_steps=3)
+        sent[name] = estimate(kind, work).sent / (3 / 4 * n)
+        assert estimate(kind, workload()).sent == 0  # nobody to send to
+    assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)
+    assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)
+    assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)
+    assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)  # all weights stay in reach
+    assert sent["zero_infinity"] == pytest.approx(2 * 3 * (1 + 2), rel=1e-3)
+
+
+def test_the_advice_is_the_first_engine_that_fits():
+    work = workload(processes=2, accumulation_steps=8, batch_size=1)
+    plenty, tight = 40 * GIB, OVERHEAD + 10 * work.total
+    said = advice(KINDS["zero2"], work, plenty)
+    assert "DDP would be faster" in said
+    assert "configs/ddp.yaml" in said
+    assert advice(DDP, work, plenty) is None
+    assert advice(KINDS["zero2"], replace(work, processes=1), plenty) is None
+    assert advice(KINDS["zero2"], work, None) is None
+    assert advice(DDP, work, 0) is None  # nothing fits
+    large = workload(processes=64, shape={"dim": 512}, batch_size=1)
+    tight = OVERHEAD + 12 * large.total
+    assert not fits(DDP, large, tight)
+    assert "fits into memory, DDP does not; ENGINE=" in advice(DDP, large, tight)
+
+
+def test_memory_of_this_process():
+    free, both = free_memory(CPU), available_memory(CPU, 2)
+    assert both > 0
+    assert abs(both - free / 2) < 0.2 * free + peak_memory_bytes(CPU)
+    assert peak_memory_bytes(CPU) > 50e6

@@ -1,0 +1,59 @@
+"""scripts.plan: one table and one advice, before anything is started."""
+
+import pytest
+
+from scripts import plan
+
+FLAGS = "--dim 1024 --n_layers 32 --max_seq_len 1024 --accumulation_steps 32 --num_processes 4"
+
+
+def page(capsys, flags: str) -> list[str]:
+    plan.main(flags.split())
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_readmes_training_fits_by_ddp_on_four_gpus_of_48_gib(capsys):
+    lines = page(capsys, f"{FLAGS} --batch_size 24 --gpu_memory 48 --device H100")
+    assert lines[0].startswith("361.04 million parameters, 3,145,728 tokens per step, 7.22 billion")
+    head, *rows = lines[3:11]
+    assert all(len(line) <= 100 for line in lines)
+    assert head.split("  ")[0] == "engine"
+    assert [row.split("  ")[0] for row in rows] == [
+        *("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-2, optimizer on the CPU"),
+        *("ZeRO-3, all on the CPU", "ZeRO-3, all on NVMe"),
+    ]
+    # 6 FLOPs for each of 361 million parameters plus attention, at 40% of 989 TFLOP/s
+    assert rows[0].split()[-2:] == ["2.17", "3.26"]
+    assert "Take DDP, the first that fits:" in lines
+
+
+def test_a_smaller_gpu_takes_another_engine_or_none(capsys):
+    def last(memory: int) -> str:
+        flags = f"{FLAGS} --batch_size 1 --gpu_memory {memory} --device H100"
+        return "\n".join(page(capsys, flags)[-2:])
+
+    assert "Take ZeRO-" in last(6)
+    assert "No engine fits" in last(1)
+
+
+def test_without_a_gpu_hours_are_unknown_and_tokens_may_be_given(capsys):
+    lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --vocab_size 500")
+    assert "0.001 billion tokens" in lines[0]
+    assert lines[4].startswith("DDP")
+    assert lines[4].endswith("?")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--device Abacus --gpu_memory 8", "--device Abacus: its peak is not known"),
+        ("--device H100", "--gpu_memory"),
+        ("--num_processes 0", "--num_processes must be positive"),
+        ("--dim 63", "dim 63 is not divisible"),
+    ],
+)
+def test_a_value_that_cannot_work_is_one_line(capsys, flags, named):
+    with pytest.raises(SystemExit) as ended:
+        plan.main(flags.split())
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
