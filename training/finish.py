@@ -15,8 +15,7 @@ from formats.portable import load_portable, save_portable
 from model import LMConfig
 from model.lora import LoRA, merged_weights
 from report.history import read_history
-from report.page import final_numbers, leave_report
-from report.picture import draw_losses
+from report.page import draw_losses, final_numbers, leave_report
 from runs.checkpoint import with_base
 from runs.find import BEST
 from runs.folder import RunFolder
