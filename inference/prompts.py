@@ -35,7 +35,7 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
 def require_text(prompt: str) -> str:
     """Return the prompt. Raises UsageError: it is empty, or holds bytes that are no text."""
     if not prompt or not is_text(prompt):
-        raise UsageError(f"the prompt {prompt!r} is empty, or not valid UTF-8")
+        raise UsageError(f"prompt {prompt!r} is empty, or not valid UTF-8")
     return prompt
 
 

@@ -126,7 +126,7 @@ REFUSED = [  # path, body, status, the parameter to blame, a word of the message
     (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
     (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "the last has to be the user's"),
     (CHAT, {"messages": [PICTURE]}, 400, "messages", "'text'"),
-    (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, "messages", "no room for"),
+    (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, None, "no room for"),
     (CHAT, {"messages": [TURN], "temperature": -1}, 400, "temperature", "at least 0 and finite"),
     (CHAT, {"messages": [TURN], "n": 2}, 400, "n", "should be 1"),
     (CHAT, {"messages": [TURN], "tools": [{}]}, 400, "tools", "at most 0"),

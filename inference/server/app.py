@@ -114,19 +114,15 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
     if asked.model not in (None, served.name):
         message = f"there is no model {asked.model!r} here, only {served.name!r}"
         raise ApiError(404, message, "model", "model_not_found")
-    field = "messages" if form is ChatAsked else "prompt"
     try:
+        sampling = asked.sampling(served.sampling)
         prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
-    except ValueError as error:
-        raise ApiError(400, str(error), field) from error
+    except ValueError as error:  # whose message begins with the field's name
+        raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     room = served.context - len(prompt)
     if room < 1:
         message = f"{len(prompt)} tokens leave no room for an answer in {served.context}"
-        raise ApiError(400, message, field, "context_length_exceeded")
-    try:
-        sampling = asked.sampling(served.sampling)
-    except ValueError as error:  # a setting outside its limits, which the message begins with
-        raise ApiError(400, str(error), str(error).split()[0]) from error
+        raise ApiError(400, message, code="context_length_exceeded")
     reply = Reply(form is ChatAsked, served.name)
     loop = asyncio.get_running_loop()
     text = StreamedText(
