@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -156,22 +155,6 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
     assert files_of(one) == files_of(several)
     assert len(seen) > 10
     assert sum(seen) == path.stat().st_size  # the progress counts every byte
-
-
-def test_interrupts_are_ignored_while_processes_start(tmp_path, monkeypatch):
-    """A process inherits this, and ends in order with its parent."""
-    before, seen = signal.default_int_handler, []
-    signal.signal(signal.SIGINT, before)
-    submit = encoders.ProcessPoolExecutor.submit
-
-    def remember(self, function, *args):
-        seen.append((function is os.getpid, signal.getsignal(signal.SIGINT)))
-        return submit(self, function, *args)
-
-    monkeypatch.setattr(encoders.ProcessPoolExecutor, "submit", remember)
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)
-    pack_documents(DOCUMENTS[:100], tmp_path)
-    assert dict(seen) == {True: signal.SIG_IGN, False: before}
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 300])
