@@ -22,22 +22,6 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 65_535 else np.dtype("<u4")
 
 
-class _HashedFile:
-    """A file to write, and its SHA-256."""
-
-    def __init__(self, path: Path):
-        self._file = open(path, "wb")  # noqa: SIM115, closed in close()
-        self._sha256 = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._sha256.update(data)
-
-    def close(self) -> str:
-        self._file.close()
-        return self._sha256.hexdigest()
-
-
 class ShardWriter:
     """Append documents to the shards of one split; a shard ends after shard_tokens tokens. The
     places of the answers in conversations go to a file of their own."""
@@ -50,8 +34,7 @@ class ShardWriter:
         self.documents = self.bytes = self.tokens = 0
         self.shards: list[dict] = []
         self.answers = {"file": f"{split}-answers.bin", "count": 0, "tokens": 0}
-        self._file: _HashedFile | None = None
-        self._answers: _HashedFile | None = None
+        self._files: dict[str, tuple] = {}  # name → file, and the SHA-256 of what it holds
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
         """Write one document with its begin and end pieces, and count its bytes of text.
@@ -60,42 +43,39 @@ class ShardWriter:
             answers: of a conversation: where each begins and ends in its tokens, (answers, 2).
         """
         if answers is not None:
-            self._write_answers(answers)
-        if self._file is None or self.shards[-1]["tokens"] >= self.shard_tokens:
-            self._finish_shard()
+            positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
+            self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
+            self.answers["count"] += len(answers)
+            self.answers["tokens"] += int(np.diff(answers).sum())
+        if not self.shards or self.shards[-1]["tokens"] >= self.shard_tokens:
             name = f"{self.split}-{len(self.shards):05d}.bin"
-            self._file = _HashedFile(self.folder / name)
             self.shards.append({"file": name, "tokens": 0})
-        self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._append(self.shards[-1]["file"], tokens.astype(self.dtype, copy=False))
         self.shards[-1]["tokens"] += len(tokens)
         self.documents += 1
         self.bytes += n_bytes
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        """End the last file; return the description of this split."""
-        self._finish_shard()
+        """Close the files; return the description of this split."""
+        for listed in [*self.shards, *([self.answers] if self.answers["count"] else [])]:
+            file, sha256 = self._files[listed["file"]]
+            file.close()
+            listed["sha256"] = sha256.hexdigest()
         description = {
             "documents": self.documents,
             "bytes": self.bytes,
             "tokens": self.tokens,
             "shards": self.shards,
         }
-        if self._answers is None:
-            return description
-        return description | {"answers": self.answers | {"sha256": self._answers.close()}}
+        return description | ({"answers": self.answers} if self.answers["count"] else {})
 
-    def _write_answers(self, answers: np.ndarray) -> None:
-        self._answers = self._answers or _HashedFile(self.folder / self.answers["file"])
-        positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
-        self._answers.write(positions.astype(ANSWER_DTYPE).tobytes())
-        self.answers["count"] += len(answers)
-        self.answers["tokens"] += int(np.diff(answers).sum())
-
-    def _finish_shard(self) -> None:
-        if self._file is not None:
-            self.shards[-1]["sha256"] = self._file.close()
-            self._file = None
+    def _append(self, name: str, array: np.ndarray) -> None:
+        if name not in self._files:
+            self._files[name] = open(self.folder / name, "wb"), hashlib.sha256()  # noqa: SIM115
+        file, sha256 = self._files[name]
+        file.write(data := array.tobytes())
+        sha256.update(data)
 
 
 def read_description(folder: str | Path) -> dict:

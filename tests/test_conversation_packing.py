@@ -3,7 +3,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceTrainer
 from test_packing import files_of
 
 from data import encoders
@@ -140,23 +139,3 @@ def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
     assert sorted(train + val) == list(range(300))
     assert read_description(folder)["bad_documents"] == len(BAD)
     assert "a.jsonl, line 21: " in read_description(folder)["first_bad_document"]
-
-
-def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
-    """SentencePiece makes such tokenizers by default."""
-    model = tmp_path / "t.model"
-    texts = (turn.content for turns in CONVERSATIONS for turn in turns)
-    with model.open("wb") as file:
-        SentencePieceTrainer.train(
-            sentence_iterator=iter(["user", "assistant", "system", *texts]),
-            model_writer=file,
-            vocab_size=300,
-            model_type="bpe",
-            byte_fallback=True,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-    assert Tokenizer(model).encode("\n") == []
-    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0, tokenizer=str(model))
-    tokenizer = Tokenizer(folder / "tokenizer.model")
-    assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]

@@ -104,6 +104,13 @@ def test_a_text_without_a_validation_document_is_told_so(workplace, capsys):
         assert "no validation split" not in capsys.readouterr().out
 
 
+def test_flags_may_come_in_one_word(workplace):
+    main(["--data", "sums.jsonl", "--flags=--vocab_size 310 --val_fraction=0.3"])
+    description = read_description("out/data/sums")
+    assert description["vocab_size"] == 310
+    assert description["prepared_from"]["val_fraction"] == 0.3
+
+
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     for data in ("c.txt", "/a/c.jsonl", "/a/c.jsonl.gz", "c.jsonl.zst", "c.parquet", "/a/c/."):
         assert default_out(data) == Path("out/data/c")
