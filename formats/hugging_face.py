@@ -178,12 +178,11 @@ def read_llama_config(folder: Path) -> LMConfig:
         if value not in allowed:
             raise WeightsError(f"{folder}: {name} is {value!r}, which cannot be computed here")
     scaling = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
-    n_heads = values.get("num_attention_heads")
     config = {
         "dim": values.get("hidden_size"),
         "n_layers": values.get("num_hidden_layers"),
-        "n_heads": n_heads,
-        "n_kv_heads": values.get("num_key_value_heads") or n_heads,
+        "n_heads": values.get("num_attention_heads"),
+        "n_kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
         "vocab_size": values.get("vocab_size"),
         "head_dim": values.get("head_dim"),
         "hidden_dim": values.get("intermediate_size", 11008),

@@ -69,9 +69,8 @@ def import_weights(
             config, weights = _read_file(source, assumed | given)
         with torch.device("meta"):  # shapes without memory
             require_fit(Transformer(config), weights, str(source))
-        tied = {"output.weight"} if config.tie_embeddings else set()
-        names = sorted(weights.keys() - tied)
-        save_portable(folder, config, {name: weights[name].float() for name in names})
+        names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
+        save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
         path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
         copied = "no tokenizer, which text needs: pass --tokenizer FILE"
         if tokenizer or path.exists():
@@ -95,7 +94,8 @@ def is_import(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path, given: dict) -> tuple[LMConfig, Mapping[str, Tensor]]:
-    """Return config and weights of a Hugging Face folder. Raises UsageError: no Llama, or it has a setting."""
+    """Return config and weights of a Hugging Face folder. Raises UsageError: no Llama, or
+    a setting is given that it has."""
     if own := given.keys() - {"max_seq_len"}:
         raise UsageError(f"{folder / CONFIG_FILE} decides on --{min(own)}: leave it out")
     config = build_config(read_llama_config(folder).to_dict() | given, folder)
@@ -117,7 +117,7 @@ def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file without prefixes and tables. Raises WeightsError: it has none."""
+    """Return a file's tensors without prefixes and tables. Raises WeightsError: it has none."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
