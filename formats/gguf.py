@@ -112,8 +112,7 @@ def export_gguf(
         file_type: f32, f16 or q8_0, for the matrices.
         chat: the model has learned to answer: its template is written too.
 
-    Raises UsageError, DataError: weights or a tokenizer that the file cannot hold. OSError: the
-    disk is full or refuses.
+    Raises UsageError: weights or a tokenizer that it cannot hold. OSError: the disk is full.
     """
     if isinstance(tokenizer, JsonTokenizer):
         raise DataError(

@@ -21,13 +21,15 @@ from data.tokenizer import TOKENIZER_FILE, TOKENIZER_JSON, JsonTokenizer, Tokeni
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    WeightsError,
+    build_config,
     load_tensors,
     read_json,
     save_tensors,
     write_json,
 )
 from formats.tokenizer_json import convert, without_escapes
-from model.config import ConfigError, LMConfig, RopeScaling
+from model.config import LMConfig
 from model.transformer import Transformer
 
 # Ours (Llama's own release) → Hugging Face's.
@@ -84,14 +86,14 @@ def llama_name(name: str) -> str:
 
 
 def our_name(name: str, source: str) -> str:
-    """Turn Hugging Face's name of a weight into ours. Raises ConfigError: no Llama has it."""
+    """Turn Hugging Face's name of a weight into ours. Raises WeightsError: no Llama has it."""
     outer = {theirs: ours for ours, theirs in OUTER.items()}
     in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
     if layer and layer[2] in in_layer:
         return f"layers.{layer[1]}.{in_layer[layer[2]]}.weight"
     if name not in outer:
-        raise ConfigError(f"{source}: {name} is in no Llama")
+        raise WeightsError(f"{source}: {name} is in no Llama")
     return outer[name]
 
 
@@ -165,40 +167,38 @@ COMPUTED = {
 
 def read_llama_config(folder: Path) -> LMConfig:
     """Undo `llama_config`; missing settings have the defaults of transformers' LlamaConfig. Raises
-    ConfigError: none, or something that this model cannot compute; names setting and value."""
+    WeightsError: none, or something that this model cannot compute; names setting and value."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
-        raise ConfigError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
+        raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     for name, allowed in COMPUTED.items():
         value = (values | {"rope_type": rope_type}).get(name, allowed[0])
         if value not in allowed:
-            raise ConfigError(f"{folder}: {name} is {value!r}, which cannot be computed here")
-    scaling = None
-    if rope_type == "llama3":
-        scaling = RopeScaling(**{ours: rope.get(theirs) for ours, theirs in SCALING.items()})
-    n_heads = values.get("num_attention_heads")
-    return LMConfig(
-        dim=values.get("hidden_size"),
-        n_layers=values.get("num_hidden_layers"),
-        n_heads=n_heads,
-        n_kv_heads=values.get("num_key_value_heads") or n_heads,
-        vocab_size=values.get("vocab_size"),
-        head_dim=values.get("head_dim"),
-        hidden_dim=values.get("intermediate_size", 11008),
-        norm_eps=values.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or values.get("rope_theta", 10000.0),
-        rope_scaling=scaling,
-        max_seq_len=values.get("max_position_embeddings", 2048),
-        tie_embeddings=values.get("tie_word_embeddings", False),
-    )
+            raise WeightsError(f"{folder}: {name} is {value!r}, which cannot be computed here")
+    scaling = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
+    config = {
+        "dim": values.get("hidden_size"),
+        "n_layers": values.get("num_hidden_layers"),
+        "n_heads": values.get("num_attention_heads"),
+        "n_kv_heads": values.get("num_key_value_heads") or values.get("num_attention_heads"),
+        "vocab_size": values.get("vocab_size"),
+        "head_dim": values.get("head_dim"),
+        "hidden_dim": values.get("intermediate_size", 11008),
+        "norm_eps": values.get("rms_norm_eps", 1e-6),
+        "rope_theta": rope.get("rope_theta") or values.get("rope_theta", 10000.0),
+        "rope_scaling": scaling if rope_type == "llama3" else None,
+        "max_seq_len": values.get("max_position_embeddings", 2048),
+        "tie_embeddings": values.get("tie_word_embeddings", False),
+    }
+    return build_config(config, folder)
 
 
 class LlamaTensors(Mapping):
     """The weights of a Hugging Face folder, in safetensors, by our names and with our rows.
 
-    Each is read when it is asked for, in the precision of the file. Raises ConfigError: no Llama,
+    Each is read when it is asked for, in the precision of the file. Raises WeightsError: no Llama,
     or a file that is missing or damaged.
     """
 

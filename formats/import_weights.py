@@ -31,12 +31,14 @@ from formats.hugging_face import (
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    WeightsError,
+    build_config,
     load_tensors,
     read_json,
     require_fit,
     save_portable,
 )
-from model.config import ConfigError, LMConfig
+from model.config import LMConfig
 from model.transformer import Transformer
 
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # of DistributedDataParallel and torch.compile
@@ -54,9 +56,8 @@ def import_weights(
         settings: `n_heads` and DEFAULTS, of a state dict; None means not given. A folder has its
             own, of which max_seq_len can be changed: positions need no weights.
 
-    Raises UsageError: a place that must not be replaced, or settings that are missing or in the
-    folder. ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve
-    here. OSError: the disk is full or refuses.
+    Raises UsageError: a place that must not be replaced, settings that are missing or in the
+    folder, or files that cannot serve here. OSError: the disk is full or refuses.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     with new_folder(out, "import", is_import, overwrite) as folder:
@@ -68,9 +69,8 @@ def import_weights(
             config, weights = _read_file(source, assumed | given)
         with torch.device("meta"):  # shapes without memory
             require_fit(Transformer(config), weights, str(source))
-        tied = {"output.weight"} if config.tie_embeddings else set()
-        names = sorted(weights.keys() - tied)
-        save_portable(folder, config, {name: weights[name].float() for name in names})
+        names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
+        save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
         path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
         copied = "no tokenizer, which text needs: pass --tokenizer FILE"
         if tokenizer or path.exists():
@@ -94,73 +94,72 @@ def is_import(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path, given: dict) -> tuple[LMConfig, Mapping[str, Tensor]]:
-    """Return config and weights of a Hugging Face folder. Raises UsageError: a setting is given
-    that the folder has. ConfigError: no Llama, or damaged."""
+    """Return config and weights of a Hugging Face folder. Raises UsageError: no Llama, or
+    a setting is given that it has."""
     if own := given.keys() - {"max_seq_len"}:
         raise UsageError(f"{folder / CONFIG_FILE} decides on --{min(own)}: leave it out")
-    config = LMConfig.from_dict(read_llama_config(folder).to_dict() | given)
+    config = build_config(read_llama_config(folder).to_dict() | given, folder)
     return config, LlamaTensors(folder)
 
 
 def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and weights of a state dict. Raises UsageError: no `n_heads` in `settings`,
-    which fits any matrices. ConfigError: no Llama, or damaged."""
+    """Return config and weights of a state dict. Raises UsageError: no Llama, damaged, or no
+    `n_heads` in `settings`, which fits any matrices."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     weights = _state_dict(path)
     if theirs := any(name in weights for name in OUTER.values()):
         weights = {our_name(name, str(path)): weight for name, weight in weights.items()}
-    config = _config_from_shapes(weights, settings)
+    config = _config_from_shapes(weights, settings, path)
     if theirs:
         weights = {name: our_rows(config, name, weight) for name, weight in weights.items()}
     return config, weights
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file without prefixes and tables. Raises ConfigError: of another
-    kind, damaged, or more than tensors."""
+    """Return a file's tensors without prefixes and tables. Raises WeightsError: it has none."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
         else:
             content = dict(torch.load(path, "cpu", weights_only=True))
-    except (MemoryError, OSError, ConfigError):
+    except (MemoryError, OSError, WeightsError):
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise ConfigError(f"{path}: no state dict, or it holds code, which is not run") from error
+        raise WeightsError(f"{path}: no state dict, or it holds code, which is not run") from error
     if isinstance(content.get("model"), dict):  # of a training file, as llama2.c's
         content = content["model"]
     weights = {}
     for name, tensor in content.items():
         if not isinstance(tensor, Tensor):
-            raise ConfigError(f"{path}: no state dict: {name} is no tensor")
+            raise WeightsError(f"{path}: no state dict: {name} is no tensor")
         if is_learned(name):
             weights[PREFIX.sub("", name)] = tensor
     return weights
 
 
-def _config_from_shapes(weights: dict[str, Tensor], settings: dict) -> LMConfig:
-    """Return the shape of the model with these weights (our names). Raises ConfigError: a weight
+def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
+    """Return the shape of the model with these weights (our names). Raises WeightsError: a weight
     that tells it is missing, or `n_heads` does not fit."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:
         if name not in weights or weights[name].dim() != 2:
-            raise ConfigError(f"{name} is missing or no matrix: not a Llama")
+            raise WeightsError(f"{name} is missing or no matrix: not a Llama")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
     n_heads = settings["n_heads"]
     if n_heads < 1 or wq.shape[0] % n_heads:
-        raise ConfigError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
+        raise WeightsError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
     head_dim = wq.shape[0] // n_heads
     output = weights.get("output.weight")
     layers = {int(n.split(".")[1]) for n in weights if re.match(r"layers\.\d+\.", n)}
-    return LMConfig(
-        dim=embedding.shape[1],
-        n_layers=len(layers),
-        n_kv_heads=max(1, wk.shape[0] // head_dim),
-        head_dim=head_dim,
-        vocab_size=embedding.shape[0],
-        hidden_dim=w1.shape[0],
-        tie_embeddings=output is None or torch.equal(output, embedding),
-        **settings,
-    )
+    config = {
+        "dim": embedding.shape[1],
+        "n_layers": len(layers),
+        "n_kv_heads": max(1, wk.shape[0] // head_dim),
+        "head_dim": head_dim,
+        "vocab_size": embedding.shape[0],
+        "hidden_dim": w1.shape[0],
+        "tie_embeddings": output is None or torch.equal(output, embedding),
+    }
+    return build_config(config | settings, path)

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from formats.hugging_face import llama_name, our_name, our_rows, to_llama
 from formats.portable import (
+    WeightsError,
     load_tensors,
     read_json,
     require_tensor,
     save_tensors,
     write_json,
 )
-from model.config import ConfigError, LMConfig
+from model.config import LMConfig
 from model.lora import LoRA
 from model.transformer import Transformer
 
@@ -75,18 +76,18 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
     Args:
         config: shape of the base.
 
-    Raises ConfigError: files missing or damaged, an adapter for a model of another shape, or one
+    Raises WeightsError: files missing or damaged, an adapter for a model of another shape, or one
     that is more than LoRA.
     """
     settings = read_json(folder / ADAPTER_CONFIG)
     for name, allowed in READABLE.items():
         if (value := settings.get(name)) is not None and value not in allowed:
-            raise ConfigError(f"{folder}: {name} is {value!r}, only plain LoRA can be read")
+            raise WeightsError(f"{folder}: {name} is {value!r}, only plain LoRA can be read")
     try:
         rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
         scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"{folder}: no r and lora_alpha of an adapter ({error!r})") from error
+        raise WeightsError(f"{folder}: no r and lora_alpha of an adapter ({error!r})") from error
     weights = _our_weights(load_tensors(folder / ADAPTER_WEIGHTS), str(folder))
     require_adapter(weights, config, rank, str(folder))
     for name, tensor in weights.items():
@@ -95,7 +96,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
     if config.tie_embeddings and "output.weight" in weights:
         embedding = weights.get("tok_embeddings.weight")
         if embedding is None or not torch.equal(weights.pop("output.weight"), embedding):
-            raise ConfigError(f"{folder}: trained the output layer apart from the embedding")
+            raise WeightsError(f"{folder}: trained the output layer apart from the embedding")
     return weights, scaling
 
 
@@ -112,7 +113,7 @@ def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
 
 
 def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, source: str) -> None:
-    """Raise ConfigError for a tensor that such a model does not have, of another shape or not
+    """Raise WeightsError for a tensor that such a model does not have, of another shape or not
     finite, and for a factor without the other one."""
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
@@ -124,5 +125,5 @@ def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, sou
         layer, _, kind = name.rpartition(".")
         other = {"lora_a": "lora_b", "lora_b": "lora_a"}.get(kind, kind)
         if f"{layer}.{other}" not in weights:
-            raise ConfigError(f"{source}: {layer}.{other} is missing")
+            raise WeightsError(f"{source}: {layer}.{other} is missing")
         require_tensor(name, tensor, shapes.get(name, ()), source)

@@ -12,12 +12,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.errors import UsageError
 from model.config import ConfigError, LMConfig
 from model.lora import is_adapter
 from model.transformer import Transformer
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+
+
+class WeightsError(UsageError, ConfigError):
+    """Weights on disk that are missing, damaged, or of another model; says where and what."""
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
@@ -34,13 +39,13 @@ def write_json(path: Path, values: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON object. Raises ConfigError: unreadable, or another kind of JSON."""
+    """Read a JSON object. Raises WeightsError: unreadable, or another kind of JSON."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.parent}: no readable {path.name} ({error})") from error
+        raise WeightsError(f"{path.parent}: no readable {path.name} ({error})") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: not a JSON object")
+        raise WeightsError(f"{path}: not a JSON object")
     return values
 
 
@@ -60,36 +65,36 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name; they are mapped, and read from the disk
-    when they are used. Raises ConfigError: no such file, or a damaged one."""
+    when they are used. Raises WeightsError: no such file, or a damaged one."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path.parent}: no readable weights ({error})") from error
+        raise WeightsError(f"{path.parent}: no readable weights ({error})") from error
 
 
 def load_config(folder: Path) -> LMConfig:
-    """Return the shape of the model in such a folder. Raises ConfigError: missing, damaged, or no
+    """Return the shape of the model in such a folder. Raises WeightsError: missing, damaged, or no
     shape that can be built."""
     return build_config(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
 
 
 def build_config(values: dict, source: Path) -> LMConfig:
-    """Undo `LMConfig.to_dict`. Raises ConfigError: no such shape; names its source."""
+    """Undo `LMConfig.to_dict`. Raises WeightsError: no such shape; names its source."""
     try:
         return LMConfig.from_dict(values)
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise WeightsError(f"{source}: {error}") from error
 
 
 def load_portable(folder: Path) -> Transformer:
-    """Load the model of such a folder, see `build_model`. Raises ConfigError: files missing or
+    """Load the model of such a folder, see `build_model`. Raises WeightsError: files missing or
     damaged, or weights that do not fit the config; names what is wrong."""
     return build_model(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
     """Build a model with these weights: on the CPU, in fp32, in evaluation mode. Raises
-    ConfigError: see `require_fit`."""
+    WeightsError: see `require_fit`."""
     with torch.device("meta"):  # shapes without memory: a damaged config may ask for any size
         shapes = Transformer(config)
     require_fit(shapes, weights, source)
@@ -101,7 +106,7 @@ def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) ->
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
     """Copy weights into the model's parameters; the weights of a base leave its adapters as they
-    are. Raises ConfigError: see `require_fit`."""
+    are. Raises WeightsError: see `require_fit`."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
         if name in weights:
@@ -109,7 +114,7 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str)
 
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise ConfigError where names or shapes differ, or a weight is not finite floating point.
+    """Raise WeightsError where names or shapes differ, or a weight is not finite floating point.
 
     Weights without any adapter are those of a base; the model may have adapters beside them.
     """
@@ -121,14 +126,14 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
         names.discard("output.weight")  # the same matrix as tok_embeddings.weight
     for name in sorted(parameters.keys() ^ names):
         wrong = "missing" if name in parameters else "not in this model"
-        raise ConfigError(f"{source}: {name} is {wrong}")
+        raise WeightsError(f"{source}: {name} is {wrong}")
     for name, parameter in parameters.items():
         require_tensor(name, weights[name], tuple(parameter.shape), source)
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:
-    """Raise ConfigError for another shape, or values that are not finite floating point."""
+    """Raise WeightsError for another shape, or values that are not finite floating point."""
     if (given := tuple(tensor.shape)) != shape:
-        raise ConfigError(f"{source}: {name} is {given}, the model has {shape}")
+        raise WeightsError(f"{source}: {name} is {given}, the model has {shape}")
     if not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")
+        raise WeightsError(f"{source}: {name} holds NaN, infinity or no floating point numbers")

@@ -30,14 +30,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("export_gguf", UsageError):
+    with one_line_errors("export_gguf", UsageError, OSError):
         args = parse_arguments(argv)
-    # Not above: --help need not wait seconds for torch.
-    from formats.gguf import export_gguf
-    from model.config import ConfigError
-    from runs.weights import load_trained
+        from formats.gguf import export_gguf  # these import torch, which takes seconds
+        from runs.weights import load_trained
 
-    with one_line_errors("export_gguf", UsageError, ConfigError, OSError):
         trained = load_trained(args.run)
         said = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)
         print(f"{args.out}: {trained.folder} as {said}")

@@ -38,12 +38,8 @@ def export(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("export_hf", UsageError):
-        args = parse_arguments(argv)
-    from model.config import ConfigError  # not above: --help need not wait seconds for torch
-
-    with one_line_errors("export_hf", UsageError, ConfigError, OSError):
-        export(args)
+    with one_line_errors("export_hf", UsageError, OSError):
+        export(parse_arguments(argv))
 
 
 if __name__ == "__main__":

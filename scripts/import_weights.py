@@ -28,13 +28,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("import_weights", UsageError):
+    with one_line_errors("import_weights", UsageError, OSError):
         args = parse_arguments(argv)
-    # Not above: --help need not wait seconds for torch.
-    from formats.import_weights import import_weights
-    from model.config import ConfigError
+        from formats.import_weights import import_weights  # imports torch, which takes seconds
 
-    with one_line_errors("import_weights", UsageError, ConfigError, OSError):
         print(import_weights(**vars(args)))
 
 

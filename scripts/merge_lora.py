@@ -46,12 +46,8 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("merge_lora", UsageError):
-        args = parse_arguments(argv)
-    from model.config import ConfigError  # not above: --help need not wait seconds for torch
-
-    with one_line_errors("merge_lora", UsageError, ConfigError, OSError):
-        merge(args)
+    with one_line_errors("merge_lora", UsageError, OSError):
+        merge(parse_arguments(argv))
 
 
 if __name__ == "__main__":
