@@ -1,6 +1,5 @@
 """The kinds of data that can be scored: prepared data, raw text, conversations and questions."""
 
-import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,10 +12,17 @@ from common.progress import progress_bar
 from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import JSONL, TEXT_COLUMN, Reading, find_files, read_records, require_columns
+from data.corpus import (
+    JSONL,
+    TEXT_COLUMN,
+    find_files,
+    load_json,
+    read_records,
+    require_columns,
+)
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.readers import parquet_objects
+from data.readers import parquet_rows
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
@@ -60,12 +66,12 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     path, column = find_files(data)[0], text_column or TEXT_COLUMN
     records = iter(())
     if path.endswith(".parquet"):
-        records = parquet_objects(path, (column, *CONVERSATION_KEYS))
+        records = parquet_rows(path, (column, *CONVERSATION_KEYS))
     elif path.endswith(JSONL):
-        records = read_records([path])
+        records = map(load_json, read_records([path]))
     try:
-        keys = json.loads(next(records).raw).keys()
-    except (StopIteration, AttributeError, ValueError):  # scoring says what is wrong with it
+        keys = next(records).keys()
+    except (StopIteration, AttributeError, DataError):  # scoring says what is wrong with it
         return "text"
     if "question" in keys:
         return "choice"
@@ -113,8 +119,8 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
         records = islice(conversation_records(files), args.limit or None)
         facts = {"unit": "conversations", "cut": 0, "left_out": 0}
         return conversation_rows(records, tokenizer, seq_len, facts), None, facts
-    reading = Reading(args.text_column or TEXT_COLUMN)
-    records = islice(read_records(files, reading), args.limit or None)
+    records = read_records(files, args.text_column or TEXT_COLUMN)
+    records = islice(records, args.limit or None)
     if args.task == "text":
         stride = args.stride or max(1, seq_len // 2)
         if stride > seq_len:

@@ -15,7 +15,6 @@ import numpy as np
 from common.errors import UsageError
 from report.charts import Chart, Curve, draw, plot
 from report.history import History, number, read_history, series
-from runs.folder import RunFolder
 
 TEMPLATE = Path(__file__).with_name("template.html")
 SAMPLES = 10  # of a run, besides that of the finished model
@@ -55,13 +54,14 @@ def write_report(runs: list[Path], out: Path) -> None:
     out.write_text(html, encoding="utf-8", errors="replace")
 
 
-def leave_report(run: RunFolder) -> str:
-    """Write the report of a run that ends; return its path, or why there is none."""
+def leave_report(runs: list[Path], out: Path) -> str:
+    """Write the page of runs that end; return its path, or why there is none, for a page that
+    cannot be drawn must not hide how the runs have ended."""
     try:
-        write_report([run.path], run.report)
+        write_report(runs, out)
     except (UsageError, OSError, ValueError, ArithmeticError) as error:
         return f"NOT WRITTEN: {error}"
-    return str(run.report)
+    return str(out)
 
 
 def draw_losses(runs: list[Path], picture: Path) -> None:

@@ -51,7 +51,7 @@ def generate(args: argparse.Namespace) -> None:
     sampling = sampling_of(args)
     prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     decoder, trained = load(args)
-    from inference.text_generator import TextGenerator  # a mistake in a flag needs no torch
+    from inference.terminal import TextGenerator  # a mistake in a flag needs no torch
 
     generator = TextGenerator(
         decoder=decoder,

@@ -249,12 +249,12 @@ def test_the_script_writes_into_the_run_s_folder_and_draws_a_picture(tmp_path, c
 
 def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path):
     run = RunFolder(write_run(tmp_path / "run", [train_row(1)]))
-    assert leave_report(run) == str(run.report)
+    assert leave_report([run.path], run.report) == str(run.report)
     run.report.unlink()
     run.report.mkdir()
-    assert leave_report(run).startswith("NOT WRITTEN: ")
+    assert leave_report([run.path], run.report).startswith("NOT WRITTEN: ")
     run.metrics.write_text("")
-    assert "has not logged a step yet" in leave_report(run)
+    assert "has not logged a step yet" in leave_report([run.path], run.report)
 
 
 @pytest.mark.parametrize(
