@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from data.chat_template import encode_conversations
+from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, USER, Turn
 from data.corpus import Record, load_json, refuse_half_characters
 from data.errors import DataError
@@ -54,7 +54,7 @@ def encode_choices(
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
-        encoded = encode_conversations(tokenizer, chats)
+        encoded = [encode_conversation(tokenizer, chat) for chat in chats]
         starts = [is_answer.index(True) for _, is_answer in encoded]
         return [(ids[: n + sum(said)], n) for (ids, said), n in zip(encoded, starts, strict=True)]
     encoded = tokenizer.encode_batch([text, *(text + delimiter + choice for choice in choices)])
