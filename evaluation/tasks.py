@@ -12,14 +12,7 @@ from common.progress import progress_bar
 from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import (
-    JSONL,
-    TEXT_COLUMN,
-    find_files,
-    load_json,
-    read_records,
-    require_columns,
-)
+from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, read_records, require_columns
 from data.dataset import PackedDataset
 from data.errors import DataError
 from data.readers import parquet_rows
