@@ -11,7 +11,10 @@ from common.numbers import counted
 from data.dataset import TokenStream
 from data.errors import DataError, NothingFitsError
 from data.shards import ANSWER_DTYPE, CONVERSATIONS
+from data.tokenizer import open_tokenizer
 from model.transformer import IGNORE_INDEX
+
+READ_ROWS = 1024  # as many as --eval_samples
 
 
 class ConversationSet(TokenStream):
@@ -49,6 +52,19 @@ class ConversationSet(TokenStream):
         self.n_left_out = 1 + np.count_nonzero(np.diff(begin)) - len(self)
         part = self.description["splits"][split]
         self.bytes_per_token = part["bytes"] / part["answers"]["tokens"]
+        if self.n_cut + self.n_left_out and self.tokenizer_path.is_file():
+            self.bytes_per_token = self._bytes_per_token()
+
+    def _bytes_per_token(self) -> float:
+        """Return the bytes per token of the answers in READ_ROWS rows, spread evenly: conversations
+        that are cut have lost some of the bytes that the description counts."""
+        tokenizer, n_bytes, n_tokens = open_tokenizer(self.tokenizer_path), 0, 0
+        for i in np.unique(np.linspace(0, len(self) - 1, READ_ROWS).astype(int)).tolist():
+            _, targets = self[i]
+            said = targets[targets != IGNORE_INDEX].tolist()
+            n_bytes += len(tokenizer.decode(said).encode())
+            n_tokens += len(said)
+        return n_bytes / n_tokens
 
     @cached_property
     def _answers(self) -> np.ndarray:
