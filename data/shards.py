@@ -99,74 +99,45 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path) -> dict:
-    """Return the contents of a prepared folder's dataset.json, checked against the files beside it.
-    "kind" is one of KINDS.
+    """Return the contents of a prepared folder's dataset.json. "kind" is one of KINDS.
 
-    Raises DataError: no prepared data there, a description that makes no sense, a shard missing or
-    cut short.
+    Raises DataError: no prepared data there, a file of another size than the description says, or a
+    description that contradicts itself.
     """
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
-    if folder.is_file():
+    if not path.is_file():
+        source, out = (folder, "") if folder.is_file() else ("TEXT", f" --out {folder}")
         raise DataError(
-            f"{folder}: a file; text has to be prepared first, with "
-            f"`python -m scripts.prepare_data --data {folder}`"
+            f"{folder}: no prepared data here ({DESCRIPTION_FILE} is missing); make it with "
+            f"`python -m scripts.prepare_data --data {source}{out}`"
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         description.setdefault("kind", TEXT)  # older ones do not say it
-        if description["format"] != FORMAT:
-            raise DataError(f"{path}: this version reads format {FORMAT} of prepared data")
-        for split in SPLITS:
-            _check_split(folder, description, split)
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{folder}: no prepared data here ({DESCRIPTION_FILE} is missing); make it with "
-            f"`python -m scripts.prepare_data --data TEXT --out {folder}`"
-        ) from error
-    except DataError:
-        raise
+        problem = _contradiction(folder, description)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{path}: not a description of token shards ({type(error).__name__}: {error})"
-        ) from error
+        problem = f"{type(error).__name__}: {error}"
+    if problem:
+        raise DataError(f"{path}: damaged or another version ({problem}): prepare the data again")
     return description
 
 
-def _check_split(folder: Path, description: dict, split: str) -> None:
-    """Raises DataError: the description contradicts itself, or a file is not as long as it says.
-    TypeError and others: it has another form."""
-    part, vocab_size = description["splits"][split], description["vocab_size"]
-    dtype = token_dtype(vocab_size)
-    for shard in part["shards"]:
-        _check_file(folder, shard["file"], shard["tokens"], dtype.itemsize)
-    numbers = [vocab_size, part["tokens"], part["bytes"]]
-    sound = all(type(number) is int for number in numbers) and vocab_size > 0
-    sound &= description["dtype"] == dtype.str and description["kind"] in KINDS
-    sound &= part["tokens"] == sum(shard["tokens"] for shard in part["shards"])
-    sound &= part["bytes"] >= min(part["tokens"], 1)
-    if part["tokens"] and description["kind"] == CONVERSATIONS:
-        answers = part["answers"]
-        _check_file(folder, answers["file"], answers["count"], 3 * ANSWER_DTYPE.itemsize)
-        sound &= type(answers["tokens"]) is int and 0 < answers["tokens"] < part["tokens"]
-    if not sound:
-        raise DataError(
-            f"{folder / DESCRIPTION_FILE}: contradicts itself about the {split} split: the file is "
-            "damaged; prepare the data again"
-        )
-
-
-def _check_file(folder: Path, name: str, count: int, itemsize: int) -> None:
-    """Raises DataError: the file does not hold `count` items of so many bytes."""
-    path = folder / name
-    if path.parent != folder or type(count) is not int or count < 1:
-        raise DataError(f"{folder / DESCRIPTION_FILE}: no shard is {name!r}, {count!r} items long")
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: this token shard is missing; prepare the data again") from error
-    if size != count * itemsize:
-        raise DataError(
-            f"{path}: {size} bytes long, but {count} items take {count * itemsize}: "
-            "cut short or foreign; prepare the data again"
-        )
+def _contradiction(folder: Path, description: dict) -> str | None:
+    """Return the first statement of a description that the files or the rest of it contradict.
+    Raises OSError, LookupError, TypeError: a file or a statement is missing."""
+    dtype = token_dtype(description["vocab_size"])
+    if description["format"] != FORMAT or description["kind"] not in KINDS:
+        return f"format {description['format']} of {description['kind']!r}"
+    for split in SPLITS:
+        part = description["splits"][split]
+        sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}
+        if "answers" in part:
+            sizes[part["answers"]["file"]] = part["answers"]["count"] * 3 * ANSWER_DTYPE.itemsize
+        for name, size in sizes.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} bytes, not {size}"
+        tokens = sum(shard["tokens"] for shard in part["shards"])
+        if part["tokens"] != tokens or description["dtype"] != dtype.str:
+            return f"{part['tokens']} tokens of {split} as {description['dtype']}"
+    return None

@@ -14,18 +14,17 @@ from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
 from data.corpus import (
+    JSONL,
     TEXT_COLUMN,
-    Reading,
     Record,
     find_files,
-    is_jsonl,
     load_json,
     read_records,
     require_columns,
 )
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.readers import parquet_objects
+from data.readers import parquet_rows
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import (
@@ -75,14 +74,12 @@ def detect_task(data: str, text_column: str | None = None) -> str:
         return "conversations" if is_chat else "packed"
     path = find_files(data)[0]
     if path.endswith(".parquet") and text_column is None:
-        columns = parquet_objects(path, (TEXT_COLUMN, *CONVERSATION_KEYS))
-        records = (Record(path, *row) for row in columns)
-    elif is_jsonl(path):
-        records = read_records([path])
+        fields = next(parquet_rows(path, (TEXT_COLUMN, *CONVERSATION_KEYS)), None)
+    elif path.endswith(JSONL):
+        first = next(read_records([path]), None)
+        fields = load_json(first) if first else None
     else:
         return "text"
-    first = next(records, None)
-    fields = load_json(first) if first else None
     if not isinstance(fields, dict):
         return "text"
     if "question" in fields:
@@ -193,7 +190,7 @@ def records(args: Namespace, scorer: Scorer) -> Iterable[Record]:
     if args.task == "conversations":
         found = conversation_records(files)
     else:
-        found = read_records(files, Reading(args.text_column or TEXT_COLUMN))
+        found = read_records(files, args.text_column or TEXT_COLUMN)
     return shown(islice(found, args.limit or None), scorer, args.limit or None)
 
 

@@ -14,7 +14,6 @@ from tokenizers import decoders, models
 
 from data.corpus import parse, read_records
 from data.errors import DataError
-from data.segmentation import Splitter
 from data.tokenizer import (
     JsonTokenizer,
     Tokenizer,
@@ -98,14 +97,6 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
     assert all(tokenizer.decode([*one, i]).encode().startswith(b"1 ") for i in next_ids)
 
 
-def test_a_text_cut_into_other_pieces_is_the_same_text(tokenizer, texts):
-    splitter, random = Splitter(tokenizer), np.random.default_rng(0)
-    ids = tokenizer.encode(texts[0])
-    others = [splitter.split(ids, random) for _ in range(3)]
-    assert all(len(way) > len(ids) for way in others)
-    assert {tokenizer.decode(way) for way in others} == {texts[0]}
-
-
 def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path):
     copy_tokenizer(folder, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
@@ -123,11 +114,8 @@ def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (None, "does not say which pieces begin and end a document"),
-        ("{", "does not say which pieces"),
-        ("[]", "does not say which pieces"),
+        (None, "does not say which piece ends a document"),
         ("{}", "no eos_token"),
-        ('{"eos_token": 3}', "no eos_token"),
         ('{"eos_token": "<nothing>"}', "has no piece '<nothing>'"),
     ],
 )

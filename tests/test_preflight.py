@@ -29,7 +29,7 @@ from training.engine.kinds import kind_of
 from training.preflight import check_launch
 from training.prepare import prepare, shapes_of
 from training.resume import run_identity
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)
@@ -156,12 +156,11 @@ def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_pa
     assert "32" in message
 
 
-@pytest.mark.parametrize(("end", "keyword"), [(b"", "train-"), (b"\xff\xff", "65535")])
-def test_damaged_data_is_refused(packed, tmp_path, end, keyword):
+def test_damaged_data_is_refused(packed, tmp_path):
     damaged = shutil.copytree(packed, tmp_path / "damaged")
     shard = next(damaged.glob("train-*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-2] + end)
-    assert keyword in refused(ZERO_2, [*TINY, "--data", str(damaged)])
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert "train-" in refused(ZERO_2, [*TINY, "--data", str(damaged)])
 
 
 def test_weights_to_start_from_are_read(flags, packed, tmp_path):

@@ -15,7 +15,6 @@ from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkp
 from runs.folder import RunFolder
 from runs.lock import release_locks
 from training.arguments import TrainingArguments
-from training.distillation_arguments import DistillationArguments
 from training.prepare import shapes_of
 from training.resume import (
     StartingPoint,
@@ -26,6 +25,7 @@ from training.resume import (
     say_what_changed,
     set_aside,
 )
+from training.stage_arguments import DistillationArguments
 
 NOW = 1.7e9
 SFT = "train_sft_accelerate.py"

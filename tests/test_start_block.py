@@ -17,7 +17,7 @@ from training.engine.launch import Engine
 from training.initial_weights import InitialWeights
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 
 CONFIG = LMConfig()
 

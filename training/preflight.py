@@ -4,7 +4,8 @@
 
 The training program makes the same checks; but once processes run, a launcher adds a page of its
 own to every error. If SEQUENCES is not 0, the flags are printed that divide so many sequences of a
-process and step into micro-batches which fit into the GPUs' memory: stdout has nothing else.
+process and step into micro-batches which fit into the GPUs' memory; if it is "cpu", the flags that
+suit a CPU (training/cpu_steps.py). Stdout has nothing else.
 """
 
 import os
@@ -18,8 +19,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
-from training.arguments import TrainingArguments, parse_arguments
-from training.distillation_arguments import DistillationArguments
+from training.arguments import TrainingArguments, build_parser, parse_arguments
+from training.cpu_steps import cpu_flags
 from training.engine.device import require_usable_gpu
 from training.engine.environment import name_configuration
 from training.engine.estimate import largest_batch
@@ -28,10 +29,12 @@ from training.engine.launch import check_precision, deepspeed_plugin
 from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import DistillationArguments, SFTArguments
 from training.trackers import require_trackers
 
-PROGRAMS = {kind.program: kind for kind in (TrainingArguments, SFTArguments, DistillationArguments)}
+KINDS = TrainingArguments, SFTArguments, DistillationArguments
+MICRO_BATCH = "batch_size", "accumulation_steps"
+PROGRAMS = {kind.program: kind for kind in KINDS}
 
 
 def check_launch(
@@ -45,18 +48,13 @@ def check_launch(
 
     Raises UsageError, ConfigError or DataError: it cannot work.
     """
-    if not processes.isdigit() or int(processes) < 1:
-        raise UsageError(f"the number of processes must be at least 1, not {processes}")
     args, model_settings = parse_arguments(flags, kind)
     require_trackers(args.trackers)
     require_usable_gpu()
     check_precision(args, torch.cuda.is_available())
     if sequences:  # of all of them the global batch is made, however they are divided
         args = replace(args, batch_size=sequences, accumulation_steps=1)
-    deepspeed = None
-    if uses_deepspeed := read_launch(config_file, args):
-        os.environ["WORLD_SIZE"] = processes
-        deepspeed = deepspeed_plugin(args).deepspeed_config
+    deepspeed = read_deepspeed(config_file, processes, args)
     prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
     args, start = prepared.args, prepared.start
     if prepared.initial.source and not start.checkpoint:
@@ -69,9 +67,36 @@ def check_launch(
     else:
         saved = fitting_micro_batch(prepared, deepspeed, int(processes))
     args = replace(args, batch_size=saved, accumulation_steps=sequences // saved)
-    if uses_deepspeed:
+    if deepspeed:
         deepspeed_plugin(args)  # its file may hold a micro-batch as well
     return args
+
+
+def flags_for_cpu(
+    config_file: str, processes: str, flags: list[str], kind: type[TrainingArguments]
+) -> list[str]:
+    """Return flags that suit a CPU and this engine, as far as they are not among `flags`.
+
+    Raises UsageError, ConfigError or DataError: these flags cannot work.
+    """
+    args, _ = parse_arguments(flags, kind)
+    engine = kind_of(read_deepspeed(config_file, processes, args))
+    typed = vars(build_parser(kind).parse_args(flags))
+    decided = cpu_flags(typed, engine.takes_muon)
+    if "max_steps" in decided:
+        print(f"steps: {decided['max_steps']}, which suits a CPU (--max_steps overrides it)")
+    return [f"--{name}={value}" for name, value in decided.items()]
+
+
+def read_deepspeed(config_file: str, processes: str, args: TrainingArguments) -> dict | None:
+    """Return DeepSpeed's configuration of this launch, None without DeepSpeed. Raises UsageError:
+    the launch cannot work."""
+    if not processes.isdigit() or int(processes) < 1:
+        raise UsageError(f"the number of processes must be at least 1, not {processes}")
+    if not read_launch(config_file, args):
+        return None
+    os.environ["WORLD_SIZE"] = processes
+    return deepspeed_plugin(args).deepspeed_config
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
@@ -121,6 +146,11 @@ if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
         program, config_file, processes, sequences, *flags = sys.argv[1:]
         with redirect_stdout(sys.stderr):
-            args = check_launch(config_file, processes, flags, int(sequences), PROGRAMS[program])
+            kind, decided = PROGRAMS[program], []
+            if sequences == "cpu":
+                decided = flags_for_cpu(config_file, processes, flags, kind)
+                sequences = 0
+            args = check_launch(config_file, processes, [*flags, *decided], int(sequences), kind)
         if int(sequences):
-            print(f"--batch_size {args.batch_size} --accumulation_steps {args.accumulation_steps}")
+            decided = [f"--{name}={getattr(args, name)}" for name in MICRO_BATCH]
+        print(*decided)

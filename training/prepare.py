@@ -13,6 +13,7 @@ import torch
 
 from common.errors import SaidError, UsageError
 from data.dataset import TokenStream
+from data.errors import NothingFitsError
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from runs.find import data_of
@@ -31,7 +32,7 @@ from training.resume import (
     with_own_weights,
 )
 from training.schedule import count_steps
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 from training.teacher import TeacherWeights
 
 # Paths, which may differ between machines, and what the main process decides for all.
@@ -104,10 +105,10 @@ def prepare(
 
     def open_data() -> tuple:
         train_set = filled.dataset(filled.data, "train", initial.max_seq_len)
-        if engine is None or engine.accelerator.is_local_main_process:
-            train_set.scan()
-        has_val = filled.dataset.fits(filled.data, "val", initial.max_seq_len)
-        val_set = filled.dataset(filled.data, "val", initial.max_seq_len) if has_val else None
+        try:
+            val_set = filled.dataset(filled.data, "val", initial.max_seq_len)
+        except NothingFitsError:
+            val_set = None
         shapes = shapes_of(initial.config(train_set), filled)
         if teacher:
             teacher.require_fit(train_set, engine)
@@ -152,8 +153,8 @@ def prepared_data(
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-        flags += ["--overwrite", *args.prepare_words()]
-    elif isinstance(args, SFTArguments) and args.says_how_to_prepare():
+        flags += ["--overwrite", f"--flags={args.prepare_flags}"]
+    elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
         raise UsageError(
             "--data is a folder that has been prepared, --conversations and --prepare_flags "
             "prepare one: give either"

@@ -52,7 +52,8 @@ class Run:
         self.batches = StepBatches(train_set, args, engine, start.step)
         flops = prepared.shapes.flops_per_token(train_set.tokens_per_sample)
         if self.teacher:
-            flops += self.teacher.found.flops_per_token(train_set.tokens_per_sample)
+            forward = self.teacher.found.shapes.flops_per_token(train_set.tokens_per_sample) / 3
+            flops += forward  # a third of what training takes
         self.log = TrainingLog(
             self.accelerator,
             self.folder.metrics,

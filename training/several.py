@@ -78,7 +78,7 @@ def parse_models(argv: list[str] | None = None) -> list[Model]:
         (len({*names}) < len(names), f"two models have the same run_name, of {', '.join(names)}"),
         (first.resume not in (None, "auto"), "several models take --resume auto, from one step"),
         (first.keep_last == 1, "--keep_last 1: several models need 2, one may be behind"),
-        (set(first.trackers) - {"tensorboard", "none"}, "several models take tensorboard or none"),
+        (set(first.trackers) - {"tensorboard"}, "several models take tensorboard or none"),
     ):
         if refused:
             raise UsageError(said)

@@ -8,7 +8,7 @@ from functools import partial
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from runs.checkpoint import write_base
-from training.arguments import Arguments, TrainingArguments, parse_arguments
+from training.arguments import TrainingArguments, parse_arguments
 from training.build import BuiltModel, build_model
 from training.engine.failures import one_line_failures
 from training.engine.launch import Engine, build_engine
@@ -41,7 +41,9 @@ def one_program(name: str, argv: list[str] | None) -> Iterator[None]:
 
 
 def run_program(
-    kind: type[Arguments], train: Callable[[Arguments, dict], None], argv: list[str] | None
+    kind: type[TrainingArguments],
+    train: Callable[[TrainingArguments, dict], None],
+    argv: list[str] | None,
 ) -> None:
     """Call `train` with the arguments in argv, see `one_program`.
 

@@ -31,8 +31,7 @@ def start_block(run: Run) -> str:
         origin = checkpoint.name + ", not again --init_from" * bool(args.init_from)
     read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
-        padding = data.share_of_padding(run.batches.sampler)
-        read = f"{data.summary}; {padding:.1%} of positions are padding"
+        read = data.summary
     held_out = "NO VALIDATION"
     if run.val_loader:
         held_out = f"validation on {len(run.val_loader.dataset):,}"

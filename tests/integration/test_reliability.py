@@ -387,5 +387,5 @@ def test_every_best_validation_is_saved_and_the_end_says_which_one_it_was(packed
     lower = [step for step in losses if losses[step] == min(list(losses.values())[: step // 2])]
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(int(path.name[5:]) for path in folder.glob("step-*")) == [*lower, 18]
-    best = f"{tmp_path / 'run'}@best"
-    assert f"it was lowest after step {lower[-1]}, {losses[lower[-1]]:.4f}: {best} is" in ended.out
+    best = f"{losses[lower[-1]]:.4f} at step {lower[-1]}: {tmp_path / 'run'}@best\n"
+    assert f"best validation loss {best}" in ended.out
