@@ -43,12 +43,8 @@ class LossMeter:
         self._bad_in_row = torch.zeros_like(self._skipped)
 
     def add(self, weight: float, **means: Tensor) -> None:
-        """Add a micro-batch.
-
-        Args:
-            weight: its targets that count, as a share of a full micro-batch's.
-            means: detached mean of the loss and of each part over these targets.
-        """
+        """Add the detached means of a micro-batch; `weight` is its number of targets that count,
+        as a share of a full micro-batch's."""
         self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
         self._step[-1] += weight
 
@@ -86,10 +82,7 @@ class LossMeter:
         return sums | {"skipped_steps": self.skipped_steps()}
 
     def load_state(self, states: list[dict[str, float]], rank: int) -> None:
-        """Go on with the states that the ranks of a checkpoint saved.
-
-        Another number of processes shares their sum equally.
-        """
+        """Go on with what the ranks of a checkpoint saved; other ranks share the sum equally."""
         processes = self.accelerator.num_processes
         if len(states) == processes:
             states, processes = [states[rank]], 1
@@ -283,10 +276,8 @@ def as_time(seconds: float) -> str:
 
 
 def drop_rows_from(path: Path, step: int) -> None:
-    """Take the rows of this step and later out of a file of JSON lines.
-
-    A resumed run writes them again. A run that begins again from nothing drops all rows.
-    """
+    """Take the rows of this step and later, which are written again, out of a file of JSON lines.
+    Step 1 drops all rows."""
     if path.exists():
         rows = [row for row in read_rows(path) if row["step"] < step and step > 1]
         write_whole(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))

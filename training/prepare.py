@@ -147,12 +147,8 @@ def prepare(
 def prepared_data(
     args: TrainingArguments, initial: InitialWeights, teacher: TeacherWeights | None
 ) -> str:
-    """Return --data, which is prepared here where that is this program's to do: the built-in
-    corpus, and conversations, which need the tokenizer of the weights.
-
-    Raises SaidError: the preparation failed. UsageError: flags that contradict each other, or
-    nothing tells what the teacher was trained on.
-    """
+    """Return --data; prepare the built-in corpus, and conversations, which need the tokenizer of
+    the weights. Raises SaidError, UsageError: the preparation failed, or flags contradict."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))

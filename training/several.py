@@ -127,10 +127,8 @@ class Runs:
         self._left = dict.fromkeys(random, time.perf_counter())  # when a run's turn ended
 
     def steps(self) -> Iterator[int]:
-        """Yield the optimizer steps to take, counted from 1."""
-        for run in self.all:
-            run.model.train()
-        yield from self.first.steps()
+        """Return the optimizer steps to take, counted from 1."""
+        return self.first.steps()
 
     def in_turn(self) -> Iterator[Run]:
         """Yield each run, with its random numbers, and DeepSpeed's configuration in Accelerate's
@@ -144,11 +142,7 @@ class Runs:
             self._left[run] = time.perf_counter()
 
     def end(self, step: int, val_losses: dict[Run, float | None]) -> bool:
-        """Save all runs where it is time for one of them; return whether they were asked to stop.
-
-        Args:
-            val_losses: as `Run.report` returned them.
-        """
+        """Save all runs where it is time for one; return whether they were asked to stop."""
         reason = self.stop.reason()
         due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
         if reason or self.stop.time_to_save or any(due):
@@ -207,13 +201,11 @@ def set_up_several(models: list[Model]) -> Runs | None:
     require_trackers(first.trackers)
     engines = build_engines([model.args for model in models])
     resumed = on_main_process(engines[0], lambda: resumed_together([each.args for each in models]))
-    prepared = []
-    for (args, settings), engine, checkpoint in zip(models, engines, resumed, strict=True):
-        prepared.append(prepare(replace(args, resume=checkpoint), settings, engine))
-    batches = {
-        (each.config.max_seq_len, each.identity["global_batch"], each.total_steps)
-        for each in prepared
-    }
+    prepared = [
+        prepare(replace(args, resume=checkpoint), settings, engine)
+        for (args, settings), engine, checkpoint in zip(models, engines, resumed, strict=True)
+    ]
+    batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in prepared}
     if len(batches) > 1:
         raise UsageError(f"models differ in (max_seq_len, sequences of a step, steps): {batches}")
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)

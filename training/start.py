@@ -80,12 +80,8 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str = "") -> Run | None:
     """Build the model, load its weights and say what is in use; None if the run is finished.
 
-    In the folder of a run that goes on nothing is changed yet: `settle` does that.
-
-    Args:
-        name: see `Run`.
-
-    Raises UsageError, ConfigError: this cannot be trained.
+    In the folder of a run that goes on nothing is changed yet: `settle` does that. `name` is the
+    one of `Run`. Raises UsageError, ConfigError: this cannot be trained.
     """
     args, start = prepared.args, prepared.start
     on_main_process(engine, partial(claim, start))

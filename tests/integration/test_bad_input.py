@@ -138,7 +138,7 @@ def test_what_one_rank_cannot_see_is_said_by_the_first_with_its_place(packed, tm
     run_1 = train("plain", 1, packed, tmp_path / "run", "--max_steps 1")
     data, missing, flags = {
         "data": (os.path.relpath(packed, REPOSITORY), "no prepared data here", ""),
-        "checkpoint": (packed, "cannot be used", "--resume auto --run_name run"),
+        "checkpoint": (packed, "state.json", "--resume auto --run_name run"),
         "weights": (packed, "model.safetensors", f"--init_from {out}/run"),
     }[what]
     script = tmp_path / "rank_1_elsewhere.py"
