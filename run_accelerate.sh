@@ -69,7 +69,7 @@ if [ "$stage" = pretrain ]; then
   data=${DATA:-builtin}
   packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
   # Data prepared by hand is used as it is; data with settings given here has a folder of its own.
-  read -ra how <<<"--overwrite ${PREPARE_FLAGS:-}"
+  how=(--overwrite "--flags=${PREPARE_FLAGS:-}")
   [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse)
   if [[ " $* " != *" --data"[=\ ]* ]]; then
     "$python" -m scripts.prepare_data --data "$data" --out "$packed" "${how[@]}"

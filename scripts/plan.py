@@ -3,7 +3,6 @@
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
 
-Flags are those of the training programs that memory and time depend on, and those under "plan".
 Neither a GPU nor weights are needed. The figures are those of training/engine/estimate.py.
 """
 
@@ -11,17 +10,17 @@ import os
 
 import torch
 
-from common.columns import columns
 from common.errors import UsageError, one_line_errors
+from common.numbers import columns
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import as_arguments, build_parser
-from training.engine.device import PEAKS, peak_flops
+from training.engine.device import peak_flops
 from training.engine.estimate import (
     OVERHEAD,
     Workload,
     choices,
     estimate,
-    fits,
+    first_fitting,
     largest_batch,
 )
 from training.engine.kinds import Kind
@@ -57,14 +56,11 @@ def describe(options: dict) -> str:
             raise UsageError(f"--{key} must be positive, not {value}")
     args, model_settings = as_arguments(options)
     has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if gpu_memory or name or has_gpu else "cpu")
-    name = name or (torch.cuda.get_device_name() if has_gpu else None)
-    precision = "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32")
-    peak = peak_flops(name, precision) if name else None
-    if name and peak is None:
-        raise UsageError(f"--device {name}: its peak is not known, but that of {', '.join(PEAKS)}")
     if name and not gpu_memory and not has_gpu:
         raise UsageError(f"--device {name}: say its --gpu_memory too, in GiB")
+    device = torch.device("cuda" if gpu_memory or has_gpu else "cpu")
+    name = name or (torch.cuda.get_device_name() if has_gpu else "this device")
+    peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
     room = int(gpu_memory * GIB) if gpu_memory else available_memory(device, processes) or 0
     with torch.device("meta"):
         shapes = Transformer(LMConfig(**model_settings, vocab_size=vocab_size))
@@ -80,22 +76,20 @@ def describe(options: dict) -> str:
     tokens = tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
     flops = tokens * work.shapes.flops_per_token(seq_len)
     hours = f"{flops / (peak * mfu * processes) / 3600:.3g}" if peak else "?"
-    kinds = choices(work)
-    found = next((kind for kind in kinds if fits(kind, work, room)), None)
+    found = first_fitting(work, room)
     advice = "No engine fits with this --batch_size: take a smaller one, or more memory."
     if found:
-        advice = f"Take {found.name}, the first that fits:\n{found.command}."
-    return "\n".join(
-        [
-            f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
-            f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps",
-            f"{room / GIB:.1f} GiB for each of {processes} processes, of which "
-            f"{OVERHEAD // GIB} for libraries" + (f"; {name} at {mfu:.0%} MFU" if peak else ""),
-            "",
-            columns([_row(kind, work, room) | {"hours": hours} for kind in kinds]),
-            "",
-            advice,
-        ]
+        advice = (
+            f"Take {found.name}, the first that fits:\nENGINE={found.config} bash run_accelerate.sh"
+        )
+    note = "" if peak else " (its peak is not known)"
+    rows = [_row(kind, work, room) | {"hours": hours} for kind in choices(work)]
+    return (
+        f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
+        f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
+        f"{room / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
+        f"libraries; {name} at {mfu:.0%} MFU{note}\n\n"
+        f"{columns(rows)}\n\n{advice}"
     )
 
 

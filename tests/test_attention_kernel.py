@@ -9,14 +9,6 @@ CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta stands in: any devi
 CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 
 
-def test_the_numbers_are_those_of_pytorch():
-    assert int(SDPBackend.MATH.value) == MATH
-    assert {
-        int(getattr(SDPBackend, name).value): KERNELS[int(getattr(SDPBackend, name).value)]
-        for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
-    } == KERNELS
-
-
 @pytest.mark.parametrize(
     ("changes", "said", "keeps_scores"),
     [
@@ -38,7 +30,6 @@ def test_on_a_cpu_it_is_plain_or_blocks_of_rows(changes, said, keeps_scores):
         (SDPBackend.FLASH_ATTENTION, "flash attention", False),
         (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient attention", False),
         (SDPBackend.MATH, "all T × T scores: no fused kernel", True),
-        (SDPBackend.OVERRIDEABLE, "it does not say which", False),
     ],
 )
 def test_the_kernel_that_pytorch_chooses_is_named(monkeypatch, choice, said, keeps_scores):
@@ -66,10 +57,3 @@ def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypa
 
 def test_this_pytorch_answers_the_question():
     assert fused_choice(LMConfig(**CONFIG), torch.float32, CPU) in (MATH, *KERNELS)
-
-
-def test_a_pytorch_without_the_question_is_no_error(monkeypatch):
-    monkeypatch.delattr(torch, "_fused_sdp_choice")
-    text, scores = attention_kernel(LMConfig(**CONFIG), torch.bfloat16, GPU)
-    assert "does not say which" in text
-    assert not scores

@@ -26,20 +26,18 @@ def said(error: Exception, recompute: str = "off", **model_settings) -> str:
     [
         (torch.OutOfMemoryError(ON_A_GPU), "which 1.02 GiB is free)"),
         (RuntimeError("NCCL error: unhandled cuda error: out of memory"), "NCCL error"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), "CUBLAS"),
         (MemoryError(), "MemoryError"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_flags_in_use_and_the_way_out_are_named(error, details):
     line = said(error, max_seq_len=1024, dim=64)
-    flags = "--batch_size 24 --accumulation_steps 2 --max_seq_len 1024"
+    flags = "--batch_size 24 --accumulation_steps 2"
     assert line.startswith(f"out of memory with {flags}: a smaller --batch_size with larger ")
     assert details in line
     assert "Process 1" not in line
     assert "--use_flash_attn" not in line
     assert "--use_flash_attn" in said(error, use_flash_attn=False)
-    assert "--max_seq_len 1024" not in said(error)
     ways = {what: said(error, what) for what in RECOMPUTE}
     named = [what for what in RECOMPUTE if "--gradient_checkpointing blocks" in ways[what]]
     assert named == ["off", "selective"]
@@ -55,9 +53,7 @@ def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
     ("text", "what"),
     [
         ("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:157. GLHF!", "has ended"),
-        ("[gloo/pair.cc:537] Read error [10.0.0.2]:1: Connection reset by peer. GL", "has ended"),
         ("NCCL error: remote process exited or there was a network error", "has ended"),
-        ("[gloo/pair.cc:537] Read error [10.0.0.2]:1: Connection timed out. GL", "does not answer"),
         ("[gloo/buffer.cc:81] Timed out waiting 1800000ms for recv operation", "does not answer"),
     ],
 )

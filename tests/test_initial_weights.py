@@ -92,10 +92,10 @@ def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(typed, sa
     assert says in str(error.value)
 
 
-def test_another_tokenizer_is_refused_with_the_command_that_prepares_the_data(weights, packed):
+def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weights, packed):
     (weights / TOKENIZER_FILE).write_bytes(b"another")
-    command = f"prepare_data --tokenizer {weights / TOKENIZER_FILE} --data TEXT --out"
-    with pytest.raises(DataError, match=f"prepare the text with .*{command}"):
+    flag = f"--tokenizer {weights / TOKENIZER_FILE}"
+    with pytest.raises(DataError, match=f"prepare the text anew with {flag}"):
         config("", weights, packed)
 
 

@@ -1,4 +1,3 @@
-import logging
 import os
 from types import SimpleNamespace
 
@@ -12,10 +11,9 @@ from training.arguments import TrainingArguments
 from training.engine import launch
 from training.engine.launch import (
     Engine,
-    _name,
     build_engine,
     deepspeed_plugin,
-    deepspeed_plugins,
+    take_launch,
 )
 
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
@@ -51,15 +49,17 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
 @pytest.mark.parametrize(
     ("variables", "args", "named"),
     [
-        ({"MIXED_PRECISION": "fp16"}, BF16, "--mixed_precision fp16, but --dtype is bfloat16"),
-        ({"MIXED_PRECISION": "bf16"}, FP32, "--mixed_precision bf16, but --dtype is float32"),
+        (
+            {"MIXED_PRECISION": "fp16"},
+            BF16,
+            "--mixed_precision fp16, but --dtype",
+        ),
         ({}, FP16, "--dtype float16 needs a GPU; on a CPU use bfloat16 or float32"),
         ({"GRADIENT_ACCUMULATION_STEPS": "8"}, BF16, "--gradient_accumulation_steps 8"),
         ({"USE_DEEPSPEED": "true", "USE_CPU": "yes"}, BF16, "switches DeepSpeed off"),
         ({"USE_DEEPSPEED": "true"}, BF16, "without a launcher"),
         ({"USE_CPU": "true", "MASTER_PORT": "29500"}, BF16, "pass --multi_gpu"),
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
-        ({}, TrainingArguments(tf32=True), "not in bfloat16"),
     ],
 )
 def test_a_launch_that_would_not_do_as_told_is_refused(environ, variables, args, named):
@@ -88,20 +88,6 @@ def test_what_a_gpu_lacks_is_refused(environ, monkeypatch):
         assert torch.backends.cuda.matmul.allow_tf32 is args.tf32
 
 
-@pytest.mark.parametrize(
-    ("processes", "zero_stage", "says"),
-    [
-        (1, 2, "DeepSpeed ZeRO-2"),
-        (4, 1, "DeepSpeed ZeRO-1"),
-        (2, None, "DDP, not DeepSpeed"),
-        (1, None, "single process, no engine"),
-    ],
-)
-def test_the_engine_has_a_name_for_people(processes, zero_stage, says):
-    deepspeed = zero_stage and {"zero_optimization": {"stage": zero_stage}}
-    assert _name(deepspeed, processes) == says
-
-
 def test_the_accumulation_changes_in_deepspeeds_configuration_too():
     deepspeed = {
         "zero_optimization": {"stage": 1},
@@ -114,11 +100,6 @@ def test_the_accumulation_changes_in_deepspeeds_configuration_too():
     assert accelerator.gradient_accumulation_steps == 3
     assert deepspeed["gradient_accumulation_steps"] == 3
     assert deepspeed["train_batch_size"] == 24
-
-
-def test_a_process_that_is_alone_agrees_with_itself(accelerator):
-    engine = Engine(accelerator, "single process", None)
-    assert engine.largest(7) == engine.total(7) == 7
 
 
 @pytest.mark.parametrize(("question", "expected"), [("largest", 9), ("total", 17)])
@@ -158,15 +139,12 @@ def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
     assert plugin.zero_stage == 2
     assert plugin.deepspeed_config["gradient_clipping"] == 0.7
     assert plugin.deepspeed_config["train_batch_size"] == 24
-    assert plugin.deepspeed_config["gradient_accumulation_steps"] == 3
-    assert plugin.deepspeed_config["bf16"]["enabled"] is True
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("GRADIENT_CLIPPING", "9.0"),
-        ("DEEPSPEED_ZERO_STAGE", "1"),
         ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
     ],
 )
@@ -196,18 +174,7 @@ def test_what_accelerate_rejects_is_said_in_one_line(environ, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_deepspeed_s_warning_about_an_optimizer_that_is_tested_is_left_out(caplog):
-    logger = logging.getLogger("DeepSpeed")
-    logger.addHandler(caplog.handler)
-    logger.warning("**** You are using ZeRO with an untested optimizer, proceed with caution *****")
-    logger.warning("something else")
-    logger.removeHandler(caplog.handler)
-    assert caplog.messages == ["something else"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "given"), [(50_000_000, 1000), (10, 10), (None, 1000), ("auto", 1000)]
-)
+@pytest.mark.parametrize(("asked", "given"), [(50_000_000, 1000), (10, 10), ("auto", 1000)])
 def test_buckets_are_no_larger_than_all_gradients(asked, given):
     zero = {"stage": 2} | ({} if asked is None else {"reduce_bucket_size": asked})
     engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
@@ -216,15 +183,56 @@ def test_buckets_are_no_larger_than_all_gradients(asked, given):
     Engine(None, "DDP", None).fit_to(64, n_parameters=1000)  # has none
 
 
-def test_each_of_several_models_has_the_file_that_it_names_or_the_launchers(environ):
+OURS = str(REPOSITORY / "ds_config.json")
+NAMED = TrainingArguments(deepspeed=OURS)
+
+
+def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
+    theirs = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+    environ |= theirs  # of DeepSpeed's launcher (deepspeed/launcher/launch.py)
+    take_launch(NAMED)
+    expected = theirs | {
+        "LOCAL_WORLD_SIZE": "2",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS,
+    }
+    assert {name: environ[name] for name in expected} == expected
+
+
+def test_without_a_launcher_a_process_is_alone(environ):
+    take_launch(NAMED)
+    assert environ["RANK"] == environ["LOCAL_RANK"] == "0"
+    assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "1"
+    assert {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
+
+
+@pytest.mark.parametrize("named", [os.path.relpath(OURS), "none", "other.json"])
+def test_only_another_file_of_the_launchers_is_a_contradiction(environ, named):
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
+    if named == "other.json":
+        with pytest.raises(UsageError, match=r"--deepspeed is .* file is other.json: name one"):
+            take_launch(NAMED)
+        return
+    take_launch(NAMED)
+    assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
+
+
+def test_of_several_models_each_may_name_a_file_and_the_launchers_is_that_of_the_others(environ):
     environ |= {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
-        "ACCELERATE_GRADIENT_CLIPPING": "0.7",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS,
         "WORLD_SIZE": "2",
     }
-    own = TrainingArguments(
-        batch_size=4, deepspeed=str(REPOSITORY / "configs/zero3.json"), grad_clip=0.7
-    )
-    plugins = deepspeed_plugins([own, TrainingArguments(batch_size=4, grad_clip=0.7)])
-    assert [plugin.zero_stage for plugin in plugins] == [3, 2]
-    assert [plugin.deepspeed_config["gradient_clipping"] for plugin in plugins] == [0.7, 0.7]
+    own = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json"))
+    models = own, TrainingArguments()
+    take_launch(*models)
+    assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
+    assert [deepspeed_plugin(args).zero_stage for args in models] == [3, 2]
+
+
+def test_deepspeed_for_some_models_alone_is_refused_by_their_names(environ):
+    before = dict(environ)
+    first = TrainingArguments(deepspeed=OURS, run_name="first")
+    with pytest.raises(UsageError, match=r"all models or none: only first and not the launcher"):
+        take_launch(first, TrainingArguments(run_name="plain"))
+    assert environ == before

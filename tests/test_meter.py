@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training.meter import LossMeter
+from training.log import LossMeter
 
 NAN, INF = float("nan"), float("inf")
 

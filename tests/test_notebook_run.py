@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from conftest import TINY
 
 from runs.checkpoint import read_state
-from runs.lock import lock
+from runs.folder import lock
 from train_pretrain_accelerate import main
 from training.notebook import leave_as_found
 from training.run import Run

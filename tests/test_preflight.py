@@ -156,12 +156,11 @@ def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_pa
     assert "32" in message
 
 
-@pytest.mark.parametrize(("end", "keyword"), [(b"", "train-"), (b"\xff\xff", "65535")])
-def test_damaged_data_is_refused(packed, tmp_path, end, keyword):
+def test_damaged_data_is_refused(packed, tmp_path):
     damaged = shutil.copytree(packed, tmp_path / "damaged")
     shard = next(damaged.glob("train-*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-2] + end)
-    assert keyword in refused(ZERO_2, [*TINY, "--data", str(damaged)])
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert "train-" in refused(ZERO_2, [*TINY, "--data", str(damaged)])
 
 
 def test_weights_to_start_from_are_read(flags, packed, tmp_path):
@@ -204,7 +203,7 @@ def test_a_run_that_cannot_be_gone_on_with_is_refused(flags, run_of):
     run = run_of()
     taken = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
     said = refused(ZERO_2, taken)
-    assert f"{run} holds a run: pass --resume auto to go on with it, or another run_name" in said
+    assert f"{run} holds a run: pass --resume auto, or another run_name" in said
     resumed = [*flags, "--resume", str(run)]
     check_launch(ZERO_2, "2", [*resumed, "--batch_size", "2"])
     assert "cannot be made of --batch_size 5" in refused(

@@ -57,7 +57,6 @@ def run_of(accelerator, tmp_path):
         engine.set_accumulation(ACCUMULATION)
         config = LMConfig(dim=16, n_layers=1, n_heads=2, vocab_size=VOCAB, max_seq_len=SEQ_LEN)
         prepared = Prepared(
-            asked=args,
             args=args,
             start=StartingPoint(RunFolder(tmp_path), state={"step": trained}),
             initial=InitialWeights({}),

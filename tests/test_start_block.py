@@ -34,9 +34,8 @@ def run_of(monkeypatch, tmp_path):
             num_processes=2, device=torch.device(device), mixed_precision="bf16"
         )
         monkeypatch.setattr(start_block, "available_memory", lambda device, processes: room)
-        monkeypatch.setattr(start_block, "space_warning", lambda *run: None)
         prepared = {
-            **{"asked": args, "args": args, "start": StartingPoint(RunFolder(tmp_path))},
+            **{"args": args, "start": StartingPoint(RunFolder(tmp_path))},
             **{"initial": InitialWeights({}), "teacher": None, "train_set": None, "val_set": 1},
             **{"config": config, "shapes": shapes_of(config, args), "identity": {}},
             **{"total_steps": 1000, "schedule_note": None},
@@ -95,16 +94,6 @@ def test_the_process_with_the_least_counts(run_of, monkeypatch):
     assert len(start_block.warnings(run_of(2 * enough))) == 1
 
 
-def test_ddp_is_said_with_the_flag_that_gives_deepspeed(run_of, monkeypatch):
-    monkeypatch.delenv("RESUME_WITH", raising=False)
-    run = run_of()
-    assert start_block._hint(run) == ""
-    run.engine.deepspeed = None
-    assert "--use_deepspeed" in start_block._hint(run)
-    run.accelerator.num_processes = 1
-    assert start_block._hint(run) == ""
-
-
 def test_sums_of_gradients_that_are_not_fp32_are_said(run_of):
     run = run_of()
     assert start_block._precision(run) == "bf16"
@@ -133,13 +122,9 @@ def test_a_teacher_is_named_and_counted(run_of):
         ({"val_set": None}, "NO VALIDATION: .* train with a smaller --max_seq_len"),
         (
             {"val_set": None, "args": SFTArguments(data="x")},
-            "NO VALIDATION: no answer .* with a larger --max_seq_len",
+            "NO VALIDATION: .* with a larger --max_seq_len",
         ),
-        (
-            {"args": TrainingArguments(save_interval=5000)},
-            "--save_interval 5000 lies beyond the last step, 1000",
-        ),
-        ({"total_steps": 49}, "49 steps are hardly training; a higher --max_steps"),
+        ({"total_steps": 49}, "49 steps are hardly training"),
     ],
 )
 def test_a_setting_that_is_hardly_meant_is_warned_of(run_of, changes, keyword):

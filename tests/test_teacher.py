@@ -18,7 +18,7 @@ from runs.folder import RunFolder
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
-from training.resume import StartingPoint, with_own_teacher
+from training.resume import StartingPoint, with_own_weights
 from training.stage_arguments import DistillationArguments
 from training.teacher import Teacher, TeacherWeights
 
@@ -134,7 +134,7 @@ def test_weights_that_cannot_teach_are_one_line(weights, tmp_path):
         find(weights / "none")
     foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))
     (foreign / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match=r"foreign/config.json: model_type is 'gpt2': only"):
+    with pytest.raises(ConfigError, match=r"foreign: model_type is 'gpt2', only"):
         find(foreign)
     with pytest.raises(UsageError, match="divided by ZeRO stage 3, not 2"):
         find(weights, teacher_config="ds_config.json")
@@ -147,7 +147,7 @@ def test_a_run_that_goes_on_keeps_its_teacher_though_another_is_newer(tmp_path):
 
     def teacher(checkpoint: Path | None, **flags) -> str:
         args = DistillationArguments(**flags)
-        return with_own_teacher(args, StartingPoint(run, checkpoint)).teacher
+        return with_own_weights(args, StartingPoint(run, checkpoint)).teacher
 
     assert teacher(run.checkpoint(1)) == "its own"
     assert teacher(run.checkpoint(1), teacher="typed") == "typed"

@@ -37,20 +37,13 @@ def test_of_the_configuration_there_stays_what_is_not_about_training(launched):
     assert found == {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
 
 
-def test_old_names_are_read_as_the_new_ones(launched):
-    found = launched(stage=3, cpu_offload_param=True, cpu_offload=True).config
-    assert found["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
-
-
 @pytest.mark.parametrize(
     ("device", "zero", "line"),
     [
         ("cuda:1", {}, "--device cuda:1: ZeRO-3 takes cpu here, leave it out"),
         (None, {"offload_param": {"device": "nvme"}}, "--config_file configs/zero3_offload.yaml"),
         # As in training.
-        (None, {"offload_param": "cpu"}, "DeepSpeed rejects .*ds.json"),
         (None, {"offload_parm": {"device": "cpu"}}, "DeepSpeed rejects .*offload_parm"),
-        (None, {"aio": {}}, "DeepSpeed rejects .*aio"),
         (
             None,
             {"zero_quantized_weights": True},

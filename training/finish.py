@@ -15,8 +15,7 @@ from formats.portable import load_portable, save_portable
 from model import LMConfig
 from model.lora import LoRA, merged_weights
 from report.history import read_history
-from report.page import final_numbers, leave_report
-from report.picture import draw_losses
+from report.page import draw_losses, final_numbers, leave_report
 from runs.checkpoint import with_base
 from runs.find import BEST
 from runs.folder import RunFolder
@@ -68,7 +67,7 @@ def finish(
         f"\n{_validations(run)}\n"
         f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n\n"
         f"loss curve: {run.loss_picture}\n"
-        f"report:     {leave_report(run)}\n"
+        f"report:     {leave_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
         f"      {python()} -m scripts.evaluate {run.path}\n"
@@ -101,5 +100,5 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     command = "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    print(f"report: {leave_report(run)}")
+    print(f"report: {leave_report([run.path], run.report)}")
     print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)

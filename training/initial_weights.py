@@ -21,14 +21,15 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
     """Raise DataError where a trained model cannot read this data. Without a tokenizer beside the
     model only the sizes of the vocabularies are compared."""
     room = source.config().vocab_size
-    same, command = data.vocab_size == room, "prepare the text with the model's"
+    same, flag = data.vocab_size == room, "the model's tokenizer"
     if source.tokenizer.is_file():
         same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
-        command = data.prepare_with(source.tokenizer)
+        flag = f"--tokenizer {source.tokenizer}"
     if not same or data.vocab_size > room:
         raise DataError(
             f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
-            f"{source.path}, vocabulary {room}: {command}"
+            f"{source.path}, vocabulary {room}: prepare the {data.kind} anew with "
+            f"{flag}"
         )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from runs.lock import release_locks
+from runs.folder import release_locks
 from training.interruption import SIGNALS
 
 

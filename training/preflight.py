@@ -20,13 +20,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from training.arguments import TrainingArguments, build_parser, parse_arguments
-from training.checkpointing import require_same_adapters
 from training.cpu_steps import cpu_flags
 from training.engine.device import require_usable_gpu
-from training.engine.environment import name_configuration
-from training.engine.estimate import estimate, largest_batch
+from training.engine.estimate import largest_batch
 from training.engine.kinds import kind_of
-from training.engine.launch import check_precision, deepspeed_plugin
+from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
 from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
@@ -58,15 +56,16 @@ def check_launch(
     deepspeed = read_deepspeed(config_file, processes, args)
     prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
     args, start = prepared.args, prepared.start
-    if start.checkpoint:
-        lora = prepared.shapes.lora
-        require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
-    elif prepared.initial.source:
+    if prepared.initial.source and not start.checkpoint:
         prepared.initial.load()
     if not sequences:
         return args
-    size = saved_micro_batch(prepared) or fitting_micro_batch(prepared, deepspeed, int(processes))
-    args = replace(args, batch_size=size, accumulation_steps=sequences // size)
+    saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
+    if saved and sequences % saved == 0:  # sums in another order would end in other bits
+        print(f"micro-batch: {saved} of {sequences} sequences, as saved")
+    else:
+        saved = fitting_micro_batch(prepared, deepspeed, int(processes))
+    args = replace(args, batch_size=saved, accumulation_steps=sequences // saved)
     if deepspeed:
         deepspeed_plugin(args)  # its file may hold a micro-batch as well
     return args
@@ -124,25 +123,9 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
-def saved_micro_batch(prepared: Prepared) -> int | None:
-    """Return the micro-batch of a run that goes on, whatever memory is free now: sums in another
-    order would end in other bits. None for a new run, and where it does not divide the sequences.
-    """
-    start, sequences = prepared.start, prepared.args.batch_size * prepared.args.accumulation_steps
-    size = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
-    if not isinstance(size, int) or size < 1 or sequences % size:
-        return None
-    print(f"micro-batch: {size} of {sequences} sequences, as saved")
-    return size
-
-
 def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
     """Return the largest divisor of a process's sequences that fits on the GPU with the least free
-    memory, as --batch_size.
-
-    Args:
-        deepspeed: its configuration; None without DeepSpeed.
-    """
+    memory, as --batch_size."""
     sequences = prepared.args.batch_size
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
@@ -151,11 +134,9 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     work = prepared.workload(processes, gpus[0], compiled)
     most = max(1, largest_batch(kind, work, room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
-    needed = estimate(kind, replace(work, args=replace(work.args, batch_size=size))).peak
     print(
         f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
-        f"(up to {needed / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; --batch_size and "
-        "--accumulation_steps override it)"
+        f"({room / GIB:.1f} GiB on a GPU; --batch_size and --accumulation_steps override it)"
     )
     return size
 

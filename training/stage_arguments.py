@@ -3,7 +3,6 @@
 Flags of adapters have DeepSpeed-Chat's names.
 """
 
-import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,13 +79,6 @@ class SFTArguments(TrainingArguments):
                 module_name=self.lora_module_name,
                 only_lora=self.only_optimize_lora,
             )
-
-    def prepare_words(self) -> list[str]:
-        """Split --prepare_flags as a shell would. Raises UsageError: a quote is not closed."""
-        try:
-            return shlex.split(self.prepare_flags)
-        except ValueError as error:
-            raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Every engine in turn in the same processes: what it holds and sends, how it trains, and how it
-goes on from each other one's checkpoint. Started by test_engines.py, which reads what this leaves.
+"""Every engine in turn in the same processes: what it holds, how it trains, and how it goes on from
+each other one's checkpoint. Started by test_engines.py, which reads what this leaves.
 
     accelerate launch --multi_gpu ... all_engines.py FOLDER ENGINE ...
 """
@@ -7,9 +7,6 @@ goes on from each other one's checkpoint. Started by test_engines.py, which read
 import json
 import os
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,14 +14,11 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, distributed
 
-from formats.portable import TensorFile, save_tensors
+from formats.portable import load_tensors, save_tensors
 from model import LMConfig, Transformer
-from model import loss as model_loss
 from training.arguments import TrainingArguments
 from training.build import build_model
-from training.engine import launch as launch_engine
 from training.engine.compilation import Compilation
-from training.engine.deepspeed_config import read_config
 from training.engine.launch import Engine, build_engine, plain_module
 from training.interruption import leave
 from training.optimizer import set_learning_rate
@@ -34,78 +28,28 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 CONFIG = LMConfig(dim=32, n_layers=2, n_heads=4, vocab_size=131, max_seq_len=16)
 SAVED, STEPS, ACCUMULATION = 2, 3, 2
 LINEAR = torch.nn.functional.linear
-SCALAR = 1000  # elements; what is smaller is no part of the model
-SENT = {
-    "gradients": ("all_reduce", "reduce", "reduce_scatter_tensor"),
-    "weights": ("all_gather", "all_gather_into_tensor"),
-}
-
-
-class Recorder:
-    """The dtypes of what processes exchange, by what it is."""
-
-    def __init__(self):
-        self.seen = defaultdict(set)
-        for what, names in SENT.items():
-            for name in names:
-                self._wrap(name, what)
-
-    def note(self, what: str, *tensors: Tensor) -> None:
-        self.seen[what] |= {str(t.dtype)[6:] for t in tensors if t.numel() >= SCALAR}
-
-    def take(self) -> dict[str, list[str]]:
-        seen, self.seen = self.seen, defaultdict(set)
-        return {what: sorted(dtypes) for what, dtypes in seen.items() if dtypes}
-
-    def _wrap(self, name: str, what: str) -> None:
-        function = getattr(distributed, name)
-
-        def noting(*args, **kwargs):
-            given = [*args, *kwargs.values()]
-            lists = [each for each in given if isinstance(each, list)]
-            tensors = [each for each in chain(given, *lists) if isinstance(each, Tensor)]
-            self.note(f"{what} sent", *tensors)
-            return function(*args, **kwargs)
-
-        setattr(distributed, name, noting)
-
-
-def with_torch_adam(path: str) -> dict:
-    """And with numbers by which even this model is let go of, block by block."""
-    config = read_config(path)
-    config["optimizer"]["params"]["torch_adam"] = True
-    for key in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size"):
-        config["zero_optimization"][f"stage3_{key}"] = 1000
-    return config
 
 
 class Known:
-    """As much of `Prepared` as building a model takes.
+    """As much of `Prepared` as building a model takes."""
 
-    Args:
-        adapt: adds adapters to a model, in place.
-    """
-
-    def __init__(self, args: TrainingArguments, adapt: Callable[[Transformer], None]):
-        args.adapt = adapt
+    def __init__(self, args: TrainingArguments):
         self.args, self.config = args, CONFIG
         with torch.device("meta"):
             self.shapes = Transformer(CONFIG)
-            adapt(self.shapes)
-        self.n_trained = sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
+        self.n_trained = self.shapes.num_parameters()
 
     def compilation(self, engine: Engine) -> Compilation:
         return Compilation(False, "of no matter")
 
 
 class Trainee:
-    """A model under one of configs/; behind "+torch" by PyTorch's AdamW instead of DeepSpeed's."""
+    """A model under one of configs/."""
 
-    def __init__(self, name: str, dtype: str, recorder: Recorder, adapt=None, **arguments):
+    def __init__(self, name: str, dtype: str):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.nn.functional.linear = LINEAR  # ZeRO-3 leaves another one behind
-        name, _, by_torch = name.partition("+")
         launch = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text())
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
         if "deepspeed_config" in launch:
@@ -117,34 +61,21 @@ class Trainee:
             accumulation_steps=ACCUMULATION,
             dtype=dtype,
             grad_clip=0.1,
-            **arguments,
         )
-        launch_engine.read_config = with_torch_adam if by_torch else read_config
-        self.recorder = recorder
+        self.stepped = set()  # dtypes of weights and gradients that the optimizer steps
         self.engine = build_engine(args)
         self.accelerator = self.engine.accelerator
-        known = Known(args, adapt or (lambda model: None))
+        known = Known(args)
         built = build_model(known, self.engine)
         self.model, self.optimizer, self.state = built.model, built.optimizer, built.state
         self.n_parameters = known.n_trained
-        self.whole = 0  # elements that were there between a forward and its backward, at most
         base = built.optimizer.optimizer
         getattr(base, "optimizer", base).register_step_pre_hook(self._note_stepped)
-        if name == "ddp":
-            self.model.register_comm_hook(None, self._exchange)
 
     def _note_stepped(self, optimizer, args, kwargs) -> None:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.grad is not None:
-                self.recorder.note("weights stepped", p)
-                self.recorder.note("gradients stepped", p.grad)
-
-    def _exchange(self, _, bucket):
-        """As DDP does it without a hook."""
-        buffer = bucket.buffer().div_(self.engine.processes)
-        self.recorder.note("gradients sent", buffer)
-        future = distributed.all_reduce(buffer, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
+                self.stepped |= {str(p.dtype)[6:], str(p.grad.dtype)[6:]}
 
     def step(self, number: int) -> float:
         """The loss of all processes."""
@@ -157,8 +88,6 @@ class Trainee:
             tokens = (first + torch.arange(17)) % CONFIG.vocab_size  # that can be learned
             with self.accelerator.accumulate(self.model):
                 loss = self.model(tokens[:, :-1], tokens[:, 1:]).loss
-                here = sum(p.numel() for p in plain_module(self.model).parameters())
-                self.whole = max(self.whole, here)
                 self.accelerator.backward(loss)
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)
@@ -176,11 +105,8 @@ class Trainee:
             (path / "scalars").write_text(json.dumps(scalars))
         distributed.barrier()
 
-    def weights_of(self, path: Path) -> Mapping[str, Tensor]:
-        return TensorFile(path / "weights")
-
     def load(self, path: Path) -> None:
-        tensors = self.weights_of(path), TensorFile(path / "moments")
+        tensors = load_tensors(path / "weights"), load_tensors(path / "moments")
         self.state.load(*tensors, json.loads((path / "scalars").read_text()), str(path))
 
     def goes_on(self, path: Path, end: Path) -> dict:
@@ -192,7 +118,7 @@ class Trainee:
             "weights": self.state.weights(),
             "moments": self.state.moments(),
         }.items():
-            for name, expected in TensorFile(end / file).items() if tensors else ():
+            for name, expected in load_tensors(end / file).items() if tensors else ():
                 scale = 1.0 if file == "weights" else expected.abs().max().item()
                 here = (tensors[name] - expected).abs().max().item() / scale
                 difference = max(difference, here)
@@ -224,33 +150,25 @@ class Trainee:
 
 
 def main(folder: Path, names: list[str]) -> None:
-    recorder, result = Recorder(), {"fp32": {}, "bf16": {}, "resumed": {}, "in chunks": {}}
+    result = {"fp32": {}, "bf16": {}, "resumed": {}}
     for name in names:
-        trainee = Trainee(name, "float32", recorder)
+        trainee = Trainee(name, "float32")
         facts = trainee.facts()
-        recorder.take()
         facts["losses"] = [trainee.step(number) for number in range(1, SAVED + 1)]
-        facts |= recorder.take()
         trainee.save(folder / name)
         facts["losses"] += [trainee.step(number) for number in range(SAVED + 1, STEPS + 1)]
         trainee.save(folder / f"{name}-end")
-        facts["whole"] = trainee.whole
-        result["fp32"][name] = facts
+        result["fp32"][name] = facts | {"stepped": sorted(trainee.stepped)}
     for name in names:
-        trainee = Trainee(name, "float32", recorder)
+        trainee = Trainee(name, "float32")
         result["resumed"][name] = {
             before: trainee.goes_on(folder / before, folder / f"{before}-end") for before in names
         }
-        # As of a large vocabulary, in chunks of 8 tokens.
-        model_loss.LARGE_VOCABULARY, model_loss.CHUNK_LOGITS = 100, 10 * CONFIG.vocab_size
-        result["in chunks"][name] = trainee.goes_on(folder / name, folder / f"{name}-end")
-        model_loss.LARGE_VOCABULARY = CONFIG.vocab_size
     for name in names:
-        trainee = Trainee(name, "bfloat16", recorder)
+        trainee = Trainee(name, "bfloat16")
         facts = trainee.facts()
-        recorder.take()
         facts["losses"] = [trainee.step(1)]
-        result["bf16"][name] = facts | recorder.take()
+        result["bf16"][name] = facts | {"stepped": sorted(trainee.stepped)}
     if trainee.engine.is_main:
         (folder / "result.json").write_text(json.dumps(result))
 

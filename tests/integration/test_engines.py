@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 
 PROCESSES = 3
 ENGINES = ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-ENGINES += ("zero3_offload+torch",)
-DIVIDED = ("zero3", "zero3_offload", "zero3_offload+torch")
+DIVIDED = ("zero3", "zero3_offload")
 TOLERANCE = 1e-4
 COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
 AIO = COMPILES and find_library("aio") is not None
@@ -68,26 +67,12 @@ def test_an_engine_begins_with_the_weights_that_the_seed_draws(name, precision, 
 
 @PAIRS
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_precision_of_what_is_held_stepped_and_sent(name, all_engines):
-    held = ("weights", "moments", "weights stepped", "gradients stepped", "gradients sent")
-    facts = held if name == "ddp" else (*held, "weights sent")
-    # DDP computes in bf16 by autocast. DeepSpeed's model and what it sends are bf16, what is added
-    # up and stepped is not.
-    in_bf16 = () if name == "ddp" else ("weights", "weights sent", "gradients sent")
-    for fact in facts:
-        assert all_engines["fp32"][name][fact] == ["float32"], fact
-        expected = "bfloat16" if fact in in_bf16 else "float32"
-        assert all_engines["bf16"][name][fact] == [expected], fact
-
-
-@PAIRS
-@pytest.mark.parametrize("name", ENGINES)
-def test_zero_3_lets_go_of_what_its_file_does_not_keep(name, all_engines):
-    facts = all_engines["fp32"][name]
-    if name.endswith("+torch"):
-        assert 0 < facts["whole"] < facts["parameters"]
-    else:  # less than 100 million parameters
-        assert facts["whole"] == facts["parameters"]
+def test_the_precision_of_what_is_held_and_stepped(name, all_engines):
+    # DDP computes in bf16 by autocast. DeepSpeed's model is bf16, what is stepped is not.
+    assert all_engines["bf16"][name]["weights"] == ["float32" if name == "ddp" else "bfloat16"]
+    for precision in ("fp32", "bf16"):
+        for fact in ("moments", "stepped"):
+            assert all_engines[precision][name][fact] == ["float32"], fact
 
 
 @PAIRS
@@ -102,14 +87,6 @@ def test_a_checkpoint_goes_on_under_every_engine(before, after, all_engines):
     # it; of two it does not: test_resume.py.
     assert resumed["losses"] == pytest.approx(whole, abs=TOLERANCE)
     assert resumed["difference"] < 10 * TOLERANCE
-
-
-@PAIRS
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_loss_in_chunks_trains_as_the_whole_does(name, all_engines):
-    chunked = all_engines["in chunks"][name]
-    assert chunked["losses"] == pytest.approx(all_engines["fp32"][name]["losses"][2:], abs=1e-6)
-    assert 0 < chunked["difference"] < TOLERANCE  # it rounds otherwise
 
 
 # Engine and number of processes, one after the other in one run: 8 sequences each step.

@@ -50,16 +50,11 @@ def flag_launch(*flags: str) -> list[str]:
     return [*launch, "--main_process_port=0", "train_pretrain_accelerate.py"]
 
 
-def test_the_configuration_file_starts_zero_2_in_bf16_on_every_process(zero2):
+def test_the_start_block_says_what_is_in_use(zero2, packed):
     assert said(zero2, "engine") == "DeepSpeed ZeRO-2"
     assert said(zero2, "processes").startswith("2 ")
     assert said(zero2, "precision") == "bf16"
     assert "engine: DDP" not in zero2.out
-
-
-def test_the_start_block_says_what_is_in_use(zero2, packed):
-    assert said(zero2, "run folder") == str(zero2.path)
-    assert said(zero2, "device").startswith("CPU")
     assert said(zero2, "attention") == "blocks of rows"
     assert said(zero2, "compiled").startswith("no (the run is too short")
     assert said(zero2, "parameters").startswith("0.12 million (dim 64, 2 layers, 4 heads")
@@ -69,19 +64,6 @@ def test_the_start_block_says_what_is_in_use(zero2, packed):
     )
     assert said(zero2, "steps").startswith(f"{STEPS} ")
     assert said(zero2, "memory").startswith("about ")
-
-
-@pytest.mark.variant  # of test_warm_ranks.py
-def test_without_a_launcher_and_imports_it_is_the_same_to_the_bit(zero2, packed, tmp_path):
-    """So other tests may start their runs that way, see warm_ranks.py. Without reports, too."""
-    warm = train("zero2", 2, packed, tmp_path / "run", FLAGS)
-    for step in (100, 150):
-        files, expected = ({p.name: p for p in r.checkpoint(step).iterdir()} for r in (warm, zero2))
-        assert files.keys() == expected.keys()
-        for name, file in files.items():
-            assert file.read_bytes() == expected[name].read_bytes(), name
-    for key in ("loss", "grad_norm", "learning_rate"):
-        assert warm.column(key) == zero2.column(key)
 
 
 @pytest.mark.variant  # of the configuration file
@@ -94,8 +76,6 @@ def test_flags_with_use_deepspeed_start_zero_2(packed, tmp_path):
     )
     trained = train(command, 1, packed, tmp_path / "run", "--max_steps 2", start=run)
     assert said(trained, "engine") == "DeepSpeed ZeRO-2"
-    assert said(trained, "processes").startswith("1 ")
-    assert said(trained, "precision") == "bf16"
     assert trained.column("step") == [1, 2]
 
 
@@ -111,7 +91,6 @@ def test_flags_with_multi_gpu_start_ddp_which_says_so_and_what_to_type_instead(p
     assert said(trained, "engine").startswith("DDP, not DeepSpeed")
     assert "--use_deepspeed --deepspeed_config_file ds_config.json" in said(trained, "engine")
     assert said(trained, "processes").startswith("2 ")
-    assert said(trained, "precision") == "bf16"
     assert trained.column("step") == [1, 2]
 
 
@@ -120,28 +99,6 @@ def test_the_model_learns(zero2):
     assert losses[0] == pytest.approx(6.0, abs=0.2)  # ln 400: nothing known
     assert sum(losses[-10:]) / 10 < LEARNED
     assert zero2.rows("val_loss")[-1]["val_loss"] < LEARNED
-
-
-def test_tokens_and_epochs_count_what_all_processes_read(zero2):
-    n_sequences = int(re.search(r"([\d,]+) sequences", said(zero2, "data"))[1].replace(",", ""))
-    last = zero2.rows()[-1]
-    assert last["tokens"] == STEPS * 1024
-    assert last["epoch"] == pytest.approx(STEPS * 16 / n_sequences, abs=1e-3)
-
-
-def test_the_learning_rate_follows_the_schedule(zero2):
-    rates = zero2.column("learning_rate")
-    assert max(rates) == rates[STEPS // 20 - 1] == 1e-2
-    assert rates[-1] == pytest.approx(1e-3)
-
-
-def test_settings_are_recorded(zero2, packed):
-    settings = json.loads((zero2.path / "settings.json").read_text(encoding="utf-8"))
-    assert settings["engine"] == "DeepSpeed ZeRO-2"
-    assert settings["processes"] == 2
-    assert settings["arguments"]["data"] == str(packed)
-    assert settings["deepspeed"]["zero_optimization"]["stage"] == 2
-    assert "auto" not in json.dumps(settings["deepspeed"])
 
 
 def test_metrics_hold_every_step_validation_and_profile(zero2):
@@ -185,12 +142,6 @@ def test_the_weights_can_be_used_elsewhere(zero2, packed):
     assert load_file(zero2.path / "weights" / "model.safetensors").keys() == saved.keys()
 
 
-def test_the_fp32_weights_are_more_than_bf16_numbers(zero2):
-    """DeepSpeed's master weights, not the bf16 copies that forward uses."""
-    weight = zero2.tensors()["layers.0.attention.wq.weight"]
-    assert not torch.equal(weight, weight.to(torch.bfloat16).float())
-
-
 def test_a_picture_and_a_sample_are_left(zero2):
     assert (zero2.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (zero2.path / "sample.txt").read_text(encoding="utf-8")
@@ -207,13 +158,7 @@ def test_traces_show_the_phases_of_a_step(zero2):
     with gzip.open(zero2.path / "profile" / traces[-1], "rt", encoding="utf-8") as file:
         events = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert set(PHASES) <= events
-
-
-def test_a_profiled_step_has_the_seconds_of_its_phases(zero2):
-    """That they add up to the step: test_profiler.py, by a clock of its own."""
-    rows = zero2.rows("forward_seconds")
-    assert [row["step"] for row in rows] == [50, 100, 150]
-    for row in rows:
+    for row in zero2.rows("forward_seconds"):
         assert {f"{phase}_seconds" for phase in (*PHASES, "step")} <= row.keys()
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
 

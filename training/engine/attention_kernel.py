@@ -5,8 +5,9 @@ import torch
 from model import LMConfig
 from model.attention import takes_grouped_heads
 
+# As torch.nn.attention.SDPBackend numbers them; 0 is no kernel of its own.
 KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
-MATH = 0  # torch.nn.attention.SDPBackend: no kernel of its own, all T × T scores in memory
+MATH = 0
 
 
 def attention_kernel(
@@ -26,29 +27,20 @@ def attention_kernel(
     choice = fused_choice(config, dtype, device)
     if choice == MATH:
         return "all T × T scores: no fused kernel of PyTorch takes these shapes here", True
-    return KERNELS.get(choice, "PyTorch's fused kernels, it does not say which"), False
+    return KERNELS.get(choice, f"PyTorch's fused kernel number {choice}"), False
 
 
-def fused_choice(config: LMConfig, dtype: torch.dtype, device: torch.device) -> int | None:
-    """Return PyTorch's kernel for such tensors, as numbered in torch.nn.attention.SDPBackend.
-
-    None where PyTorch does not tell: the question is not part of its public interface.
-    """
+def fused_choice(config: LMConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Return PyTorch's kernel for such tensors, asked of its private interface."""
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
-    q, k, v = (
+
+    def tensor(heads: int) -> torch.Tensor:
         # With gradients: not every kernel has a backward pass for every shape.
-        torch.empty(
-            *(1, heads, config.max_seq_len, config.head_dim),
-            dtype=dtype,
-            device=device,
-            requires_grad=True,
-        )
-        for heads in (config.n_heads, n_kv_heads, n_kv_heads)
-    )
+        shape = (1, heads, config.max_seq_len, config.head_dim)
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q, k, v = tensor(config.n_heads), tensor(n_kv_heads), tensor(n_kv_heads)
     shared = n_kv_heads != config.n_heads
-    try:
-        return torch._fused_sdp_choice(
-            q, k, v, dropout_p=config.dropout, is_causal=True, enable_gqa=shared
-        )
-    except (AttributeError, TypeError, RuntimeError):
-        return None
+    return torch._fused_sdp_choice(
+        q, k, v, dropout_p=config.dropout, is_causal=True, enable_gqa=shared
+    )

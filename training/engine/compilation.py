@@ -5,9 +5,7 @@ others use the result, which starts many times faster than compiling the whole m
 fast. Compiled code is kept in out/compiled and found again by the next run.
 """
 
-import importlib.util
 import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -53,18 +51,17 @@ def decide_compilation(
     device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
-    if wanted == "auto":
-        why = None
-        # ZeRO-3 brings and takes away the weights around every layer: the compiler sees new code
-        # each time, until it gives up.
-        if engine.divides_model:
-            why = "under ZeRO-3 it costs more than it gains"
-        elif recorded is False:
-            why = "as before the run was stopped"
-        elif recorded is None and run_flops < WORTH_FLOPS[device.type]:
-            why = "the run is too short to gain back its time"
-        if why:
-            return Compilation(False, f"{why}; --compile on forces it")
+    why = None
+    # ZeRO-3 brings and takes away the weights around every layer: the compiler sees new code each
+    # time, until it gives up.
+    if engine.divides_model:
+        why = "under ZeRO-3 it costs more than it gains"
+    elif recorded is False:
+        why = "as before the run was stopped"
+    elif recorded is None and run_flops < WORTH_FLOPS[device.type]:
+        why = "the run is too short to gain back its time"
+    if wanted == "auto" and why:
+        return Compilation(False, f"{why}; --compile on forces it")
     reason = on_main_process(engine, lambda: obstacle(device))
     if reason is None:
         return Compilation(True, "block by block, during the first step")
@@ -92,12 +89,6 @@ def _keep_compiled_code() -> None:
 def obstacle(device: torch.device) -> str | None:
     """Return why torch.compile does not work here, found by compiling a line; None if it does."""
     _keep_compiled_code()
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs the package triton"
-    if device.type == "cpu":
-        compilers = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
-        if not any(map(shutil.which, compilers)):
-            return f"torch.compile needs a C++ compiler ({' or '.join(compilers)})"
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # whatever a compiler or its absence brings about

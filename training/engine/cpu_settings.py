@@ -1,8 +1,7 @@
 """Settings that make a CPU fast: all of its cores, and in training memory that is kept.
 
-By default glibc returns every large block to the system when a tensor is freed and asks for it
-again a moment later; each time the system hands out zeroed pages one fault at a time. Training
-frees and makes the same large tensors at every step, which cost a third of the time on a CPU
+By default glibc returns every large block to the system when a tensor is freed, and gets zeroed
+pages one fault at a time when training makes the same tensor again: a third of the time on a CPU
 (docs/performance.md).
 """
 
@@ -25,8 +24,7 @@ _keeps = False  # this process's allocator
 
 
 def keep_freed_memory() -> bool:
-    """Have this process's allocator keep what is freed; return False without glibc, where nothing
-    happens."""
+    """Have this process's allocator keep what is freed; return False without glibc."""
     global _keeps
     _keeps = _tell(KEPT)
     return _keeps
@@ -48,20 +46,14 @@ def give_back_freed_memory() -> Iterator[None]:
 
 
 def _tell(options: dict[int, int]) -> bool:
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
+    """Set options of glibc's allocator; return False on systems with another one."""
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
         return False
     return all(libc.mallopt(name, value) for name, value in options.items())
 
 
 def use_all_cores() -> None:
-    """Divide this machine's cores among its processes; launchers give each a single one.
-
-    Beside GPUs too: weights are drawn, offloaded optimizers step and the last sample is written on
-    the CPU.
-    """
+    """Divide this machine's cores among its processes; launchers give each a single one."""
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

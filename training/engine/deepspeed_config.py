@@ -6,8 +6,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_keys import settle_keys
@@ -31,11 +29,18 @@ ADAM_EPS = 1e-8
 # AdamW by its names in DeepSpeed's files. It compiles its own at first use, unless "torch_adam" is
 # true.
 OPTIMIZERS = ("Adam", "AdamW")
-ZERO_STAGES = (1, 2, 3)  # those whose state training/engine/state.py can put together
+ZERO_STAGES = (1, 2, 3)  # training/engine/state.py can put their state together
 
 
 def read_config(path: str) -> dict:
-    """Raises UsageError: not there, not JSON, or without "zero_optimization"."""
+    """Return the contents of a DeepSpeed file; "none" takes the flags of Accelerate's launcher.
+
+    Raises UsageError: not there, not JSON, or without "zero_optimization".
+    """
+    if path == "none":
+        from accelerate.utils import DeepSpeedPlugin  # seconds to import
+
+        return DeepSpeedPlugin().deepspeed_config
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,9 +73,9 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     keys that do nothing; lists all of them.
     """
     config = json.loads(json.dumps(config))
-    stage = config["zero_optimization"].get("stage")
-    if stage not in ZERO_STAGES:
-        raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3, not {stage!r}')
+    zero = config["zero_optimization"]
+    if zero.get("stage") not in ZERO_STAGES:
+        raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3')
     problems = settle_keys(config)
     take_schedule(config, args, source)
     config.pop("scheduler", None)
@@ -102,11 +107,9 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
             section[name] = value
         elif given != value:
             problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
-    for key, value in AUTO_DEFAULTS.items():
-        if config["zero_optimization"].get(key) == "auto":
-            config["zero_optimization"][key] = value
+    zero |= {key: value for key, value in AUTO_DEFAULTS.items() if zero.get(key) == "auto"}
     if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
-        config["zero_optimization"]["overlap_comm"] = False
+        zero["overlap_comm"] = False
     if config["bf16"].get("check_grad_overflow") is False:
         problems.append('"check_grad_overflow": false would let NaN into the weights')
     problems += [
@@ -117,14 +120,17 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     if args.optimizer == "muon":
         problems += _leave_to_muon(config)
     if problems:
-        raise UsageError(
-            f"{source}: {'; '.join(problems)}"
-            + ("" if len(problems) == 1 else '; where flags decide, "auto" takes their values')
-        )
+        raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
     check_by_deepspeed(config, source)
+    if None in nvme_folders(config):
+        raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
     # It would wait for the GPU at every forward pass; the log measures throughput itself.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-    _require_compiler(config, source)
+    if offload_device(config, "optimizer") and not all(map(shutil.which, ("ninja", "c++"))):
+        # PyTorch's AdamW takes the place of DeepSpeed's for the CPU; the start block says so.
+        config["zero_force_ds_cpu_optimizer"] = False
+        if "optimizer" in config:
+            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
     return config
 
 
@@ -152,14 +158,11 @@ def _leave_to_muon(config: dict) -> Iterator[str]:
     """Have DeepSpeed take the optimizer that this script makes; yield why it cannot."""
     if config["zero_optimization"]["stage"] == 3:
         yield (
-            "--optimizer muon steps whole matrices, and under ZeRO-3 no process has any: "
-            'ENGINE=zero2, or a file with "stage": 2; or --optimizer adamw, from the start'
+            "--optimizer muon steps whole matrices, which no process has under ZeRO-3: take "
+            '"stage": 2, or --optimizer adamw'
         )
     if offload_device(config, "optimizer"):
-        yield (
-            '--optimizer muon cannot be offloaded: remove "offload_optimizer", or train with '
-            "--optimizer adamw"
-        )
+        yield '--optimizer muon cannot be offloaded: remove "offload_optimizer"'
     config.pop("optimizer", None)
     config["zero_allow_untested_optimizer"] = True
 
@@ -192,37 +195,3 @@ def _autos(config: dict, prefix: str = ""):
             yield from _autos(value, f"{prefix}{key}.")
         elif value == "auto":
             yield prefix + key
-
-
-def _require_compiler(config: dict, source: str) -> None:
-    """Raise UsageError if DeepSpeed cannot compile the operations of its own that it would use.
-
-    PyTorch's AdamW takes the place of its Adam for the CPU, and the start block says so.
-    """
-    tools = ["ninja", "nvcc"] if torch.cuda.is_available() else ["ninja", "c++"]
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if folders := nvme_folders(config):
-        from deepspeed.ops.op_builder import AsyncIOBuilder  # seconds to import
-
-        if None in folders:
-            raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
-        if not missing and not AsyncIOBuilder().is_compatible():
-            missing = ["libaio (apt-get install libaio-dev)"]
-        if missing:
-            raise UsageError(
-                f"{source}: offloading to NVMe is compiled with ninja, a C++ compiler and libaio, "
-                f"and not found here: {' and '.join(missing)}"
-            )
-    if not missing:
-        return
-    optimizer = config.get("optimizer")
-    if offload_device(config, "optimizer"):
-        config["zero_force_ds_cpu_optimizer"] = False
-        if optimizer is not None:
-            optimizer["params"] |= {"torch_adam": True, "fused": True}
-    elif optimizer is not None and not optimizer["params"].get("torch_adam"):
-        raise UsageError(
-            f"{source} asks for DeepSpeed's own {optimizer['type']}, compiled with "
-            f"{' and '.join(missing)}, "
-            'not found here: write "torch_adam": true under "optimizer", "params" to use PyTorch\'s'
-        )

@@ -19,66 +19,51 @@ KNOWN = {
     "optimizer": "type params legacy_fusion",
     "timers": "throughput",
 }
-# Keys that DeepSpeed follows and this project does not, or that have no effect here, by reason.
-REASONS = {
-    "--gradient_checkpointing does it here": ["activation_checkpointing"],
-    "--compile decides": ["compile"],
-    "--dtype decides": ["torch_autocast"],
-    "this script writes its own checkpoints": ["checkpoint"],
-    "this script has its own data loader": ["data_efficiency", "dataloader_drop_last"],
-    "it does not apply to this training": ["autotuning", "hybrid_engine", "weight_quantization"],
-    "neither the model nor its sequences are divided that way": [
-        *("pipeline", "sequence_parallel_size", "tensor_parallel"),
-    ],
-    "the optimizer steps fp32 weights here": [
-        *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-        "fp16.fp16_master_weights_and_grads",
-    ],
-    "checkpoints would miss some of its state": [
-        *("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-    ],
-    "it rounds what is sent": [
-        "zero_optimization.zero_quantized_weights",
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "zero_optimization.zero_quantized_gradients",
-    ],
-    "DeepSpeed no longer has it": ["zero_optimization.legacy_stage1"],
+# Keys that flags replace, that have no effect here, that round weights or what is sent, or whose
+# state checkpoints would miss (docs/engines.md).
+REFUSED = [
+    *("activation_checkpointing", "autotuning", "checkpoint", "compile", "data_efficiency"),
+    *("dataloader_drop_last", "hybrid_engine", "pipeline", "sequence_parallel_size"),
+    *("tensor_parallel", "torch_autocast", "weight_quantization"),
+    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    *("fp16.fp16_master_weights_and_grads", "zero_optimization.legacy_stage1"),
+    *("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zero_quantized_gradients",
+]
+# Old names, which Accelerate does not read, and the new ones.
+RENAMED = {
+    "bfloat16": "bf16",
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_param": "offload_param",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_...",
 }
-REFUSED = {path: why for why, paths in REASONS.items() for path in paths}
 # Keys of "zero_optimization" that do nothing below stage 3, besides those that begin with stage3_.
 OF_STAGE_3 = [
-    "offload_param",
-    "sub_group_size",
-    "memory_efficient_linear",
-    "override_module_apply",
-    "leaf_module",
-    "zero_hpz_partition_size",
+    *("leaf_module", "memory_efficient_linear", "offload_param", "override_module_apply"),
+    *("sub_group_size", "zero_hpz_partition_size"),
 ]
-# Old names that mean the same as the new ones, by section. Accelerate reads the new ones alone.
-RENAMED = {
-    "": {"bfloat16": "bf16"},
-    "zero_optimization": {
-        "cpu_offload": "offload_optimizer",
-        "cpu_offload_param": "offload_param",
-        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    },
-    "aio": {"thread_count": "intra_op_parallelism"},
-}
 
 
 def settle_keys(config: dict) -> list[str]:
-    """Rename old keys and drop those that are switched off; return the problems of the others.
+    """Drop keys that are not followed and switched off; return the problems of the others.
 
     Args:
         config: with a ZeRO stage of 1, 2 or 3; changed in place.
     """
-    problems = list(_rename_old(config))
-    for path, why in REFUSED.items():
+    problems, aio = [], config.get("aio")
+    if isinstance(aio, dict) and "thread_count" in aio:  # as the guides call it still
+        aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
+    for path in (*REFUSED, *RENAMED):
         *parents, name = path.split(".")
         section = config
         for parent in parents:
             section = section.get(parent) if isinstance(section, dict) else None
         if isinstance(section, dict) and not is_off(section.pop(name, None)):
+            why = "this script does not follow it"
+            if path in RENAMED:
+                why = f'it is called "{RENAMED[path]}" now'
             problems.append(f'remove "{path}": {why}')
     zero = config["zero_optimization"]
     problems += _check_stage(zero)
@@ -87,20 +72,6 @@ def settle_keys(config: dict) -> list[str]:
         if isinstance(section, dict):
             problems += refuse_unknown(section, known.split(), f"{name}." if name else "")
     return problems
-
-
-def _rename_old(config: dict) -> Iterator[str]:
-    for place, names in RENAMED.items():
-        section = config.get(place) if place else config
-        for old, new in names.items() if isinstance(section, dict) else ():
-            if old not in section:
-                continue
-            value = section.pop(old)
-            if new in section:
-                yield f'remove "{old}", the old name of "{new}"'
-            if old.startswith("cpu_offload") and isinstance(value, bool):
-                value = {"device": "cpu" if value else "none"}
-            section[new] = value
 
 
 def is_off(value) -> bool:

@@ -39,17 +39,18 @@ def take_schedule(
     section = (config or {}).get("scheduler")
     if section is None:
         return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
-    kind = section.get("type") if isinstance(section, dict) else None
-    if kind not in [*SCHEDULES] or not isinstance(section.get("params", {}), dict):
+    kind, given = None, {}
+    if isinstance(section, dict):
+        kind, given = section.get("type"), section.get("params", {})
+    if kind not in [*SCHEDULES] or not isinstance(given, dict):
         raise UsageError(
             f'{source}: "scheduler" must be a section with the type {", ".join(SCHEDULES)} and '
-            f"its params, not {kind!r}; without it --lr_schedule decides"
+            f"its params, not {kind!r}"
         )
-    given = section.get("params", {})
     params = PARAMS | given
-    problems = list(refuse_unknown(given, list(PARAMS), "scheduler.params."))
+    problems = [*refuse_unknown(given, [*PARAMS], "scheduler.params.")]
     problems += [
-        f'"scheduler.params.{key}" is {params[key]}, but the warm-up begins at 0 here: remove it'
+        f'remove "scheduler.params.{key}": the warm-up begins at 0 here'
         for key in ("warmup_min_lr", "warmup_min_ratio")
         if params[key] not in (0, "auto")
     ]
@@ -61,23 +62,19 @@ def take_schedule(
     if kind != "WarmupLR":
         wanted["max_steps"] = params["total_num_steps"]
         wanted["min_lr_ratio"] = params["cos_min_ratio"] if kind == "WarmupCosineLR" else 0
-    values = {}
+    values = {"lr_schedule": SCHEDULES[kind]}
     for flag, value in wanted.items():
         typed = getattr(args, flag)
-        if value == "auto" or typed == value:
+        default = TrainingArguments.min_lr_ratio if flag == "min_lr_ratio" else None
+        if value in ("auto", typed):
             continue
-        if not isinstance(value, str if flag == "lr_schedule" else int | float):
+        if flag != "lr_schedule" and not isinstance(value, int | float):
             problems.append(f'"scheduler" needs a number for --{flag}, not {value!r}')
-            continue
-        untyped = typed is None or (
-            flag == "min_lr_ratio" and typed == TrainingArguments.min_lr_ratio
-        )
-        if untyped and flag != "learning_rate":
+        elif typed == default:
             values[flag] = value
         else:
             problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
     if problems:
         raise UsageError(f"{source}: {'; '.join(problems)}")
-    values["lr_schedule"] = SCHEDULES[kind]
     said = " ".join(f"--{flag} {value}" for flag, value in values.items())
     return replace(args, **values), f"{kind} of {source} is {said}; the warm-up is linear here"

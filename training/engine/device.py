@@ -10,14 +10,13 @@ import torch
 from common.errors import UsageError
 from common.numbers import counted
 
-# TFLOP/s of dense matrix products that are summed in fp32, from the makers' data sheets and white
-# papers: in bf16, fp16, TF32 and fp32. First match wins: longer names first.
+# TFLOP/s of dense matrix products that are summed in fp32, from the makers' data sheets: in bf16,
+# fp16, TF32 and fp32. First match wins: longer names first.
 PEAKS = {
     "GB200": (2500, 2500, 1250, 80),
     "B300": (2250, 2250, 1125, 75),
     "B200": (2250, 2250, 1125, 75),
     "GH200": (989, 989, 494.5, 67),
-    "H200 NVL": (835, 835, 417.5, 60),
     "H200": (989, 989, 494.5, 67),
     "H100 PCIe": (756, 756, 378, 51),
     "H100 NVL": (835, 835, 417.5, 60),
@@ -28,7 +27,6 @@ PEAKS = {
     "A100": (312, 312, 156, 19.5),
     "A800": (312, 312, 156, 19.5),
     "A40": (149.7, 149.7, 74.8, 37.4),
-    "A30": (165, 165, 82, 10.3),
     "A10G": (70, 70, 35, 35),
     "A10": (125, 125, 62.5, 31.2),
     "L40S": (362, 362, 183, 91.6),
@@ -36,8 +34,6 @@ PEAKS = {
     "L4": (121, 121, 60, 30.3),
     "T4": (None, 65, None, 8.1),
     "V100 SXM2": (None, 125, None, 15.7),
-    "V100 PCIE": (None, 112, None, 14),
-    "V100S PCIE": (None, 130, None, 16.4),
     "RTX 6000 Ada": (364.2, 364.2, 182.1, 91.1),
     "RTX A6000": (154.8, 154.8, 77.4, 38.7),
     "RTX 5090": (209.5, 209.5, 104.8, 104.8),
@@ -47,8 +43,6 @@ PEAKS = {
     "RTX 3090 Ti": (80, 80, 40, 40),
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
-    # One of its two dies, which is what PyTorch calls a device.
-    "MI250X": (191.5, 191.5, None, 47.9),
 }
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")  # the columns
 # Parts of names that mean another device: laptop chips, chips cut down or not, MIG slices.
@@ -56,10 +50,7 @@ RELATIVES = ("Laptop", "D", "Ti", "SUPER", "MIG")
 
 
 def require_usable_gpu() -> None:
-    """Raise UsageError if there is a GPU that this PyTorch cannot use.
-
-    PyTorch would train on the CPU without a word, or end at the first kernel.
-    """
+    """Raise UsageError if there is a GPU that this PyTorch cannot use, or would leave unused."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
         try:
@@ -73,13 +64,10 @@ def require_usable_gpu() -> None:
         asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
         if asked.returncode or not asked.stdout:
             return
-        name = asked.stdout.splitlines()[0]
-        cuda = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        why = f"it is built {cuda}"
+        name, why = asked.stdout.splitlines()[0], f"it is built for CUDA {torch.version.cuda}"
     raise UsageError(
-        f"there is a GPU ({name}) that PyTorch {torch.__version__} cannot use ({why}): update its "
-        "driver, or install another PyTorch (https://pytorch.org/get-started/locally/); to train "
-        "on the CPU all the same, put CUDA_VISIBLE_DEVICES= in front"
+        f"PyTorch {torch.__version__} cannot use {name} ({why}): update the driver, or install "
+        "another PyTorch; CUDA_VISIBLE_DEVICES= in front trains on the CPU"
     )
 
 

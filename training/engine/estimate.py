@@ -9,17 +9,15 @@ the estimate is within 20% of what is used (docs/engines.md); on a GPU it has no
 `fits` adds a third to all that comes and goes.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from model import LMConfig, Transformer
-from model.attention import takes_grouped_heads
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
-from training.engine.attention_kernel import attention_kernel
 from training.engine.kinds import CPU, GPU, NVME, Kind, engines
 from training.engine.memory import GIB
 
@@ -58,12 +56,10 @@ class Workload:
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
 
-    @cached_property
+    @property
     def keeps_scores(self) -> bool:
-        """True if attention keeps all T × T scores. A GPU that is not here has fused attention."""
-        if not self.on_cpu and not torch.cuda.is_available():
-            return not self.config.use_flash_attn
-        return attention_kernel(self.config, getattr(torch, self.args.dtype), self.device)[1]
+        """True if attention keeps all T × T scores. A GPU is taken to have fused attention."""
+        return not self.config.use_flash_attn or bool(self.on_cpu and self.config.dropout)
 
     @property
     def itemsize(self) -> int:
@@ -108,43 +104,34 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return what one process needs and sends under an engine."""
     if work.on_cpu:  # there is no other memory to move anything to
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
-    h, share = work.itemsize, 1 / work.processes
-    weights, gradients, optimizer = _state(kind, work)
+    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
+    weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, work.moments
+    if kind.stage:  # see the docstring of this file
+        weights = h * n * (share if kind.stage == 3 else 1)
+        gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
+        optimizer = (4 * t + work.moments) * share
     places = {GPU: gradients, CPU: 0, NVME: 0}
     places[kind.parameters_on] += weights
     places[kind.optimizer_on] += optimizer
     if kind.optimizer_on != GPU:
-        places[kind.optimizer_on] += 4 * work.trained * share  # gradients, as it takes them
+        places[kind.optimizer_on] += 4 * t * share  # gradients, as it takes them
     if kind.parameters_on == NVME:
         places[CPU] += h * kind.parameter_buffers * kind.parameter_buffer
-    teacher, working = 0, _activations(kind, work) + _buffers(kind, work)
+    held, working = places[GPU], _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = work.teacher
-        size = h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
         if divided.stage == 3:
             working += h * _gathered(divided, shapes)
-        if divided.parameters_on == GPU or work.on_cpu:
-            teacher = size
-        else:
-            places[CPU] += size
+        place = GPU if work.on_cpu else divided.parameters_on
+        places[place] += h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
     return Estimate(
-        held=int(places[GPU]),
-        teacher=int(teacher),
+        held=int(held),
+        teacher=int(places[GPU] - held),
         working=int(working),
         ram=int(places[CPU]),
         nvme=int(places[NVME]),
         sent=int(_sent(kind, work)),
     )
-
-
-def _state(kind: Kind, work: Workload) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer; see the docstring of this file."""
-    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
-    if kind.stage is None:
-        return 4 * t + h * (n - t), 4 * t, work.moments
-    weights = h * n * (share if kind.stage == 3 else 1)
-    gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
-    return weights, gradients, (4 * t + work.moments) * share
 
 
 def _buffers(kind: Kind, work: Workload) -> float:
@@ -197,23 +184,17 @@ def _kept_by_block(work: Workload, compiled: bool) -> tuple[float, float, float,
     again what costs no matrix product.
     """
     config, h = work.config, work.itemsize
-    heads, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     norm = (2 * h if compiled else 8 + h) * config.dim  # input (in fp32, and scaled), output
-    grouped = work.on_cpu or takes_grouped_heads(getattr(torch, work.args.dtype))
-    shared = grouped and not work.keeps_scores
-    attention = h * (2 * heads + 2 * (keys if shared else heads))  # q, k, v, output
+    n_keys = config.n_heads if work.keeps_scores else config.n_kv_heads
+    attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
     feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product (and silu)
     scores = 0.0
-    if work.keeps_scores:  # softmax in fp32, and its copy in 16 bits
-        scores = config.n_heads * config.max_seq_len * (4 if h == 4 or compiled else 6)
-    elif work.on_cpu:  # blocks of rows keep the past alone, see model/cpu_attention.py
-        rows = max(64, 128 * config.n_kv_heads // config.n_heads)
-        scores = config.n_heads * h * (config.max_seq_len + min(rows, config.max_seq_len)) / 2
-    if config.dropout:  # masks, which a CPU has as numbers; in fp32 also the scores that are left
-        mask = 4 if work.on_cpu and not compiled else 1
-        attention += 2 * min(mask, h) * config.dim
-        if work.keeps_scores:
-            scores += config.n_heads * config.max_seq_len * (mask + (4 if h == 4 else 0))
+    if work.keeps_scores:  # softmax in fp32 and a copy; with dropout masks, and what they leave
+        scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
+    elif work.on_cpu:  # blocks of 64 rows keep the past alone, see model/cpu_attention.py
+        scores = config.n_heads * h * (config.max_seq_len + 64) / 2
+    if config.dropout:  # masks of both halves of the block
+        attention += 2 * h * config.dim
     return norm, attention, scores, feed_forward
 
 
@@ -221,10 +202,9 @@ def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to others in an optimizer step.
 
     Exchanges are rings: a process sends (P - 1) / P of what is gathered or scattered, and twice
-    that of what is all-reduced. DDP all-reduces fp32 gradients once a step. ZeRO-1 does so in the
-    training precision and gathers new weights. ZeRO-2 all-reduces in each micro-batch (DeepSpeed's
-    "use_multi_rank_bucket_allreduce"). ZeRO-3 scatters gradients, which gloo does by an all-reduce,
-    and gathers weights in forward and backward. benchmarks/engines.py measures it.
+    that of what is all-reduced. DDP all-reduces fp32 gradients once a step, ZeRO-1 gradients in the
+    training precision, ZeRO-2 in each micro-batch; both gather new weights. ZeRO-3 scatters
+    gradients, which gloo does by an all-reduce, and gathers weights in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps
@@ -245,14 +225,11 @@ def fits(kind: Kind, work: Workload, room: int) -> bool:
 
 def largest_batch(kind: Kind, work: Workload, room: int) -> int:
     """Return the sequences of the largest micro-batch that fits; 0 if none does."""
-    fitting, too_large = 0, LARGEST_BATCH + 1
-    while too_large - fitting > 1:
-        middle = (fitting + too_large) // 2
-        if fits(kind, replace(work, args=replace(work.args, batch_size=middle)), room):
-            fitting = middle
-        else:
-            too_large = middle
-    return fitting
+
+    def is_too_large(size: int) -> bool:
+        return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), room)
+
+    return bisect_right(range(1, LARGEST_BATCH + 1), False, key=is_too_large)
 
 
 def choices(work: Workload) -> list[Kind]:
@@ -264,27 +241,6 @@ def choices(work: Workload) -> list[Kind]:
     ]
 
 
-def advice(kind: Kind, work: Workload, room: int | None) -> str | None:
-    """Return a sentence on a better engine, the first that fits; None if there is none.
-
-    It is better where this one does not fit, sends more, or goes by way of the CPU without need.
-
-    Args:
-        room: bytes that a process can have, None if unknown.
-    """
-    if room is None or work.processes == 1:
-        return None
-    better = next((other for other in choices(work) if fits(other, work, room)), None)
-    if better is None or better.name == kind.name:
-        return None
-    before, after = estimate(kind, work).sent, estimate(better, work).sent
-    if not fits(kind, work, room):
-        why = f"fits into memory, {kind.name} does not"
-    elif after < before or (kind.offloads and not better.offloads and not work.on_cpu):
-        why = (
-            f"would be faster: it sends {after / 1e6:,.3g} MB per process and step, not "
-            f"{before / 1e6:,.3g}, and fits into memory"
-        )
-    else:
-        return None
-    return f"{better.name} {why}; {better.command}"
+def first_fitting(work: Workload, room: int) -> Kind | None:
+    """Return the first engine in the order of the advice that fits; None if none does."""
+    return next((kind for kind in choices(work) if fits(kind, work, room)), None)

@@ -51,19 +51,9 @@ class Kind:
         return f"ZeRO-{self.stage}{''.join(said)}"
 
     @property
-    def command(self) -> str:
-        """The commands that take it."""
-        how = f"accelerate launch --config_file configs/{self.config}.yaml"
-        return f"ENGINE={self.config} bash run_accelerate.sh, or {how}"
-
-    @property
-    def offloads(self) -> bool:
-        return self.optimizer_on != GPU or self.parameters_on != GPU
-
-    @property
     def takes_muon(self) -> bool:
         """True if a process has whole matrices to step, on its device."""
-        return self.stage != 3 and not self.offloads
+        return self.stage != 3 and self.optimizer_on == GPU
 
 
 DDP = Kind("ddp")

@@ -1,25 +1,23 @@
 """Who does the training: DeepSpeed, DistributedDataParallel or a single process, as launched.
 
-Accelerate decides by environment variables that its launcher sets. This module says or refuses what
-Accelerate would do without a word: a precision that is ignored, a number of processes that does not
-come about, DeepSpeed switched off.
+Accelerate decides by environment variables that its launcher sets. What it would do without a word
+is refused here: a precision that is ignored, a process that is missing, DeepSpeed switched off.
 """
 
 import logging
 import os
+import socket
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-)
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import nn
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -34,12 +32,17 @@ from training.engine.deepspeed_config import (
     resolve,
 )
 from training.engine.device import has_bf16, has_tf32, require_usable_gpu
-from training.engine.environment import name_interface, take_launch
 from training.engine.kinds import Kind, kind_of
 
 # Process groups, and what holds one, to the end of the process. gloo's waits for its thread when it
 # is deleted, and that thread may wait for the interpreter's lock: the process would never end.
 KEPT: list = []
+# The environment of one process that has nobody to meet: port 0 is any that is free.
+ALONE = {
+    **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+}
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # Warnings of libraries that call each other; a user can do nothing about them.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -61,13 +64,13 @@ class Engine:
     cpu_group: ProcessGroup | None = None  # None with a single process
 
     @property
+    def kind(self) -> Kind:
+        return kind_of(self.deepspeed)
+
+    @property
     def divides_model(self) -> bool:
         """True if no process has all weights: every forward pass needs all processes."""
         return self.kind.stage == 3
-
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.deepspeed)
 
     @property
     def processes(self) -> int:
@@ -93,19 +96,15 @@ class Engine:
             zero = self.deepspeed["zero_optimization"]
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
-    def largest(self, value: int) -> int:
-        """Return the largest of all processes' values. All must call this."""
-        return self._exchange(value, ReduceOp.MAX)
-
     def total(self, value: int) -> int:
         """Return the sum of all processes' values. All must call this."""
-        return self._exchange(value, ReduceOp.SUM)
+        return self.largest(value, ReduceOp.SUM)
 
-    def _exchange(self, value: int, operation) -> int:
-        if self.cpu_group is None:
-            return value
+    def largest(self, value: int, operation=ReduceOp.MAX) -> int:
+        """Return the largest of all processes' values. All must call this."""
         everyone = torch.tensor([value])
-        torch.distributed.all_reduce(everyone, operation, self.cpu_group)
+        if self.cpu_group is not None:
+            torch.distributed.all_reduce(everyone, operation, self.cpu_group)
         return int(everyone)
 
 
@@ -139,7 +138,9 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     if deepspeed:
-        plugins = {str(i): plugin for i, plugin in enumerate(deepspeed_plugins(models))}
+        plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
+        # The plugins have the launcher's value, which may be "auto": Accelerate wants a number.
+        os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
             process_group.backend = "gloo"
@@ -162,14 +163,10 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         accelerators = [accelerator(plugins or None), *(accelerator() for _ in models[1:])]
     except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UsageError(
-            f"the processes cannot meet at {address}: {str(error).splitlines()[0]}"
-        ) from error
-    if accelerators[0].num_processes != world_size:
-        raise UsageError(
-            f"the launcher started {world_size} processes, "
-            f"Accelerate sees {accelerators[0].num_processes}"
-        )
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
+    if (seen := accelerators[0].num_processes) != world_size:
+        raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
     use_all_cores()
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
@@ -184,9 +181,46 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 def _name(deepspeed: dict | None, processes: int) -> str:
     if deepspeed is not None:
         return f"DeepSpeed {kind_of(deepspeed).name}"
-    if processes > 1:
-        return "DDP, not DeepSpeed"
-    return "single process, no engine"
+    return "DDP, not DeepSpeed" if processes > 1 else "single process, no engine"
+
+
+def take_launch(*models: TrainingArguments) -> None:
+    """Make the environment that of `accelerate launch`, after `deepspeed`, `torchrun` or none.
+
+    Where several models are trained, each may name a DeepSpeed file; the launcher's is for the
+    others.
+
+    Raises UsageError: --deepspeed contradicts the launcher, or some models have no file.
+    """
+    if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
+        os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
+    with_file = [args.run_name for args in models if args.deepspeed]
+    if not with_file:
+        return
+    if len(models) == 1:
+        name_configuration(models[0])
+    elif len(with_file) < len(models) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        raise UsageError(
+            f"DeepSpeed trains all models or none: only {', '.join(with_file)} and not the "
+            'launcher name a file: add "deepspeed": "ds_config.json" to the others'
+        )
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if "RANK" not in os.environ:
+        os.environ.update(ALONE)
+
+
+def name_configuration(args: TrainingArguments) -> None:
+    """Set the launcher's DeepSpeed file to --deepspeed. Raises UsageError: it names another."""
+    if args.deepspeed is None:
+        return
+    named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if named != "none" and Path(named).resolve() != Path(args.deepspeed).resolve():
+        raise UsageError(
+            f"--deepspeed is {args.deepspeed}, but the launcher's DeepSpeed file is {named}: "
+            "name one of them"
+        )
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = args.deepspeed
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
@@ -203,100 +237,70 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if the launcher said something that Accelerate would ignore here."""
-    environ = os.environ
+    environ, gpus = os.environ, torch.cuda.device_count() if torch.cuda.is_available() else None
+    in_use = {
+        "MIXED_PRECISION": args.mixed_precision,
+        "GRADIENT_ACCUMULATION_STEPS": args.accumulation_steps,
+    }
+    _check_flags(in_use, "--dtype and --accumulation_steps")
     wants_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    launched = environ.get("ACCELERATE_MIXED_PRECISION", "no")  # "no" is also what silence sets
-    if launched not in ("no", args.mixed_precision):
-        raise UsageError(
-            f"the launcher says --mixed_precision {launched}, but --dtype is {args.dtype}"
-        )
-    steps = environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if steps not in ("auto", str(args.accumulation_steps)):
-        raise UsageError(
-            f"the launcher says --gradient_accumulation_steps {steps}, but --accumulation_steps is "
-            f"{args.accumulation_steps}"
-        )
+    processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    problem = None
     if deepspeed and wants_cpu:
-        raise UsageError(
-            "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off without a word: leave it out"
-        )
-    if deepspeed and "RANK" not in environ:
-        raise UsageError(
-            "DeepSpeed is asked for without a launcher: use accelerate launch, or --deepspeed"
-        )
-    if "MASTER_PORT" in environ and "RANK" not in environ and wants_cpu:
-        raise UsageError(
-            "accelerate launch --cpu starts a single process, whatever --num_processes says: "
-            "leave --cpu out and pass --multi_gpu (DDP, on CPUs too) or --use_deepspeed"
-        )
-    gpus = torch.cuda.device_count()
-    if torch.cuda.is_available() and int(environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
-        raise UsageError(
-            f"{environ['LOCAL_WORLD_SIZE']} processes for {gpus} GPUs: pass --num_processes {gpus} "
-            "to accelerate launch"
-        )
+        problem = "ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out"
+    elif deepspeed and "RANK" not in environ:
+        problem = "DeepSpeed without a launcher: use accelerate launch, or --deepspeed"
+    elif "MASTER_PORT" in environ and "RANK" not in environ and wants_cpu:
+        problem = "accelerate launch --cpu starts one process: pass --multi_gpu (DDP, on CPUs too)"
+    elif gpus is not None and processes > gpus:
+        problem = f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}"
+    if problem:
+        raise UsageError(problem)
+
+
+def _check_flags(in_use: dict, source: str) -> None:
+    """Raise UsageError for a flag of Accelerate's launcher that contradicts what is in use:
+    Accelerate would ignore it.
+
+    Args:
+        in_use: values by the launcher's variables; without a flag these are "auto", "none" or "no".
+        source: where the values come from.
+    """
+    for name, value in in_use.items():
+        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
+        same = launched in ("auto", "none", "no", str(value))
+        if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
+            flag = name.removeprefix("DEEPSPEED_").lower()
+            raise UsageError(f"the launcher says --{flag} {launched}, but {source} give {value}")
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, every "auto" filled.
 
-    Raises UsageError: the file contradicts the flags, or Accelerate rejects it.
+    Raises UsageError: file, flags and launcher contradict each other, or Accelerate rejects it.
     """
-    return deepspeed_plugins([args])[0]
-
-
-def deepspeed_plugins(models: Sequence[TrainingArguments]) -> list[DeepSpeedPlugin]:
-    """Return the `deepspeed_plugin` of each of several models."""
-    files = [file_of(args) for args in models]
-    configs = [_configuration(args, file) for args, file in zip(models, files, strict=True)]
-    # The launcher's values must not fill or override what is now explicit.
-    for name in ("GRADIENT_ACCUMULATION_STEPS", "GRADIENT_CLIPPING", "MIXED_PRECISION"):
-        os.environ.pop(f"ACCELERATE_{name}", None)
-    plugins = []
-    for args, file, config in zip(models, files, configs, strict=True):
-        with _rejected_by_accelerate(file):
-            steps = args.accumulation_steps
-            plugins.append(DeepSpeedPlugin(config, gradient_accumulation_steps=steps))
-    return plugins
-
-
-def _configuration(args: TrainingArguments, file: str) -> dict:
-    """Return the configuration of a file; "none" takes the launcher's flags, as --zero_stage."""
-    with _rejected_by_accelerate(file):
-        if file == "none":
-            config, source = DeepSpeedPlugin().deepspeed_config, "accelerate launch"
-        else:
-            config, source = read_config(file), file
-        config = resolve(config, args, int(os.environ.get("WORLD_SIZE", 1)), source)
-    # Accelerate would drop these flags of its launcher where the file says otherwise.
-    in_file = {
-        "GRADIENT_CLIPPING": config["gradient_clipping"],
-        "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
-        "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
-        "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
-    }
-    for name, value in in_file.items():
-        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
-        same = launched in ("auto", "none", str(value))
-        if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
-            flag = name.removeprefix("DEEPSPEED_").lower()
-            raise UsageError(
-                f"the launcher says --{flag} {launched}, but {source} and flags {value}"
-            )
-    return config
-
-
-@contextmanager
-def _rejected_by_accelerate(file: str) -> Iterator[None]:
-    """Raise UsageError where Accelerate does not take what it is given in here."""
+    file = file_of(args)
+    source = "accelerate launch" if file == "none" else file
     try:
-        yield
+        config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        in_use = {
+            "GRADIENT_CLIPPING": config["gradient_clipping"],
+            "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
+            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
+            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
+        }
+        _check_flags(in_use, f"{source} and flags")
+        return DeepSpeedPlugin(
+            config,
+            gradient_accumulation_steps=args.accumulation_steps,
+            gradient_clipping=config["gradient_clipping"],
+        )
+    except UsageError:
+        raise
     except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, UsageError):
-            raise
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"Accelerate rejects the DeepSpeed configuration {file}: {reason}"
+            f"Accelerate rejects the DeepSpeed configuration {source}: {reason}"
         ) from error
 
 
@@ -311,3 +315,22 @@ def skip_compiled_communication() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def name_interface() -> None:
+    """On several machines, name the network interface to gloo where it would take the loopback one.
+
+    Gloo listens at the address of the machine's own name, which Debian and Ubuntu give as
+    127.0.1.1: other machines would then look for this one on themselves.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", processes) == processes or INTERFACE in os.environ:
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # looks for a route and sends nothing
+        here = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if here in {each.address for each in addresses}:
+                os.environ[INTERFACE] = name

@@ -37,7 +37,7 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
     """Call `attempt` and return its answer on this process; all must call this.
 
     Without an engine there is one process. Raises UsageError, ConfigError: as `attempt` did on any
-    process, and where, if not on all: a machine may not see the same disk.
+    process, with the places where it did: a machine may not see the same disk.
     """
     if engine is None or engine.cpu_group is None:
         return attempt()
@@ -47,15 +47,15 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
     except (UsageError, ConfigError) as mistake:
         error = mistake
     everyone = _gather(engine, error)
-    failed = [(rank, host) for rank, (error, host) in enumerate(everyone) if error]
-    if not failed:
+    errors = [error for error, _ in everyone if error]
+    if not errors:
         return answer
-    first = everyone[failed[0][0]][0]
-    if len(failed) == len(everyone):
-        raise first
-    places = ", ".join(f"rank {rank} on {host}" for rank, host in failed)
-    raise type(first)(
-        f"{first} (only {places} of {len(everyone)} processes: every machine needs the same files)"
+    if len(errors) == len(everyone):
+        raise errors[0]
+    places = [f"rank {rank} on {host}" for rank, (error, host) in enumerate(everyone) if error]
+    raise type(errors[0])(
+        f"{errors[0]} (only {', '.join(places)} of {len(everyone)} processes: every machine needs "
+        "the same files)"
     )
 
 

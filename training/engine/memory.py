@@ -18,13 +18,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can still be taken: of the GPU, or of RAM within a container's limit.
+def free_memory() -> int | None:
+    """Return the bytes of RAM that can still be taken, within a container's limit.
 
     None where the system does not say.
     """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
@@ -42,11 +40,11 @@ def available_memory(device: torch.device, processes: int) -> int | None:
 
     The processes of a machine share its RAM. None where the system does not say.
     """
-    free = free_memory(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    free = free_memory()
     if free is None:
         return None
-    if device.type == "cuda":
-        return free + torch.cuda.memory_reserved(device)
     resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return free // sharing + (resident - shared) * resource.getpagesize()

@@ -1,7 +1,7 @@
 """Weights and optimizer state, whole and by parameter name, under every engine."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,6 @@ def state_keys(group: dict) -> tuple[str, ...]:
     return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
 
 
-def is_deepspeeds(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is DeepSpeed's own, which counts its steps in an int."""
-    return type(optimizer).__module__.startswith("deepspeed.")
-
-
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's state of a tensor; it is made if there has been no step yet."""
     state = optimizer.state[stepped]
@@ -34,7 +29,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
     if keys[0] not in state:
         if keys == ADAMW_STATE:
             state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-            if is_deepspeeds(optimizer):
+            if type(optimizer).__module__.startswith("deepspeed."):  # it counts in an int
                 state["step"] = 0
         for key in keys:
             state[key] = torch.zeros_like(stepped)
@@ -52,18 +47,12 @@ def catch_up(optimizer, step: int) -> None:
         )
 
 
-@dataclass
-class Shard:
-    """The part of a parameter that this process holds in fp32, and the moments of that part.
+class Shard(NamedTuple):
+    """The part of a parameter that this process holds: all of it without ZeRO, possibly none."""
 
-    `fp32` and `moments` are flat views into the optimizer's own memory, empty if it holds nothing;
-    `inside` is where they are in the flattened parameter. Without ZeRO every process holds the
-    whole.
-    """
-
-    inside: slice
-    fp32: Tensor
-    moments: dict[str, Tensor]  # of gradients; which ones depends on who steps the parameter
+    inside: slice  # of the flattened parameter
+    fp32: Tensor  # a flat view into the optimizer's own memory
+    moments: dict[str, Tensor]  # likewise
 
 
 class TrainingState:
@@ -101,7 +90,11 @@ class TrainingState:
         or else a copy on the main process's CPU and None elsewhere."""
         if not self.divides_model:
             return self.model
-        weights = self.weights() | self._frozen()
+        weights = self.weights()
+        for name, parameter in self._frozen():
+            with gathered(parameter):
+                if self.accelerator.is_main_process:
+                    weights[name] = parameter.data.to("cpu", torch.float32, copy=True)
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
@@ -114,12 +107,11 @@ class TrainingState:
         """Return AdamW's step, for its bias correction (0 where Muon steps all), and fp16's loss
         scale."""
         scale = None
-        if self.accelerator.mixed_precision == "fp16":
-            if self.zero:
-                scaler = vars(self.zero.loss_scaler)
-                scale = {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)}
-            else:
-                scale = self.accelerator.scaler.state_dict()
+        if self.accelerator.mixed_precision == "fp16" and self.zero:
+            scaler = vars(self.zero.loss_scaler)
+            scale = {k: v for k, v in scaler.items() if isinstance(v, bool | int | float)}
+        elif self.accelerator.mixed_precision == "fp16":
+            scale = self.accelerator.scaler.state_dict()
         steps = (state["step"] for state in self.optimizer.state.values() if "step" in state)
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
@@ -142,11 +134,11 @@ class TrainingState:
                 state["step"] = state["step"].fill_(step) if is_tensor else step
         if hasattr(self.optimizer, "ds_opt_adam"):
             catch_up(self.optimizer, step)
-        if scalars["loss_scale"] is not None and self.accelerator.mixed_precision == "fp16":
-            if self.zero:
-                vars(self.zero.loss_scaler).update(scalars["loss_scale"])
-            else:
-                self.accelerator.scaler.load_state_dict(scalars["loss_scale"])
+        scale = scalars["loss_scale"] if self.accelerator.mixed_precision == "fp16" else None
+        if scale and self.zero:
+            vars(self.zero.loss_scaler).update(scale)
+        elif scale:
+            self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
         """Put the fp32 weights back and leave the optimizer, and adapters that are not among them,
@@ -160,7 +152,7 @@ class TrainingState:
                 if self.model.lora:
                     add_lora(shapes, **vars(self.model.lora))
             require_fit(shapes, weights, source)
-            for name, parameter in self._frozen_parameters():
+            for name, parameter in self._frozen():
                 with gathered(parameter, writes=True):
                     parameter.data.copy_(weights[name])
         else:
@@ -169,16 +161,7 @@ class TrainingState:
             if name in weights:
                 held.fp32.copy_(weights[name].view(-1)[held.inside])
 
-    def _frozen(self) -> dict[str, Tensor]:
-        """Return name → frozen weights of a divided model, on the main process's CPU."""
-        whole = {}
-        for name, parameter in self._frozen_parameters():
-            with gathered(parameter):
-                if self.accelerator.is_main_process:
-                    whole[name] = parameter.data.to("cpu", torch.float32, copy=True)
-        return whole
-
-    def _frozen_parameters(self) -> list[tuple[str, nn.Parameter]]:
+    def _frozen(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     def _shards(self, writes: bool = False) -> Iterator[tuple[str, Tensor, Shard]]:
@@ -206,13 +189,12 @@ class TrainingState:
 
     def _join(self, name: str, parameter: Tensor, inside: slice, part: Tensor) -> dict[str, Tensor]:
         """Return {name: whole tensor} on the main process, joined from every process's part."""
+        whole = part
         if self.zero:
             whole = torch.zeros(shape_of(parameter).numel(), device=self.accelerator.device)
             whole[inside] = part
             if self.accelerator.num_processes > 1:
                 torch.distributed.all_reduce(whole)
-        else:
-            whole = part
         if not self.accelerator.is_main_process:
             return {}
         whole = whole.detach().view(shape_of(parameter))

@@ -34,12 +34,7 @@ class ZeroInference:
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        if path == "none":  # the launcher's own flags, such as --zero_stage
-            from accelerate.utils import DeepSpeedPlugin  # seconds to import, as the others below
-
-            config, path = DeepSpeedPlugin().deepspeed_config, "accelerate launch"
-        else:
-            config = read_config(path)
+        config = read_config(path)
         if config["zero_optimization"].get("stage") != 3:
             return None
         own = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,8 +59,8 @@ class ZeroInference:
         check_by_deepspeed(config, source)
         if offload_device(config, "param") == "nvme":
             raise UsageError(
-                f'{source}: only training keeps parameters on NVMe; "device": "cpu" keeps them in '
-                "RAM, as --config_file configs/zero3_offload.yaml does"
+                f"{source}: only training keeps parameters on NVMe; --config_file "
+                "configs/zero3_offload.yaml keeps them in RAM"
             )
         return cls(config)
 

@@ -1,0 +1,123 @@
+"""Before training under DeepSpeed: buffers that suffice, folders on NVMe, operations that are
+compiled, and a model that ZeRO-3 divides while it is built."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from common.errors import UsageError
+from model import Transformer
+from runs.folder import lock
+from training.engine.deepspeed_config import nvme_folders, offload_device
+from training.engine.kinds import NVME, Kind
+from training.engine.launch import Engine
+from training.engine.main_process import on_every_process
+
+SWAPPED_BYTES = 2**20  # smaller shares stay in RAM: MIN_AIO_BYTES, deepspeed/runtime/swap_tensor
+
+
+def divided_as_built(engine: Engine) -> AbstractContextManager:
+    """Build a model in here. ZeRO-3 divides the parameters of a layer as soon as they are there.
+
+    They are what they would be without it: DeepSpeed's own context makes layers in 16 bits and on
+    the GPU, where other random numbers are drawn.
+    """
+    if not engine.divides_model:
+        return nullcontext()
+    from deepspeed.runtime.zero.partition_parameters import Init  # seconds to import
+
+    class AsWithout(Init):
+        def _post_init_method(self, module):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(self.dtype)
+            super()._post_init_method(module)
+
+    return AsWithout(config_dict_or_path=engine.deepspeed, tensor_overrides=())
+
+
+def set_up_deepspeed(engine: Engine, shapes: Transformer, itemsize: int) -> None:
+    """Claim the folders on NVMe and compile what DeepSpeed compiles; all must call this.
+
+    Args:
+        itemsize: bytes of a weight, as it is computed with.
+
+    Raises UsageError: buffers are too small, a folder is taken or refused by the system, or an
+    operation cannot be compiled.
+    """
+
+    def attempt() -> None:
+        require_buffers(engine.kind, shapes, engine.processes, itemsize)
+        if engine.accelerator.is_local_main_process:
+            for folder in map(Path, nvme_folders(engine.deepspeed)):
+                claim(folder)
+            for name in own_operations(engine.deepspeed):
+                load_operation(name)
+
+    if engine.deepspeed is not None:
+        on_every_process(engine, attempt)
+
+
+def claim(folder: Path) -> None:
+    """Lock a folder on NVMe: DeepSpeed gives the files of all runs the same names.
+
+    Raises UsageError: another run has it, or the system refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock(folder / "lock", otherwise='"nvme_path"')
+    except OSError as error:
+        raise UsageError(f"{folder}, for NVMe, cannot be used: {error.strerror}") from error
+
+
+def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: int) -> None:
+    """Raise UsageError if a weight does not fit into a buffer through which it comes from NVMe, or
+    too many weights would stay in them: DeepSpeed ends in an assertion then."""
+    if kind.parameters_on != NVME:
+        return
+    shares = [-(-p.numel() // processes) for p in shapes.parameters()]
+    swapped = [share for share in shares if share * itemsize >= SWAPPED_BYTES]
+    largest = max(swapped, default=0)
+    if largest > kind.parameter_buffer:
+        raise UsageError(f'this model needs a "buffer_size" of {largest} in "offload_param"')
+    if kind.reuse_distance and len(swapped) > kind.parameter_buffers:
+        raise UsageError(
+            f'this model needs a "buffer_count" of {len(swapped)} in "offload_param", or '
+            '"stage3_max_reuse_distance": 0'
+        )
+
+
+def own_operations(config: dict) -> list[str]:
+    """Return the operations of DeepSpeed's own that a configuration needs, by their builders."""
+    offload = offload_device(config, "optimizer")
+    adam = config.get("optimizer")
+    if adam is None:  # the script's, which is exchanged for DeepSpeed's
+        own_adam = offload and config.get("zero_force_ds_cpu_optimizer", True)
+    else:
+        own_adam = not adam["params"].get("torch_adam")
+    names = ["CPUAdamBuilder" if offload else "FusedAdamBuilder"] if own_adam else []
+    return names + (["PinMemoryBuilder", "AsyncIOBuilder"] if nvme_folders(config) else [])
+
+
+def load_operation(name: str) -> None:
+    """Load one operation, compiled at its first use; say so, for PyTorch compiles without a word.
+
+    Raises UsageError: it cannot be compiled.
+    """
+    from deepspeed.ops import op_builder  # seconds to import
+    from torch.utils import cpp_extension  # it changes sys.path
+
+    builder = getattr(op_builder, name)()
+    folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
+    if not (folder / f"{builder.name}.so").exists():
+        print(
+            f"DeepSpeed compiles {builder.name} in {folder}: minutes, once (if it was killed "
+            "before, delete the file lock in there, or it waits for ever)",
+            flush=True,
+        )
+    try:
+        builder.load()
+    except Exception as error:  # whatever a compiler or its absence brings about
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"DeepSpeed's {builder.name} cannot be compiled: {reason}; Adam needs ninja and a "
+            'compiler, or "torch_adam": true under "optimizer", "params"; NVMe needs libaio-dev'
+        ) from error
