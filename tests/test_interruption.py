@@ -76,16 +76,6 @@ def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, clock, left, numb
     assert left == [128 + signal.SIGTERM]
 
 
-def test_the_time_limit_counts_minutes_from_the_programs_start(request_of, clock):
-    stop, never = request_of(1.5), request_of()
-    clock.now += 90
-    assert stop.reason() is None
-    clock.now += 0.1
-    assert stop.reason() == "the time limit"
-    clock.now += 1e9
-    assert never.reason() is None
-
-
 def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, clock):
     stop, never = request_of(save_minutes=0.5), request_of()
     for _ in range(2):
