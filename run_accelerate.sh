@@ -22,8 +22,7 @@
 # Training flags: python train_pretrain_accelerate.py --help, or README.md
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-  sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
-  exit
+  exec sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
 fi
 wrong() {
   echo "run_accelerate.sh: error: $1" >&2
@@ -32,10 +31,9 @@ wrong() {
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
 [ -n "${NUM_MACHINES:-}" ] || [ -z "${MACHINE_RANK:-}${MASTER_ADDR:-}" ] ||
   wrong "MACHINE_RANK and MASTER_ADDR are for several machines: say how many by NUM_MACHINES"
-[[ $machines =~ ^[1-9][0-9]{0,4}$ ]] || wrong "NUM_MACHINES must be a number from 1 on, not $machines"
-[[ $machine =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((machine < machines)) ||
-  wrong "MACHINE_RANK must be a number from 0 to NUM_MACHINES - 1 = $((machines - 1)), not $machine"
-[[ $port =~ ^(0|[1-9][0-9]{0,4})$ ]] && ((port < 65536)) || wrong "MASTER_PORT must be a number below 65536, not $port"
+number='(0|[1-9][0-9]{0,4})'
+[[ "$machines $machine $port" =~ ^$number\ $number\ $number$ ]] && ((machine < machines && port < 65536)) ||
+  wrong "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536) cannot be $machines, $machine and $port"
 meeting= # the launcher's flags for several machines
 if ((machines > 1)); then
   ((port > 0)) || port=29500
@@ -49,21 +47,19 @@ case $stage in
   *) wrong "STAGE must be pretrain, sft or distill, not $stage" ;;
 esac
 for name in $unused; do
-  [ -z "${!name:-}" ] ||
-    wrong "STAGE=$stage does not use $name: DATA names text to pretrain on, CHAT conversations for STAGE=sft, TEACHER a run for STAGE=distill, which reads that run's data"
+  [ -z "${!name:-}" ] || wrong "STAGE=$stage does not use $name: see bash run_accelerate.sh --help"
 done
 folder=$(dirname "${BASH_SOURCE[0]}")
 for name in DATA CHAT TEACHER; do # are found from where they are typed
   [ "$folder" -ef . ] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
 done
 cd "$folder"
-config=${CONFIG:-accelerate_config.yaml} engine=${ENGINE:-}
-if [ -n "$engine" ]; then
-  [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
-  config=configs/$engine.yaml
-  [[ $engine != */* && -f $config ]] ||
-    wrong "no ENGINE is called $engine: there are $(echo configs/*.yaml | sed 's#configs/##g;s#\.yaml##g')"
-fi
+engine=${ENGINE:-}
+config=${CONFIG:-${engine:+configs/$engine.yaml}}
+[[ -z $engine || -z ${CONFIG:-} ]] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
+[[ -z $engine || $engine != */* && -f $config ]] ||
+  wrong "no ENGINE is called $engine: there are $(echo configs/*.yaml | sed 's#configs/##g;s#\.yaml##g')"
+config=${config:-accelerate_config.yaml}
 source scripts/environment.sh requirements.txt
 ((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
   wrong "MASTER_ADDR must be the address of machine 0, which '${MASTER_ADDR:-}' is not here"
@@ -73,7 +69,7 @@ if [ "$stage" = pretrain ]; then
   data=${DATA:-builtin}
   packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
   # Data prepared by hand is used as it is; data with settings given here has a folder of its own.
-  read -ra how <<<"--overwrite ${PREPARE_FLAGS:-}"
+  how=(--overwrite "--flags=${PREPARE_FLAGS:-}")
   [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse)
   if [[ " $* " != *" --data"[=\ ]* ]]; then
     "$python" -m scripts.prepare_data --data "$data" --out "$packed" "${how[@]}"
@@ -83,59 +79,49 @@ if [ "$stage" = pretrain ]; then
 fi
 
 gpus=0
-if command -v nvidia-smi >/dev/null || command -v rocm-smi >/dev/null; then
+! command -v nvidia-smi rocm-smi >/dev/null ||
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
-fi
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
+# SHARE: sequences of a process and step, to be divided into micro-batches that fit into a GPU's memory; 0: as the
+# flags say; cpu: preflight adds the steps, the optimizer and the intervals that suit a CPU.
 text=(--data "${packed:-}")
-[ "$stage" != sft ] || text=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}") # with =: it may begin with --
 [ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}")
 if [ "$stage" = sft ]; then
+  text=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}") # with =: it may begin with --
   flags=(--dtype bfloat16 --batch_size 16) share=16
-  ((gpus > 0)) || flags+=(--epochs 2 --learning_rate 2e-3) # a small model takes a higher rate than a large one
+  ((gpus > 0)) || { flags+=(--epochs 2 --learning_rate 2e-3) share=0; } # a small model takes a higher rate
 elif ((gpus > 0)); then
   flags=(--epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024)
   flags+=(--use_flash_attn --dtype bfloat16 --learning_rate 2e-4 --grad_clip 1.0) share=$((24 * 32))
   shape=(--dim 1024 --n_layers 32)
   [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
-else
-  # A small model that two cores train in a few minutes.
-  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0)
+else # a small model that two cores train in a few minutes
+  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0) share=cpu
   shape=(--dim 192 --n_layers 4 --n_heads 4)
   [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4)
-  steps=$("$python" -m training.cpu_steps --config_file "$config" "${text[@]}" "$@")
-  flags+=($steps)
 fi
 flags+=("${text[@]}")
 [[ $stage != pretrain || $data != builtin ]] || flags+=(--sample_prompt "def")
-# Weights to begin with have a shape of their own.
-[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}")
+[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # weights have their own
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
-sequences=0 # of a process and step, to be divided into micro-batches that fit into a GPU's memory; 0: as the flags say
-((gpus == 0)) || [[ " $*" == *" --batch_size"* || " $*" == *" --accumulation_steps"* ]] || sequences=$share
+((gpus == 0)) || [[ " $*" != *" --batch_size"* && " $*" != *" --accumulation_steps"* ]] || share=0
 flags+=("$@")
 
 processes=${NUM_PROCESSES:-$((machines * (gpus > 0 ? gpus : 1)))}
 [[ $processes =~ [^0-9] ]] || ((10#$processes % machines == 0)) ||
   wrong "NUM_PROCESSES counts those of all machines: $processes cannot be divided among $machines"
-where=
-((machines == 1)) || where=" on $machines machines, of which this is number $machine, meeting at $MASTER_ADDR:$port"
-echo "starting $processes process(es)$where; loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
+echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
-micro_batch=$("$python" -m training.preflight "$program" "$config" "$processes" "$sequences" "${flags[@]}")
-flags+=($micro_batch)
+decided=$("$python" -m training.preflight "$program" "$config" "$processes" "$share" "${flags[@]}")
+flags+=($decided)
 # The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
 # reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
-STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
-for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS \
-  MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
+for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
 done
-export STOP_NOTE RESUME_WITH=${RESUME_WITH% }
-session=env
-! command -v setsid >/dev/null || session=setsid
-"$session" "$python" -m training.launcher --config_file "$config" \
+export RESUME_WITH=${RESUME_WITH% } STOP_NOTE=$PWD/out/.stopped-$HOSTNAME-$$
+"$(command -v setsid || echo env)" "$python" -m training.launcher --config_file "$config" \
   --num_processes "$processes" --main_process_port "$port" $meeting \
   "$program" "${flags[@]}" &
 launcher=$!
@@ -145,6 +131,5 @@ while :; do
   wait "$launcher" || code=$?
   kill -0 "$launcher" 2>/dev/null || break # else a trapped signal has ended `wait`, not the launcher
 done
-[ ! -e "$STOP_NOTE" ] || code=0
-rm -f "$STOP_NOTE"
+[ ! -e "$STOP_NOTE" ] || { rm "$STOP_NOTE" && code=0; }
 exit "$code"

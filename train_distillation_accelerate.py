@@ -9,18 +9,13 @@ models' logits.
 
 from functools import partial
 
-from training.distillation_arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
-from training.interruption import leave
+from training.stage_arguments import DistillationArguments
 from training.start import run_program, set_up
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say; None takes those of the command line.
-
-    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))` and goes on after
-    it.
-    """
+    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
     run_program(DistillationArguments, train, argv)
 
 
@@ -54,7 +49,4 @@ def train(args: DistillationArguments, model_settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        leave()
+    main()

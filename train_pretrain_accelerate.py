@@ -8,16 +8,11 @@ step always means an optimizer step; a micro-batch is what one process feeds for
 """
 
 from training.arguments import TrainingArguments
-from training.interruption import leave
 from training.start import run_program, set_up
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say; None takes those of the command line.
-
-    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))` and goes on after
-    it.
-    """
+    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
     run_program(TrainingArguments, train, argv)
 
 
@@ -41,7 +36,4 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        leave()
+    main()

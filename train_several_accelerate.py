@@ -8,21 +8,14 @@ random numbers and a run folder of its own, and its losses are those of training
 models read the same batches and save at the same steps.
 """
 
-from common.errors import UsageError, one_line_errors
-from model import ConfigError
 from training.engine.failures import one_line_failures
-from training.interruption import leave
-from training.notebook import leave_as_found
 from training.several import PROGRAM, Model, parse_models, set_up_several
+from training.start import one_program
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say; None takes those of the command line.
-
-    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))` and goes on after
-    it.
-    """
-    with one_line_errors(PROGRAM, UsageError, ConfigError), leave_as_found(PROGRAM, argv):
+    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
+    with one_program(PROGRAM, argv):
         models = parse_models(argv)
         with one_line_failures(*models[0]):
             train(models)
@@ -51,7 +44,4 @@ def train(models: list[Model]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        leave()
+    main()

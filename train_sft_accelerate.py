@@ -7,17 +7,12 @@ begin with (--init_from, by default the newest run's), rows that are whole conve
 only the tokens of answers count in the loss.
 """
 
-from training.interruption import leave
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 from training.start import run_program, set_up
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say; None takes those of the command line.
-
-    A notebook calls it through `accelerate.notebook_launcher(main, args=(argv,))` and goes on after
-    it.
-    """
+    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
     run_program(SFTArguments, train, argv)
 
 
@@ -44,7 +39,4 @@ def train(args: SFTArguments, model_settings: dict) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        leave()
+    main()

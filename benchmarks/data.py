@@ -16,14 +16,12 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from data.loader import micro_batches
-
 from benchmarks import REPOSITORY
 from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
 from data.corpus import BUILTIN, find_files
-from data.dataset import PackedDataset
+from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError
 from data.order import MicroBatchSampler
 from data.shards import read_description

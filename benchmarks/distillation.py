@@ -31,7 +31,8 @@ from training.cpu_steps import MUON
 PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")
 # What run_accelerate.sh trains on a CPU, and a teacher of five times its parameters.
-BATCH = f"--max_seq_len 256 --batch_size 16 --dtype bfloat16 {MUON}"
+MUON_FLAGS = " ".join(f"--{name} {value}" for name, value in MUON.items())
+BATCH = f"--max_seq_len 256 --batch_size 16 --dtype bfloat16 {MUON_FLAGS}"
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
 # Validation with the whole split, at the end alone; no checkpoints but the last.

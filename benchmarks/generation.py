@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.cli import heading, names, new_parser, numbers, table
 from benchmarks.work import SIZES
 from common.errors import UsageError, one_line_errors
-from formats.hugging_face_names import llama_config, to_llama
+from formats.hugging_face import llama_config, to_llama
 from inference import decoder
 from inference.decoder import Decoder
 from inference.generation import generate

@@ -31,15 +31,15 @@ from benchmarks.cli import heading, new_parser, say, spread, table
 from benchmarks.contenders import Contender, environments
 from benchmarks.sft_trl import WAYS
 from common.errors import UsageError, one_line_errors, stop_in_order
-from data.chat_template import encode_conversations
+from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, SUFFIXES, conversation_records, parse_conversation
 from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
-from formats.hugging_face_export import write_model, write_tokenizer
+from formats.hugging_face import write_model, write_tokenizer
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
 from runs.weights import load_trained
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")
@@ -156,7 +156,7 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
     lines, and their number of tokens. Raises DataError: a bad one. UsageError: there are fewer."""
     records = conversation_records(find_files(source, SUFFIXES))
     found = [parse_conversation(load_json(record), record.place) for record in records]
-    lengths = [len(ids) for ids, _ in encode_conversations(tokenizer, found)]
+    lengths = [len(encode_conversation(tokenizer, turns)[0]) for turns in found]
     pairs = zip(found, lengths, strict=True)
     whole = [pair for pair in pairs if pair[1] <= context and pair[0][-1].role == ASSISTANT]
     if len(whole) < number:

@@ -1,25 +1,26 @@
-"""Files and folders that are whole or not there: written aside, forced to the disk, renamed."""
+"""Files and folders that are whole or not there: written aside, forced to the disk, renamed.
 
-import errno
+A path has one writer at a time; what a killed one has left goes when the next one writes.
+"""
+
 import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from glob import escape
 from pathlib import Path
+from typing import IO
 
 from common.errors import UsageError
 
-DOOMED = ".deleting-"  # begins the names of files and folders that are being deleted
+PARTIAL, DELETING = ".partial", ".deleting"  # end the names of what is being written or deleted
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Give a name beside `path` to write to; it becomes `path` at the end, or goes after an
     error."""
-    _remove_abandoned(path)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
         sync(partial)
@@ -38,19 +39,18 @@ def write_whole(path: Path, content: str | bytes) -> None:
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
     """Give a folder beside `out` to write into; it replaces `out` at the end, or goes after an
-    error. Leftovers of killed processes are deleted as well."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(out)
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
+    error."""
+    partial, old = out.with_name(out.name + PARTIAL), out.with_name(out.name + DELETING)
+    remove(partial)  # of a process that was killed
+    partial.mkdir(parents=True)
     try:
         yield partial
         for folder, _, names in os.walk(partial):
             for name in names:
                 sync(Path(folder, name))
             sync(Path(folder))
-        old = _doomed(out)
         if out.exists():
+            remove(old)
             out.rename(old)
         partial.rename(out)
         sync(out.parent)
@@ -68,12 +68,9 @@ def new_folder(
     Raises UsageError: something is there that is no `what` (as in "export") by `is_one`, or that
     must not be replaced without `overwrite`.
     """
-    if out.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise UsageError(f"{out} is the working folder or above it: choose another")
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file: choose another name")
-    if out.is_dir() and any(out.iterdir()):
-        if not is_one(out):
+    out = out.resolve()
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        if not out.is_dir() or not is_one(out):
             raise UsageError(f"{out} exists and is no {what}: choose another folder")
         if not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite to replace it")
@@ -90,14 +87,22 @@ def one_at_a_time(out: Path) -> Iterator[None]:
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             print(f"waiting for another process, which holds {path}", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            print(f"no locks on this file system ({error.strerror}): start no second such process")
         yield
+
+
+def try_lock(file: IO | int) -> bool:
+    """Lock an open file until it is closed; return False if another process has locked it. Without
+    locks on the file system, say so."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        print(f"no locks on this file system ({error.strerror}): start no second such process")
+    return True
 
 
 def sync(path: Path) -> None:
@@ -105,9 +110,6 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems cannot do this for folders
-        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
     finally:
         os.close(descriptor)
 
@@ -119,26 +121,8 @@ def remove(path: Path) -> None:
         if not path.is_dir():
             path.unlink(missing_ok=True)
             return
-        if path != _doomed(path):
-            path = path.rename(_doomed(path))
+        if path.suffix != DELETING:
+            doomed = path.with_name(path.name + DELETING)
+            shutil.rmtree(doomed, ignore_errors=True)
+            path = path.rename(doomed)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _doomed(path: Path) -> Path:
-    """Return the name of a file or folder while it is being deleted."""
-    if path.name.startswith(DOOMED):
-        return path
-    return path.with_name(f"{DOOMED}{path.name}-{os.getpid()}")
-
-
-def _remove_abandoned(out: Path) -> None:
-    """Delete what processes that no longer run were writing, or had not deleted yet."""
-    leftovers = list(out.parent.glob(f"{escape(out.name)}.partial-*"))
-    if out.exists():  # an old folder goes only when the new one is there
-        leftovers += out.parent.glob(f"{DOOMED}{escape(out.name)}-*")
-    for leftover in leftovers:
-        pid = leftover.name.rpartition("-")[2]
-        # Our own number: in a container every run may have the same one.
-        lives = pid != str(os.getpid()) and Path(f"/proc/{pid}").exists()
-        if pid.isdigit() and Path("/proc").exists() and not lives:
-            remove(leftover)

@@ -32,8 +32,6 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> N
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
-    if sys.stderr.isatty():
-        print(file=sys.stderr)  # the terminal has echoed ^C
     print(f"{Path(sys.argv[0]).stem}: stopped", file=sys.stderr, flush=True)
     sys.exit(STOPPED)
 

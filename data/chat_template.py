@@ -46,32 +46,20 @@ def encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Return the ids of the turns, and for each id whether it counts in the loss: the assistant's
     content and its end piece do."""
-    return encode_conversations(tokenizer, [list(turns)])[0]
+    turns, ids, counts = list(turns), [], []
+    texts = [f"{ASSISTANT}\n", "\n", *(f"{role}\n{content}" for role, content, _ in turns)]
+    prompt, line_end, *encoded = tokenizer.encode_batch(texts)
+    for turn, text in zip(turns, encoded, strict=True):
+        said = len(text) - _shared(text, prompt) + 1 if turn.counts else 0
+        ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
+        counts += [False] * (len(text) + 2 - said) + [True] * said + [False] * len(line_end)
+    return ids, counts
 
 
 def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:
     """Return the ids of the turns and of the beginning of the assistant's next one."""
     ids, _ = encode_conversation(tokenizer, turns)
     return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]
-
-
-def encode_conversations(
-    tokenizer: Tokenizer, conversations: list[list[Turn]]
-) -> list[tuple[list[int], list[bool]]]:
-    """Return `encode_conversation` of each, in one call of the tokenizer."""
-    texts = [f"{role}\n{content}" for turns in conversations for role, content, _ in turns]
-    encoded = iter(tokenizer.encode_batch(texts))
-    prompt, line_end = tokenizer.encode(f"{ASSISTANT}\n"), tokenizer.encode("\n")
-    found = []
-    for turns in conversations:
-        ids, counts = [], []
-        for turn in turns:
-            text = next(encoded)
-            said = len(text) - _shared(text, prompt) + 1 if turn.counts else 0
-            ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
-            counts += [False] * (len(text) + 2 - said) + [True] * said + [False] * len(line_end)
-        found.append((ids, counts))
-    return found
 
 
 def _shared(ids: list[int], others: list[int]) -> int:

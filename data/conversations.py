@@ -10,6 +10,7 @@ A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's 
 rm-static was made.
 """
 
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -18,17 +19,13 @@ from typing import NamedTuple
 from data.corpus import JSONL, Record, read_records, refuse_half_characters
 from data.docstrings import docstring_records
 from data.errors import DataError
-from data.readers import parquet_objects
+from data.readers import parquet_rows
 
 SUFFIXES = (*JSONL, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response")
 KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output")
-FORMS = (
-    '"conversations", "messages", "prompt" with "chosen" or "response", or "instruction" with '
-    '"output"'
-)
 HUMAN, HUMANS_OR_ASSISTANTS = "\n\nHuman:", re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -48,7 +45,8 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
     yield from docstring_records(path for path in files if path.endswith(".py"))
     for path in files:
         if path.endswith(".parquet"):
-            yield from (Record(path, *row) for row in parquet_objects(path, KEYS))
+            for number, row in enumerate(parquet_rows(path, KEYS), 1):
+                yield Record(path, number, json.dumps(row, default=str).encode())
         elif not path.endswith(".py"):
             yield from read_records([path])
 
@@ -72,10 +70,9 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
-        if role not in ROLES:
-            raise DataError(f"{place} has the role {_shown(role)}, known are {', '.join(ROLES)}")
         if role not in expected:
-            raise DataError(f"{place} has the role {role}, expected is {' or '.join(expected)}")
+            known = " or ".join(expected)
+            raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
         if not isinstance(content, str):
             raise DataError(f"{place} has no text in it, but {_shown(content)}")
         refuse_half_characters(place, content)
@@ -94,7 +91,7 @@ def _turns(value: object, where: str) -> list[Turn]:
     given = {key: value[key] for key in KEYS if value.get(key) is not None}  # null: in a table
     for key in LISTS:
         if key in given:
-            return _listed_turns(given[key], f'{where}: "{key}"', where)
+            return _listed_turns(given[key], where)
     for key, text in given.items():
         if not isinstance(text, str):
             raise DataError(f'{where}: "{key}" has no text in it, but {_shown(text)}')
@@ -104,19 +101,20 @@ def _turns(value: object, where: str) -> list[Turn]:
     if "instruction" in given and "output" in given:
         parts = (given["instruction"], given.get("input"))
         return [Turn(USER, "\n\n".join(filter(None, parts))), Turn(ASSISTANT, given["output"])]
-    raise DataError(f"{where}: no conversation, which has {FORMS}")
+    raise DataError(
+        f'{where}: no conversation, which has "conversations", "messages", "prompt" with "chosen" '
+        'or "response", or "instruction" with "output"'
+    )
 
 
-def _listed_turns(turns: object, what: str, where: str) -> list[Turn]:
-    if not isinstance(turns, list) or not turns:
-        raise DataError(f"{what} is no list of turns")
-    for number, turn in enumerate(turns, 1):
-        if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-            raise DataError(f'{where}: turn {number} has no "role" and "content"')
-        if turn.get("weight") not in (None, 0, 1):
-            weight = _shown(turn["weight"])
-            raise DataError(f'{where}: turn {number} has the "weight" {weight}, not 0 or 1')
-    return [Turn(turn["role"], turn["content"], turn.get("weight") != 0) for turn in turns]
+def _listed_turns(turns: object, where: str) -> list[Turn]:
+    try:
+        if all(turn.get("weight") in (None, 0, 1) for turn in turns):
+            return [Turn(t["role"], t["content"], t.get("weight") != 0) for t in turns]
+    except (TypeError, KeyError, AttributeError):
+        pass
+    form = 'list of {"role": ..., "content": ...}, perhaps with "weight": 0 or 1'
+    raise DataError(f"{where}: no {form}, but {_shown(turns)}")
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:

@@ -17,17 +17,17 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from data.readers import csv_rows, parquet_rows, zst_lines
+from data.readers import csv_rows, open_zst, parquet_rows
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
-WITH_COLUMNS = (*JSONL, ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst", ".parquet")
 SECTION_BYTES = 16 * 1024
 SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
@@ -52,27 +52,9 @@ class Record(NamedTuple):
         return f"{self.path}, {unit} {self.position}"
 
 
-class Reading(NamedTuple):
-    """Settings that turn files into documents."""
-
-    text_column: str = TEXT_COLUMN  # of .jsonl, .csv and .parquet
-    section_bytes: int = SECTION_BYTES  # longest document of a .txt
-
-
-def is_jsonl(path: str) -> bool:
-    return path.endswith(JSONL)
-
-
 def text_size(files: Iterable[str]) -> int:
     """Return the bytes of text, roughly: compression makes it about four times smaller."""
     return sum(os.path.getsize(path) * (4 if path.endswith(COMPRESSED) else 1) for path in files)
-
-
-def bytes_to_read(files: Iterable[str]) -> int | None:
-    """Return the bytes of all records of the files; None where only reading them would tell."""
-    if any(path.endswith((*COMPRESSED, ".csv")) for path in files):
-        return None
-    return sum(map(os.path.getsize, files))
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
@@ -82,26 +64,22 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """
     if source == BUILTIN:
         return _builtin_files()
-    path, kinds = Path(source), ", ".join(suffixes)
-    if path.is_dir():
-        files = sorted(str(p) for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file())
-        if not files:
-            raise DataError(f"{source}: no {kinds} file in this folder")
-        return files
-    if not path.is_file():
+    path = Path(source)
+    if not path.exists():
         raise DataError(f"{source}: no such file or folder")
-    if not path.name.endswith(suffixes):
-        raise DataError(f"{source}: cannot read this kind of file; use one of {kinds}")
-    return [str(path)]
+    paths = sorted(map(str, path.rglob("*"))) if path.is_dir() else [str(path)]
+    files = [each for each in paths if each.endswith(suffixes) and os.path.isfile(each)]
+    if not files:
+        kinds = ", ".join(suffixes)
+        raise DataError(f"{source}: cannot read this kind of file or folder; use one of {kinds}")
+    return files
 
 
 def require_columns(files: Iterable[str], text_column: str | None) -> None:
     """Raises DataError: a column was named, and none of the files has columns."""
-    if text_column is not None and not any(path.endswith(WITH_COLUMNS) for path in files):
-        raise DataError(
-            f"--text_column {text_column}: none of these files has columns, as "
-            f"{', '.join(WITH_COLUMNS)} have"
-        )
+    with_columns = (*JSONL, ".csv", ".parquet")
+    if text_column is not None and not any(path.endswith(with_columns) for path in files):
+        raise DataError(f"--text_column {text_column}: none of these files has columns")
 
 
 def _builtin_files() -> list[str]:
@@ -109,32 +87,37 @@ def _builtin_files() -> list[str]:
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
         files += (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py"))
-    if sum(map(os.path.getsize, files)) < 1_000_000:
-        raise DataError(
-            "this Python comes without the source of its standard library: give a text of your own"
-        )
     return files
 
 
-def read_records(files: Iterable[str], reading: Reading | None = None) -> Iterator[Record]:
+def read_records(
+    files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
+) -> Iterator[Record]:
     """Yield every document of every file, in order, in memory bounded by one line, section or
     batch of rows.
 
-    Raises DataError: a file cannot be opened, is damaged or cut short, has no such column, or takes
-    a package that is not installed.
+    Args:
+        text_column: name of the text in .jsonl, .csv and .parquet.
+        section_bytes: longest document of a .txt.
+
+    Raises DataError: a file cannot be read, has no such column, or takes a package that is not
+    installed.
     """
-    column, section_bytes = reading or Reading()
     for path in files:
         try:
-            if path.endswith((".csv", ".parquet")):
-                rows = csv_rows if path.endswith(".csv") else parquet_rows
-                yield from (Record(path, *row) for row in rows(path, column))
-            elif path.endswith(".zst"):
-                yield from _lines(path, zst_lines(path), column)
+            if path.endswith(".csv"):
+                yield from (Record(path, *row) for row in csv_rows(path, text_column))
+            elif path.endswith(".parquet"):
+                for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
+                    text = row[text_column]
+                    raw = text.encode() if isinstance(text, str) else text
+                    fault = "" if isinstance(raw, bytes) else "no text in it"
+                    yield Record(path, number, b"" if fault else raw, fault)
             else:
-                with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-                    if is_jsonl(path):
-                        yield from _lines(path, file, column)
+                openers = {".gz": gzip.open, ".zst": open_zst}
+                with openers.get(Path(path).suffix, partial(open, mode="rb"))(path) as file:
+                    if path.endswith(JSONL):
+                        yield from _lines(path, file, text_column)
                     else:
                         yield from _sections(path, file, section_bytes)
         except (OSError, EOFError, zlib.error, csv.Error) as error:
@@ -170,7 +153,7 @@ def parse(record: Record) -> str:
     """
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
-    if not is_jsonl(record.path):
+    if not record.path.endswith(JSONL):
         return decode(record)
     document, name = load_json(record), record.text_column
     if not isinstance(document, dict) or not isinstance(document.get(name), str):
@@ -189,7 +172,7 @@ def decode(record: Record) -> str:
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 ({error.reason} {error.start} bytes further)"
         raise DataError(f"{where}: {SAVE_HINT}") from error
-    at_start = record.position == (1 if is_jsonl(record.path) else 0)
+    at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
     return text.removeprefix("\ufeff") if at_start else text
 
 

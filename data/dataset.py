@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -9,16 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.errors import DataError
+from data.errors import DataError, NothingFitsError
 from data.order import MicroBatchSampler
-from data.shards import CONVERSATIONS, TEXT, read_description
+from data.shards import TEXT, read_description
 from data.tokenizer import tokenizer_in
-
-TRAINED_BY = {
-    TEXT: "train_pretrain_accelerate.py",
-    CONVERSATIONS: "train_sft_accelerate.py (STAGE=sft bash run_accelerate.sh)",
-}
-SCAN_BYTES = 1 << 30  # a split up to this size is checked whole at start, in well under a second
 
 
 class TokenStream(Dataset):
@@ -41,7 +36,7 @@ class TokenStream(Dataset):
         self.seq_len = seq_len
         self.description = read_description(folder)
         if (kind := self.description["kind"]) != self.kind:
-            raise DataError(f"{folder} holds {kind}, prepared for {TRAINED_BY[kind]}")
+            raise DataError(f"{folder} holds {kind}, and this program trains on {self.kind}")
         part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
@@ -49,16 +44,12 @@ class TokenStream(Dataset):
         self.tokenizer_path = tokenizer_in(self.folder)
         # The positions in the stream at which shards begin, and its length.
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
-        self._maps: list[np.memmap] | None = None
-        self._shards()
+        _ = self._shards  # mapped now
 
-    def prepare_with(self, tokenizer: Path) -> str:
-        """Say how to prepare the same data with another tokenizer."""
-        source = "--data TEXT" if self.kind == TEXT else "--conversations FILE"
-        return (
-            f"prepare the {self.kind} with that one's, in a folder of its own, and train on it: "
-            f"`python -m scripts.prepare_data --tokenizer {tokenizer} {source} --out FOLDER`"
-        )
+    @cached_property
+    def _shards(self) -> list[np.memmap]:
+        shards, dtype = self.description["splits"][self.split]["shards"], self.description["dtype"]
+        return [np.memmap(self.folder / shard["file"], dtype, mode="r") for shard in shards]
 
     @property
     def identity(self) -> str:
@@ -72,52 +63,35 @@ class TokenStream(Dataset):
         """The mean over all samples, without padding."""
         return self.seq_len if self.lengths is None else float(self.lengths.mean())
 
-    def scan(self) -> None:
-        """Look for ids outside the vocabulary in the whole split, unless it is larger than
-        SCAN_BYTES. Raises DataError: there is one."""
-        if self.n_tokens * self._shards()[0].itemsize <= SCAN_BYTES:
-            for shard in self._shards():
-                self._check(shard)
-
-    def _check(self, tokens: np.ndarray) -> None:
-        if (largest := tokens.max()) >= self.vocab_size:
-            raise DataError(
-                f"{self.folder}: token id {largest} in the {self.split} split is outside the "
-                f"vocabulary of {self.vocab_size}: the shards are damaged or of another tokenizer; "
-                "prepare the data again"
-            )
-
     def _read(self, start: int, length: int) -> Tensor:
         """Return the tokens from position start on, int64 of shape (length,). Raises DataError: one
         is outside the vocabulary."""
-        end, pieces = start + length, []
-        for i in range(np.searchsorted(self._starts, start, side="right") - 1, len(self._shards())):
-            begin = self._starts[i]
-            if begin >= end:
-                break
-            pieces.append(self._shards()[i][max(start - begin, 0) : end - begin])
-        tokens = np.concatenate(pieces)
-        self._check(tokens)
+        end = start + length
+        first = np.searchsorted(self._starts, start, side="right") - 1
+        last = np.searchsorted(self._starts, end)
+        tokens = np.concatenate(
+            [
+                self._shards[i][max(start - self._starts[i], 0) : end - self._starts[i]]
+                for i in range(first, last)
+            ]
+        )
+        if (largest := tokens.max()) >= self.vocab_size:
+            raise DataError(
+                f"{self.folder}: token id {largest} in the {self.split} split is outside the "
+                f"vocabulary of {self.vocab_size}: the shards are damaged; prepare the data again"
+            )
         return torch.from_numpy(tokens.astype(np.int64))
 
-    def _shards(self) -> list[np.memmap]:
-        if self._maps is None:
-            shards = self.description["splits"][self.split]["shards"]
-            self._maps = [
-                np.memmap(self.folder / shard["file"], self.description["dtype"], mode="r")
-                for shard in shards
-            ]
-        return self._maps
-
     def __getstate__(self) -> dict:
-        return self.__dict__ | {"_maps": None}  # a pickled memmap would carry the data itself along
+        maps = ("_shards", "_answers")  # pickled, they would carry the data itself along
+        return {name: value for name, value in self.__dict__.items() if name not in maps}
 
 
 class PackedDataset(TokenStream):
     """Text, cut into sequences of seq_len: sample i is tokens[i·seq_len : (i+1)·seq_len] of the
     stream, with the targets one token further.
 
-    Raises DataError: see `TokenStream`, or the split is shorter than one sequence.
+    Raises DataError: see `TokenStream`. NothingFitsError: the split is shorter than one sequence.
     """
 
     kind = TEXT
@@ -126,16 +100,11 @@ class PackedDataset(TokenStream):
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
         if len(self) < 1:
-            raise DataError(
+            raise NothingFitsError(
                 f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs "
                 f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or "
                 "another --val_fraction when preparing"
             )
-
-    @staticmethod
-    def fits(folder: str | Path, split: str, seq_len: int) -> bool:
-        """Return whether the split holds at least one sequence."""
-        return read_description(folder)["splits"][split]["tokens"] > seq_len
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.seq_len
@@ -152,7 +121,7 @@ class PackedDataset(TokenStream):
         """Return the number of the document in which each sample begins, int64, (samples,)."""
         begins = [
             start + np.flatnonzero(shard == bos_id)
-            for start, shard in zip(self._starts, self._shards(), strict=False)  # one start more
+            for start, shard in zip(self._starts, self._shards, strict=False)  # one start more
         ]
         positions = np.asarray(samples, np.int64) * self.seq_len
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1

@@ -24,7 +24,17 @@ def docstring_records(files: Iterable[str]) -> Iterator[Record]:
     order, unless its signature or its summary came before."""
     seen = set()
     for path in files:
-        for line, kind, signature, summary in _documented(path):
+        relative = os.path.relpath(path, sysconfig.get_path("stdlib"))
+        module = relative.removesuffix(".py").replace(os.sep, ".").removesuffix(".__init__")
+        try:
+            with open(path, "rb") as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # some files misspell escape sequences
+                tree = ast.parse(file.read())
+        except (SyntaxError, ValueError):  # some files hold a mistake on purpose
+            continue
+        if any(part.startswith("_") for part in module.split(".")):
+            continue
+        for line, kind, signature, summary in _inside(tree, module, "function"):
             if signature in seen or summary in seen:
                 continue
             seen |= {signature, summary}
@@ -34,22 +44,6 @@ def docstring_records(files: Iterable[str]) -> Iterator[Record]:
                 question, answer = f"Which {kind} does this: {summary}", f"`{signature}`"
             raw = json.dumps({"prompt": question, "response": answer}).encode()
             yield Record(path, line, raw)
-
-
-def _documented(path: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield line, kind, signature and summary, see `_inside`, of a module that is public."""
-    with open(path, "rb") as file:
-        source = file.read()
-    try:
-        with warnings.catch_warnings():  # some files misspell escape sequences
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # some files hold a mistake on purpose
-        return
-    relative = os.path.relpath(path, sysconfig.get_path("stdlib"))
-    module = relative.removesuffix(".py").replace(os.sep, ".").removesuffix(".__init__")
-    if not any(part.startswith("_") for part in module.split(".")):
-        yield from _inside(tree, module, "function")
 
 
 def _inside(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:

@@ -5,7 +5,7 @@ start. The sample at a position depends on it and on the seed alone, so training
 same samples after a stop, or on another number of processes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,12 +81,21 @@ class MicroBatchSampler:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the stream of all epochs."""
-        epochs, within = np.divmod(positions, self.n_samples)
-        out = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            out[chosen] = shuffled(within[chosen], self.n_samples, self.seed, int(epoch))
-        return out
+
+        def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
+            return shuffled(within, self.n_samples, self.seed, epoch)
+
+        return _in_rounds(positions, self.n_samples, of_epoch)
+
+
+def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarray:
+    """Return of_round(round, positions within it) for each round of that size."""
+    rounds, within = np.divmod(positions, size)
+    out = np.empty_like(positions)
+    for number in np.unique(rounds):
+        chosen = rounds == number
+        out[chosen] = of_round(int(number), within[chosen])
+    return out
 
 
 WINDOW = 32  # global batches that are sorted by length together
@@ -112,18 +121,13 @@ class LengthSampler(MicroBatchSampler):
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the stream of all windows."""
-        windows, within = np.divmod(positions, self._shape[0] * self._shape[1])
-        out = np.empty_like(positions)
-        for window in np.unique(windows):
-            chosen = windows == window
-            out[chosen] = self._window(int(window))[within[chosen]]
-        return out
-
-    def _window(self, window: int) -> np.ndarray:
-        """Return the samples of a window, in the order in which they are read."""
         batches, size = self._shape
-        first = window * batches * size
-        samples = super().indices(np.arange(first, first + batches * size))
-        by_length = samples[np.argsort(self.lengths[samples], kind="stable")]
-        order = shuffled(np.arange(batches), batches, self.seed, window)
-        return by_length.reshape(self._shape)[order].ravel()
+
+        def of_window(window: int, within: np.ndarray) -> np.ndarray:
+            first = window * batches * size
+            samples = MicroBatchSampler.indices(self, np.arange(first, first + batches * size))
+            by_length = samples[np.argsort(self.lengths[samples], kind="stable")]
+            order = shuffled(np.arange(batches), batches, self.seed, window)
+            return by_length.reshape(self._shape)[order].ravel()[within]
+
+        return _in_rounds(positions, batches * size, of_window)

@@ -7,79 +7,66 @@ validation.
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
 from common.atomic import whole_folder
-from data.corpus import TEXT_COLUMN, Reading, Record, parse, read_records, text_size
-from data.encoders import Document, Encode, Encoded, encoders, loaded, readable
+from data.conversations import conversation_records
+from data.corpus import TEXT_COLUMN, Record, parse, read_records, text_size
+from data.documents import Encoded, encode_batch
+from data.encoders import encoders
 from data.errors import DataError
-from data.segmentation import Splitter
-from data.shards import DESCRIPTION_FILE, FORMAT, SPLITS, TEXT, ShardWriter, token_dtype
-from data.sizes import Suited, suited_to
-from data.tokenizer import TOKENIZER_FILE, Tokenizer, copy_tokenizer, open_tokenizer, tokenizer_hash
+from data.shards import CONVERSATIONS, DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
+from data.sizes import suited_to
+from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
-from data.validation_split import HASHES, ValidationSplit, hashes
+from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
 # Three times as much would train in three times the time and save 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
+# Of the built-in conversations, some five thousand: the size of their source tells nothing.
+BUILTIN_VAL_FRACTION = 0.1
 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Settings for text; see ConversationOptions for conversations."""
+    """Settings for text or conversations."""
 
-    kind: ClassVar[str] = TEXT  # see `shards.KINDS`
     vocab_size: int | None  # None: what suits the text's size, or fewer if it holds no more
     val_fraction: float | None  # None: what suits the text's size
     workers: int
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of an existing one, instead of training
-    text_column: str = TEXT_COLUMN  # see `Reading`
+    text_column: str = TEXT_COLUMN  # see `read_records`
     segmentations: int | None = 1  # ways to cut a document; None: what suits the text's size
+    kind: str = TEXT  # see `shards.KINDS`; conversations take an existing tokenizer
 
     def share(self, files: list[str]) -> float:
         """Return the share of the documents that is for validation."""
-        return suited(files).val_fraction if self.val_fraction is None else self.val_fraction
+        if self.val_fraction is not None:
+            return self.val_fraction
+        if self.kind == CONVERSATIONS and files[0].endswith(".py"):
+            return BUILTIN_VAL_FRACTION
+        return suited_to(files).val_fraction
 
     def ways(self, files: list[str]) -> int:
         """Return in how many ways each training document is cut into pieces."""
-        return self.segmentations or suited(files).segmentations
+        return self.segmentations or suited_to(files).segmentations
 
     def records(self, files: list[str]) -> Iterator[Record]:
         """Yield everything there is to encode."""
-        return read_records(files, Reading(self.text_column, suited(files).section_bytes))
-
-    def encoder(self, files: list[str], tokenizer: str) -> Encode:
-        """Return the function that encodes a batch of these records, in any process."""
-        return partial(_encode_batch, tokenizer, self.ways(files))
-
-    def settings(self, files: list[str]) -> dict:
-        """Return everything that the result depends on besides the files."""
-        if self.tokenizer is not None:
-            open_tokenizer(self.tokenizer)  # a wrong file is refused before the work
-        return {
-            "vocab_size": self.vocab_size if self.tokenizer is None else None,
-            "tokenizer": self.tokenizer and tokenizer_hash(self.tokenizer),
-            "val_fraction": self.share(files),
-            "skip_bad_lines": self.skip_bad_lines,
-            "text_column": self.text_column,
-            "segmentations": self.ways(files),
-        }
-
-
-def suited(files: list[str]) -> Suited:
-    """Return the settings that suit the size of these files."""
-    return suited_to(text_size(files))
+        if self.kind == CONVERSATIONS:
+            return conversation_records(files)
+        return read_records(files, self.text_column, suited_to(files).section_bytes)
 
 
 def prepare(
@@ -103,23 +90,31 @@ def prepare(
     """
     # Before reading: a file that changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
-    with whole_folder(out) as folder:
-        # The processes start while the tokenizer is trained.
-        with encoders(options.workers, text_size(files)) as encode_all:
-            tokenizer = _make_tokenizer(files, options, folder)
-            encode = options.encoder(files, tokenizer.path)
+    # The processes start while the tokenizer is trained.
+    with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
+        if options.tokenizer is not None:
+            copy_tokenizer(options.tokenizer, folder)
+        else:
+            may_shrink = options.vocab_size is None
+            size = suited_to(files).vocab_size if may_shrink else options.vocab_size
+            path = folder / TOKENIZER_FILE
+            train_tokenizer(_sample(files, options), size, path, may_shrink=may_shrink)
+        tokenizer = open_tokenizer(folder)
+        encode = partial(encode_batch, options.kind, tokenizer.path, options.ways(files))
+        dtype = token_dtype(tokenizer.vocab_size)
 
-            def encoded() -> Iterable[Encoded]:
-                return encode_all(options.records(files), encode)
+        def write(split: ValidationSplit) -> dict:
+            encoded = encode_all(options.records(files), encode)
+            return _write_splits(encoded, folder, dtype, split, options, progress)
 
-            dtype = token_dtype(tokenizer.vocab_size)
-            split = ValidationSplit(options.share(files))
-            written = _write_splits(encoded(), folder, dtype, split, options, progress)
-            again = split.with_one_document()
-            if again is not split and not written["splits"]["val"]["documents"]:
-                for path in folder.glob("train-*.bin"):
-                    path.unlink()
-                written = _write_splits(encoded(), folder, dtype, again, options, lambda n: None)
+        split = ValidationSplit(options.share(files))
+        written = write(split)
+        empty = split.share > 0 and not written["splits"]["val"]["documents"]
+        if empty and split.least < split.greatest:
+            # A corpus this small holds out the document with the least hash.
+            for path in folder.glob("train-*.bin"):
+                path.unlink()
+            written = write(ValidationSplit(math.nextafter(split.least, 1)))
         description = {
             "format": FORMAT,
             "kind": options.kind,
@@ -138,6 +133,8 @@ def prepare(
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """Return what a prepared folder is made from; equal descriptions make equal shards."""
+    if options.tokenizer is not None:
+        open_tokenizer(options.tokenizer)  # a wrong file is refused before the work
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {
@@ -145,22 +142,14 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "files": len(files),
         "bytes_on_disk": sum(stat.st_size for _, stat in stats),
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
-        **options.settings(files),
+        "vocab_size": options.vocab_size if options.tokenizer is None else None,
+        "tokenizer": options.tokenizer and tokenizer_hash(options.tokenizer),
+        "val_fraction": options.share(files),
+        "skip_bad_lines": options.skip_bad_lines,
+        "text_column": options.text_column,
+        "segmentations": options.ways(files),
+        **({"kind": options.kind} if options.kind != TEXT else {}),
     }
-
-
-def _make_tokenizer(files: list[str], options: PackingOptions, folder: Path) -> Tokenizer:
-    if options.tokenizer is None:
-        may_shrink = options.vocab_size is None
-        train_tokenizer(
-            _sample(files, options),
-            suited(files).vocab_size if may_shrink else options.vocab_size,
-            folder / TOKENIZER_FILE,
-            may_shrink=may_shrink,
-        )
-    else:
-        copy_tokenizer(options.tokenizer, folder)
-    return open_tokenizer(folder)
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
@@ -197,16 +186,15 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits; return their part of the description."""
-    train, val = (ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in SPLITS)
-    bad_documents, first_bad, elsewhere = 0, None, 0
+    train, val = (ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val"))
+    bad_documents, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         bad_documents += len(encoded.bad)
         first_bad = first_bad or next(iter(encoded.bad), None)
-        elsewhere += encoded.elsewhere
         for document in encoded.documents:
-            if split.takes(document.where):
+            if split.takes(document.number):
                 val.write(document.tokens[0], document.n_bytes, document.answers)
                 continue
             for tokens in document.tokens:
@@ -218,28 +206,4 @@ def _write_splits(
         "splits": {"train": train.close(), "val": val.close()},
         "bad_documents": bad_documents,
         "first_bad_document": first_bad,
-        "for_other_stages": elsewhere,
     }
-
-
-def _with_splitter(path: str) -> tuple[Tokenizer, Splitter]:
-    tokenizer = open_tokenizer(path)
-    return tokenizer, Splitter(tokenizer)
-
-
-def _encode_batch(path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    tokenizer, splitter = loaded(_with_splitter, path)
-    texts, bad = readable(batch, parse)
-    texts = [text for text in texts if text]
-    dtype = token_dtype(tokenizer.vocab_size)
-    # One marker may do both: then the next document's beginning ends this one.
-    end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
-    documents = []
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        raw = text.encode()
-        (number,) = hashes(raw, 1)
-        random = np.random.default_rng(number)  # the same text is always cut in the same ways
-        others = (splitter.split(ids, random) for _ in range(segmentations - 1))
-        tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
-        documents.append(Document(tokens, len(raw), number / HASHES))
-    return Encoded(documents, bad, sum(len(record.raw) for record in batch))

@@ -7,11 +7,11 @@ from common.errors import UsageError
 from data.corpus import BUILTIN, SUFFIXES
 from data.errors import DataError
 from data.packing import PackingOptions, describe_sources
-from data.shards import DESCRIPTION_FILE, read_description
+from data.shards import CONVERSATIONS, DESCRIPTION_FILE, TEXT, read_description
 from data.tokenizer import tokenizer_hash
 
 
-def default_out(data: str, flags: str = "") -> Path:
+def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     """Return out/data/NAME, where NAME is that of the file or folder without its suffix.
 
     Args:
@@ -23,7 +23,7 @@ def default_out(data: str, flags: str = "") -> Path:
         name = name.removesuffix(suffix)
     if words := flags.split():
         name += "-" + hashlib.sha256(" ".join(words).encode()).hexdigest()[:8]
-    return Path("out/data") / name
+    return Path("out/data") / (name if kind == TEXT else f"{name}-chat")
 
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
@@ -34,8 +34,7 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
     words = [tokenizer_hash(tokenizer), flags]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
-    out = default_out(conversations, " ".join(words))
-    return out.with_name(f"{out.name}-chat")
+    return default_out(conversations, " ".join(words), CONVERSATIONS)
 
 
 def find_prepared(
@@ -51,8 +50,7 @@ def find_prepared(
     Raises UsageError: `out` must not be written over. DataError, OSError: the text or tokenizer
     cannot be read.
     """
-    source = describe_sources(files, options)
-    stored = _prepared_from(out)
+    source, stored = describe_sources(files, options), _prepared_from(out)
     if stored == source:
         return "already prepared from this text"
     if reuse and stored.get("files_sha256") == source["files_sha256"]:
@@ -61,12 +59,13 @@ def find_prepared(
         raise UsageError(f"--out {out} holds the text itself: choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
         raise UsageError(f"--out {out} exists and is no prepared data: choose another folder")
-    if reuse and stored.get("source", source["source"]) != source["source"]:
-        other = stored["source"]
-        raise UsageError(f"{out} was prepared from {other}, another text of that name: rename one")
-    if out.exists() and not (overwrite or reuse):
-        what = "was prepared from other text or with other settings" if stored else "exists"
-        raise UsageError(f"{out} {what}: pass --overwrite to replace it, or another --out")
+    same_name = reuse and stored.get("source", source["source"]) == source["source"]
+    if out.exists() and not (overwrite or same_name):
+        made_of = stored.get("source", "something else")
+        raise UsageError(
+            f"{out} holds data made of {made_of}, perhaps with other settings: pass --overwrite to "
+            "replace it, or another --out, or rename the text"
+        )
     return None
 
 

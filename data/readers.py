@@ -1,14 +1,14 @@
 """Read compressed files and tables, in memory bounded by one line or one batch of rows.
 
-`.zst` needs zstandard and `.parquet` needs pyarrow, which are not installed with this project.
+`.zst` and `.parquet` need pyarrow, which is not installed with this project.
 """
 
 import csv
 import importlib
-import json
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 from data.errors import DataError
 
@@ -18,94 +18,34 @@ BATCH_ROWS = 64  # of Parquet, in memory at once
 LONGEST_FIELD = 1 << 26
 
 
-class Row(NamedTuple):
-    position: int  # the row of a .parquet, or the line on which a row of a .csv begins, from 1
-    raw: bytes  # UTF-8, not yet decoded
-    fault: str = ""  # why there is no text in it
+def open_zst(path: str) -> io.BufferedReader:
+    """Open a .zst file to read its contents. Raises DataError: pyarrow is not installed. OSError:
+    the file is damaged; reading raises it too."""
+    return io.BufferedReader(_import("pyarrow", path).input_stream(path, compression="zstd"))
 
 
-def zst_lines(path: str) -> Iterator[bytes]:
-    """Yield the lines of a .zst file, line ends included.
+def csv_rows(path: str, column: str) -> Iterator[tuple[int, bytes, str]]:
+    """Yield one column of a .csv file with a head: the line on which a row ends, from 1, the text
+    as UTF-8, and why there is none, "" if there is.
 
-    zstandard's own reader takes a file that was cut short for a whole one.
-
-    Raises DataError: zstandard is not installed. OSError, EOFError: the file is damaged.
-    """
-    zstandard = _import("zstandard", path)
-    # `zstd --ultra --long=31` makes windows of this size.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame, rest = None, b""
-    with open(path, "rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            while chunk:  # a file may hold several frames
-                frame = frame or decompressor.decompressobj()
-                try:
-                    *lines, rest = (rest + frame.decompress(chunk)).split(b"\n")
-                except zstandard.ZstdError as error:
-                    raise OSError(str(error)) from error
-                for line in lines:
-                    yield line + b"\n"
-                chunk = frame.unused_data
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("it ends in the middle of a frame")
-    if rest:
-        yield rest
-
-
-def csv_rows(path: str, column: str) -> Iterator[Row]:
-    """Yield one column of a .csv file with a head.
-
-    Raises DataError: there is no such column. csv.Error: the head is no CSV.
+    Raises DataError: there is no such column. csv.Error: the file is no CSV.
     """
     csv.field_size_limit(LONGEST_FIELD)
     # Bytes that are no UTF-8 pass through, so that the error names the place of their row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, strict=True)
-        names = next(rows, None)
-        if names is None:
-            return
-        _require_columns(path, (column,), names)
-        index = names.index(column)
-        while True:
-            begins = rows.line_num + 1
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                yield Row(begins, b"", f"not CSV ({error})")
-                continue
-            if row is None:
-                return
-            if len(row) > index:
-                yield Row(begins, row[index].encode(errors="surrogateescape"))
-            elif row:
-                yield Row(begins, b"", f"{len(row)} fields, too few for a {column!r}")
+        rows = csv.DictReader(file, strict=True)
+        _require_columns(path, (column,), rows.fieldnames or [column])
+        for row in rows:
+            text = row[column]
+            fault = "too few fields" if text is None else ""
+            yield rows.line_num, (text or "").encode(errors="surrogateescape"), fault
 
 
-def parquet_rows(path: str, column: str) -> Iterator[Row]:
-    """Yield one column of a .parquet file.
-
-    Raises DataError: there is no such column, it holds no text, or the file is damaged.
-    """
-    binary = _import("pyarrow", path).large_binary()
-    texts = _parquet_values(path, (column,), lambda batch: batch.column(0).cast(binary))
-    for number, text in enumerate(texts, 1):
-        raw = text.as_py()
-        yield Row(number, raw or b"", "" if raw is not None else "null and no text")
-
-
-def parquet_objects(path: str, keys: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of a .parquet file as JSON objects, of those columns among `keys` it has.
+def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .parquet file, with those columns among `keys` that it has.
 
     Raises DataError: it has none of them, or is damaged.
     """
-    objects = _parquet_values(path, keys, lambda batch: batch.to_pylist())
-    for number, row in enumerate(objects, 1):
-        yield Row(number, json.dumps(row, default=str).encode())
-
-
-def _parquet_values(path: str, keys: tuple[str, ...], values_of: Callable) -> Iterator:
-    """Yield what `values_of` makes of each batch of the columns that are among `keys`."""
     parquet, arrow = _import("pyarrow.parquet", path), _import("pyarrow", path)
     try:
         # With these a row group, which may be the whole file, is read in pieces.
@@ -114,7 +54,7 @@ def _parquet_values(path: str, keys: tuple[str, ...], values_of: Callable) -> It
             _require_columns(path, keys, names)
             columns = [key for key in keys if key in names]
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                yield from values_of(batch)
+                yield from batch.to_pylist()
     except DataError:
         raise
     except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
@@ -124,17 +64,13 @@ def _parquet_values(path: str, keys: tuple[str, ...], values_of: Callable) -> It
 def _require_columns(path: str, keys: tuple[str, ...], names: list[str]) -> None:
     """Raises DataError: none of the keys is the name of a column."""
     if not set(keys) & set(names):
-        has = "--text_column takes one of" if len(keys) == 1 else "it has"
-        known = ", ".join(map(repr, names))
-        raise DataError(f"{path}: no column {' or '.join(map(repr, keys))}; {has} {known}")
+        wanted, known = " or ".join(map(repr, keys)), ", ".join(map(repr, names))
+        raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
 
 
 def _import(module: str, path: str) -> ModuleType:
-    """Import a package that not everybody needs. Raises DataError: it is not installed."""
+    """Import a part of pyarrow. Raises DataError: it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        raise DataError(
-            f"{path}: reading it takes {package}: python -m pip install {package}"
-        ) from error
+        raise DataError(f"{path}: reading it takes: python -m pip install pyarrow") from error

@@ -6,6 +6,8 @@ https://arxiv.org/abs/1910.13267). BPE-dropout skips merges while a text is enco
 draws them from another generator in each process. Here finished pieces are split again.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from data.tokenizer import Tokenizer
@@ -14,26 +16,27 @@ SHARE = 0.1  # of the pieces that are split in each round
 ROUNDS = 2  # a piece that was split may be split again
 
 
-class Splitter:
-    """Split pieces at random into two that the vocabulary has as well."""
+@lru_cache(maxsize=1)
+def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
+    """Return id → the pairs of ids that spell the same text, for each piece of text."""
+    pieces = tokenizer.pieces_of_text
+    return {
+        id: [
+            (pieces[text[:at]], pieces[text[at:]])
+            for at in range(1, len(text))
+            if text[:at] in pieces and text[at:] in pieces
+        ]
+        for text, id in pieces.items()
+    }
 
-    def __init__(self, tokenizer: Tokenizer):
-        pieces = tokenizer.pieces_of_text
-        self._ways = {
-            id: [
-                (pieces[text[:at]], pieces[text[at:]])
-                for at in range(1, len(text))
-                if text[:at] in pieces and text[at:] in pieces
-            ]
-            for text, id in pieces.items()
-        }
 
-    def split(self, ids: list[int], rng: np.random.Generator) -> list[int]:
-        """Return ids of the same text, in which some pieces are split into two or more."""
-        for _ in range(ROUNDS):
-            found = []
-            for id, drawn in zip(ids, rng.random(len(ids)).tolist(), strict=True):
-                ways = drawn < SHARE and self._ways.get(id)
-                found += ways[int(drawn / SHARE * len(ways))] if ways else (id,)
-            ids = found
-        return ids
+def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
+    """Return ids of the same text, in which some pieces are split into two or more."""
+    ways_of = ways_to_split(tokenizer)
+    for _ in range(ROUNDS):
+        found = []
+        for id, drawn in zip(ids, rng.random(len(ids)).tolist(), strict=True):
+            ways = drawn < SHARE and ways_of.get(id)
+            found += ways[int(drawn / SHARE * len(ways))] if ways else (id,)
+        ids = found
+    return ids

@@ -5,7 +5,10 @@ document of sixteen kilobytes is no validation.
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from data.corpus import text_size
 
 
 class Suited(NamedTuple):
@@ -27,7 +30,8 @@ BY_SIZE = (
 )
 
 
-def suited_to(n_bytes: int) -> Suited:
-    """Return the settings for a text of n_bytes. They go in steps, so that a text that grows keeps
-    its settings for long."""
+def suited_to(files: Iterable[str]) -> Suited:
+    """Return the settings for the text of these files. They go in steps, so that a text that grows
+    keeps its settings for long."""
+    n_bytes = text_size(files)
     return next(suited for suited in BY_SIZE if n_bytes < suited.below)

@@ -19,6 +19,12 @@ TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
+# Character → byte: byte-level BPE writes visible bytes as themselves, others as the characters from
+# 256 on. Source: GPT-2, `bytes_to_unicode` in
+# https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
+BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 # Preparation has processes enough, and threads of the package do not outlive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -30,8 +36,6 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | Path):
-        if not Path(path).is_file():
-            raise DataError(f"{path}: no such tokenizer file")
         self.path = str(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
@@ -40,9 +44,7 @@ class Tokenizer:
         self.vocab_size = self._model.vocab_size()
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
-            raise DataError(
-                f"{path}: has no <s> and </s> pieces to mark where documents begin and end"
-            )
+            raise DataError(f"{path}: has no <s> and </s> pieces, which begin and end documents")
         # A literal U+2581 would come back as a space, so it is spelled in bytes if possible.
         self._space_symbol_ids = [
             self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()
@@ -57,12 +59,9 @@ class Tokenizer:
     @property
     def pieces_of_text(self) -> dict[str, int]:
         """Piece → id of all pieces that stand for text, not for a byte or a marker."""
-        model = self._model
-        return {
-            model.id_to_piece(id): id
-            for id in range(self.vocab_size)
-            if not (model.is_byte(id) or model.is_control(id) or model.is_unknown(id))
-        }
+        model, ids = self._model, range(self.vocab_size)
+        others = (model.is_byte, model.is_control, model.is_unknown)
+        return {model.id_to_piece(id): id for id in ids if not any(is_one(id) for is_one in others)}
 
     def bytes_of(self, id: int) -> bytes | None:
         """Return the bytes of a piece that is no text by itself; b"" for an id without a piece,
@@ -112,15 +111,13 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str | Path):
-        if not Path(path).is_file():
-            raise DataError(f"{path}: no such tokenizer file")
         self.path = str(path)
         try:
             self._model = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:  # the package knows no other class
             raise DataError(f"{path}: not a tokenizer.json ({error})") from error
-        parts = self._model.model, self._model.decoder
-        if not isinstance(parts[0], models.BPE) or not isinstance(parts[1], decoders.ByteLevel):
+        is_bpe = isinstance(self._model.model, models.BPE)
+        if not is_bpe or not isinstance(self._model.decoder, decoders.ByteLevel):
             raise DataError(f"{path}: of all kinds of tokenizer.json only byte-level BPE is read")
         self._model.no_truncation()
         self._model.no_padding()
@@ -136,8 +133,8 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def ids_with_space(self) -> list[int]:
-        space = next(char for char, byte in BYTE_ALPHABET.items() if byte == ord(" "))
-        return sorted(id for text, id in self.pieces_of_text.items() if text.startswith(space))
+        # The alphabet's character for a space.
+        return sorted(id for text, id in self.pieces_of_text.items() if text.startswith("\u0120"))
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
@@ -164,32 +161,18 @@ class JsonTokenizer(Tokenizer):
         return self._model.decode(ids)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Return character → byte: byte-level BPE writes visible bytes as themselves, others as the
-    characters from 256 on. Source: GPT-2, `bytes_to_unicode` in
-    https://github.com/openai/gpt-2/blob/master/src/encoder.py."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-BYTE_ALPHABET = _byte_alphabet()
-
-
 def tokenizer_in(folder: Path) -> Path:
     """Return the path of the tokenizer of a folder of data, weights or a run; it may not exist."""
     has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
     return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
 
 
-def _file(path: str | Path) -> Path:
-    return tokenizer_in(Path(path)) if Path(path).is_dir() else Path(path)
-
-
 def open_tokenizer(path: str | Path) -> Tokenizer:
     """Open the tokenizer of a file, or of a folder that holds one. Raises DataError: missing, or of
     a kind that cannot serve."""
     path = _file(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such tokenizer file")
     return JsonTokenizer(path) if path.suffix == ".json" else Tokenizer(path)
 
 
@@ -201,13 +184,10 @@ def read_markers(path: str | Path) -> dict[str, str]:
         values = json.loads(beside.read_text(encoding="utf-8"))
         named = [values.get(role) for role in ("bos_token", "eos_token")]
         begin, end = (name["content"] if isinstance(name, dict) else name for name in named)
+        if not isinstance(end, str) or not isinstance(begin, str | None):
+            raise ValueError("no eos_token")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(
-            f"{path} does not say which pieces begin and end a document, and {MARKERS_FILE} beside "
-            f"it cannot be read ({error})"
-        ) from error
-    if not isinstance(end, str) or not isinstance(begin, str | None):
-        raise DataError(f"{beside}: no eos_token, the piece that ends a document")
+        raise DataError(f"{beside} does not say which piece ends a document ({error})") from error
     return {"bos_token": begin or end, "eos_token": end}
 
 
@@ -219,6 +199,10 @@ def tokenizer_files(path: str | Path) -> dict[str, bytes]:
         return {TOKENIZER_FILE: path.read_bytes()}
     markers = json.dumps(read_markers(path), ensure_ascii=False)
     return {TOKENIZER_JSON: path.read_bytes(), MARKERS_FILE: f"{markers}\n".encode()}
+
+
+def _file(path: str | Path) -> Path:
+    return tokenizer_in(Path(path)) if Path(path).is_dir() else Path(path)
 
 
 def tokenizer_hash(path: str | Path) -> str:

@@ -4,6 +4,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import sentencepiece
@@ -29,19 +30,15 @@ def train_tokenizer(
 
     Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
     """
-    if vocab_size < LEAST_VOCABULARY:
-        raise DataError(
-            f"vocab_size {vocab_size} is too small, for {RESERVED_PIECES} pieces are bytes and "
-            "markers: pass --vocab_size 300 or more"
-        )
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
-    size = vocab_size
-    model = _train(texts, vocab_size)
+    if vocab_size < LEAST_VOCABULARY:
+        raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
+    size, model = vocab_size, _train(texts, vocab_size)
     while isinstance(model, int) and model >= LEAST_VOCABULARY:
         size = model
-        model = _train(texts, model)  # fewer characters get pieces: it may be too many
+        model = _train(texts, size)  # fewer characters get pieces: it may be too many
     if isinstance(model, int):
         raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
@@ -53,19 +50,16 @@ def train_tokenizer(
 
 def _train(texts: list[str], vocab_size: int) -> bytes | int:
     """Return the model, or for how many pieces the texts suffice."""
-    counts = Counter()
-    for text in texts:
-        counts.update(text)
+    counts = Counter(chain.from_iterable(texts))
     room = max(1, (vocab_size - RESERVED_PIECES) // 2)
     # SentencePiece reserves NUL for itself; a literal U+2581 is spelled in bytes (see Tokenizer).
     rare = [char for char, _ in counts.most_common()[room:]]
     in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
+    lines = (text.translate(in_bytes).splitlines(True) for text in texts)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(
-                line for text in texts for line in text.translate(in_bytes).splitlines(True)
-            ),
+            sentence_iterator=chain.from_iterable(lines),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,

@@ -1,8 +1,8 @@
 """Loss, perplexity, bits per byte and top-1 accuracy on text, conversations and prepared data."""
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,32 +11,10 @@ from data.chat_template import encode_conversation
 from data.conversations import parse_conversation
 from data.corpus import Record, load_json, parse
 from data.dataset import TokenStream
-from data.errors import DataError
 from data.tokenizer import Tokenizer
-from evaluation.intervals import UnitSums
-from evaluation.scoring import Row, Scorer
+from evaluation.result import ratio
+from evaluation.scoring import Row
 from model import IGNORE_INDEX
-
-NLL, HITS, TOKENS, BYTES = range(4)
-
-
-def windows(ids: list[int], seq_len: int, stride: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (tokens, targets) of windows that together predict ids[1:], each id exactly once.
-
-    A window reads up to seq_len ids and the next begins `stride` further. The first predicts after
-    every id that it reads; the others only what no window before them did, so that each prediction
-    has all ids before it as context, or at least seq_len - stride of them: a smaller stride, 1 to
-    seq_len, gives more context and takes more windows. `ids` is a document with its begin and end
-    markers.
-    """
-    done = 0  # ids[1:done + 1] are predicted
-    for start in range(0, len(ids), stride):
-        end = min(start + seq_len, len(ids) - 1)
-        context_only = [IGNORE_INDEX] * (done - start)
-        yield ids[start:end], context_only + ids[done + 1 : end + 1]
-        done = end
-        if done == len(ids) - 1:
-            return
 
 
 def document_rows(
@@ -44,22 +22,29 @@ def document_rows(
 ) -> Iterator[Row]:
     """Yield the windows of every document, `<s> text </s>` as in training; empty text is left out.
 
-    A document is a unit. So is each section of a long .txt file, though neighbouring sections are
-    hardly independent.
+    A window reads up to seq_len ids and the next begins `stride` further. The first predicts after
+    every id that it reads, the others only what no window before them did, so that each id is
+    predicted once, with all ids before it as context or at least seq_len - stride of them.
+
+    A document is a unit, and so is each section of a long .txt file.
     """
     for number, record in enumerate(records):
         text = parse(record)
         if not text:
             continue
         ids = [tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id]
-        n_bytes = len(text.encode())
-        for tokens, targets in windows(ids, seq_len, stride):
-            yield Row(number, torch.tensor(tokens), torch.tensor(targets), n_bytes)
-            n_bytes = 0  # counted once, with the first window
+        last = len(ids) - 1
+        for start in range(0, max(1, last - seq_len + stride), stride):
+            end = min(start + seq_len, last)
+            targets = torch.tensor(ids[start + 1 : end + 1])
+            if start:
+                targets[: seq_len - stride] = IGNORE_INDEX
+            n_bytes = 0 if start else len(text.encode())  # counted once
+            yield Row(number, torch.tensor(ids[start:end]), targets, n_bytes)
 
 
 def conversation_rows(
-    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, counts: Counter
+    records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, counts: dict[str, int]
 ) -> Iterator[Row]:
     """Yield conversations as training reads them (see `ConversationSet`); each is a unit.
 
@@ -95,25 +80,15 @@ def prepared_rows(
         yield Row(unit, tokens, targets, n_targets * dataset.bytes_per_token)
 
 
-def unit_sums(scorer: Scorer, rows: Iterable[Row]) -> UnitSums:
-    """Score rows and add up NLL, HITS, TOKENS and BYTES over the units."""
-    sums = UnitSums(4)
-    for _, scores in scorer.units(rows):
-        sums.add(np.sum(scores, axis=0))
-    return sums
-
-
-def summary(sums: UnitSums, source: str) -> dict:
-    """Return how much of a source was scored, and the metrics: loss in nats per token, perplexity =
-    exp(loss), bits per byte, top-1 accuracy. Raises DataError: nothing was scored."""
-    if not sums.n:
-        raise DataError(f"{source}: no text, or no answer within the context, to score")
-    loss = sums.ratio(NLL, TOKENS)
+def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
+    """Return how much was scored (see `Scorer.units`), and the metrics: loss in nats per token,
+    perplexity = exp(loss), bits per byte, top-1 accuracy."""
+    nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
     metrics = {
-        "loss": loss,
-        "perplexity": loss.map(lambda x: math.exp(min(x, 700))),
-        "bits_per_byte": sums.ratio(NLL, BYTES).map(lambda x: x / math.log(2)),
-        "accuracy": sums.ratio(HITS, TOKENS).map(lambda x: min(x, 1.0)),
+        "loss": ratio(nll, tokens),
+        "perplexity": ratio(nll, tokens, lambda loss: math.exp(min(loss, 700))),
+        "bits_per_byte": ratio(nll, n_bytes, lambda nats: nats / math.log(2)),
+        "accuracy": ratio(hits, tokens, partial(min, 1.0)),
     }
-    totals = {"tokens": int(sums.totals[TOKENS]), "bytes": round(sums.totals[BYTES])}
-    return {"units": sums.n, "unit": "documents", **totals, "metrics": metrics}
+    totals = {"tokens": int(sum(tokens)), "bytes": round(sum(n_bytes))}
+    return {"units": len(units), "unit": "documents", **totals, "metrics": metrics}

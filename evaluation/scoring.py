@@ -3,9 +3,11 @@
 import os
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
@@ -31,15 +33,6 @@ class Row(NamedTuple):
     n_bytes: float  # of the text behind the targets
 
 
-class Score(NamedTuple):
-    """Sums over the targets of one row."""
-
-    nll: float  # negative log-likelihood in nats
-    hits: float  # targets that were the likeliest token
-    n_tokens: float
-    n_bytes: float
-
-
 @dataclass
 class Scorer:
     """A model on this process's device, ready to score rows.
@@ -53,45 +46,44 @@ class Scorer:
     batch_size: int
     dtype: torch.dtype = torch.float32  # bfloat16 runs under autocast; losses are fp32 in any case
 
-    def rows(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Score]]:
-        """Yield every row with its score, in order; memory is bounded by BLOCK_ROWS of them. Raises
-        UsageError: a score is NaN or infinite."""
-        rows = iter(rows)
-        while block := list(islice(rows, BLOCK_ROWS)):
-            order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
-            loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
-            # Not accelerator.prepare, which would keep every block's loader to the end.
-            loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
-            sums = dict(zip(order, self._batches(loader), strict=True))
-            for i, row in enumerate(block):
-                yield row, Score(*sums[i], row.n_bytes)
+    def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, np.ndarray]]:
+        """Yield every unit, in order, with float64 sums of shape (rows, 4) over its targets:
+        negative log-likelihood in nats, targets that were the likeliest token, targets, bytes.
 
-    def _batches(self, loader: DataLoader) -> Iterator[list[float]]:
-        """Yield [nll, hits, tokens] of each row of a loader of (tokens, targets), in order."""
-        autocast = torch.autocast(
-            self.accelerator.device.type, torch.bfloat16, self.dtype == torch.bfloat16
-        )
+        Memory is bounded by BLOCK_ROWS rows. Raises UsageError: a score is NaN or infinite.
+        """
+        rows = iter(rows)
+        blocks = iter(lambda: list(islice(rows, BLOCK_ROWS)), [])
+        scored = chain.from_iterable(map(self._scored, blocks))
+        for unit, same in groupby(scored, key=itemgetter(0)):
+            yield unit, np.array([sums for _, sums in same])
+
+    def _scored(self, block: list[Row]) -> Iterator[tuple[Hashable, list[float]]]:
+        """Yield the unit and the sums of every row of a block, in order."""
+        order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
+        loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
+        # Not accelerator.prepare, which would keep every block's loader to the end.
+        loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
+        is_bf16 = self.dtype == torch.bfloat16
+        autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, is_bf16)
+        sums = []
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
                 scored = self.model(tokens, targets, "hits")
                 nll, counted = scored.loss.double(), targets != IGNORE_INDEX  # (B, T)
-                sums = torch.stack([nll.sum(1), scored.hits.sum(1), counted.sum(1)], dim=1)
+                batch = torch.stack([nll.sum(1), scored.hits.sum(1), counted.sum(1)], dim=1)
             # The last batches are filled up with rows from the start, so that every process has
             # equally many; gather_for_metrics drops them again.
-            sums = self.accelerator.gather_for_metrics(sums)
-            if not sums.isfinite().all():
-                raise UsageError("what the model says is not a number: its weights are broken")
-            yield from sums.tolist()
-
-    def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, list[Score]]]:
-        """Yield every unit with the scores of its rows, in order."""
-        for unit, scored in groupby(self.rows(rows), key=lambda pair: pair[0].unit):
-            yield unit, [score for _, score in scored]
+            sums += self.accelerator.gather_for_metrics(batch).tolist()
+        if not np.isfinite(sums).all():
+            raise UsageError("what the model says is not a number: its weights are broken")
+        sums_of = dict(zip(order, sums, strict=True))
+        for i, row in enumerate(block):
+            yield row.unit, [*sums_of[i], row.n_bytes]
 
 
 def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """Return (tokens, targets), both (B, T) with T of the longest row. Padding on the right counts
-    nowhere, and as attention is causal no earlier position sees it."""
+    """Return (tokens, targets), both (B, T), padded on the right, where no earlier token looks."""
     tokens = pad_sequence([row.tokens for row in rows], batch_first=True)
     targets = pad_sequence([row.targets for row in rows], True, IGNORE_INDEX)
     return tokens, targets
@@ -104,7 +96,7 @@ def build_scorer(
 
     Args:
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
-        dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU, float32 on a CPU.
+        dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU that has it, else float32.
 
     Raises UsageError: device, precision and launcher do not go together.
     """
@@ -112,12 +104,8 @@ def build_scorer(
     if device == "cuda" and not n_gpus:
         raise UsageError("--device cuda: no GPU is visible here")
     on_cpu = device == "cpu" or not n_gpus
-    launched = "ACCELERATE_MIXED_PRECISION" in environ
-    if launched and "MASTER_PORT" in environ and "RANK" not in environ:
-        raise UsageError(
-            "accelerate launch was to start several processes and started one: pass --multi_gpu to "
-            "it, on CPUs too, and not --cpu"
-        )
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environ} and "RANK" not in environ:
+        raise UsageError("pass --multi_gpu to accelerate launch, on CPUs too, and not --cpu")
     n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))
     if not on_cpu and n_local > n_gpus:
         raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")
@@ -127,7 +115,5 @@ def build_scorer(
     if on_cpu:
         keep_freed_memory()
         use_all_cores()
-    dtype = dtype or ("float32" if on_cpu else "bfloat16")
-    if dtype == "bfloat16" and not on_cpu and not has_bf16():
-        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float32")
+    dtype = dtype or ("bfloat16" if not on_cpu and has_bf16() else "float32")
     return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))

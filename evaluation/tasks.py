@@ -2,8 +2,7 @@
 
 import time
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -14,29 +13,21 @@ from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
 from data.corpus import (
+    JSONL,
     TEXT_COLUMN,
-    Reading,
-    Record,
     find_files,
-    is_jsonl,
     load_json,
     read_records,
     require_columns,
 )
 from data.dataset import PackedDataset
 from data.errors import DataError
-from data.readers import parquet_objects
+from data.readers import parquet_rows
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
-from evaluation.language_modelling import (
-    conversation_rows,
-    document_rows,
-    prepared_rows,
-    summary,
-    unit_sums,
-)
-from evaluation.multiple_choice import answer, question_rows
-from evaluation.scoring import Scorer
+from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
+from evaluation.multiple_choice import answers, question_rows
+from evaluation.scoring import Row, Scorer
 from runs.weights import Trained
 from training.engine.device import device_name
 from training.validation import spread
@@ -54,8 +45,7 @@ def check_flags(args: Namespace) -> None:
     """Raise UsageError for a flag that means nothing for this kind of data."""
     for name, tasks in TASKS_OF.items():
         if getattr(args, name) is not None and args.task not in tasks:
-            known = " or ".join(tasks)
-            raise UsageError(f"--{name} is for --task {known}, but {args.data} is {args.task}")
+            raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
     if args.split is not None and not is_prepared(args.data):
         raise UsageError(f"--split is for a prepared folder, and {args.data} is none")
     if args.text_column is not None:
@@ -73,22 +63,19 @@ def detect_task(data: str, text_column: str | None = None) -> str:
     if is_prepared(data):
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"
-    path = find_files(data)[0]
-    if path.endswith(".parquet") and text_column is None:
-        columns = parquet_objects(path, (TEXT_COLUMN, *CONVERSATION_KEYS))
-        records = (Record(path, *row) for row in columns)
-    elif is_jsonl(path):
-        records = read_records([path])
-    else:
+    path, column = find_files(data)[0], text_column or TEXT_COLUMN
+    records = iter(())
+    if path.endswith(".parquet"):
+        records = parquet_rows(path, (column, *CONVERSATION_KEYS))
+    elif path.endswith(JSONL):
+        records = map(load_json, read_records([path]))
+    try:
+        keys = next(records).keys()
+    except (StopIteration, AttributeError, DataError):  # scoring says what is wrong with it
         return "text"
-    first = next(records, None)
-    fields = load_json(first) if first else None
-    if not isinstance(fields, dict):
-        return "text"
-    if "question" in fields:
+    if "question" in keys:
         return "choice"
-    is_text = (text_column or TEXT_COLUMN) in fields
-    return "conversations" if fields.keys() & {*CONVERSATION_KEYS} and not is_text else "text"
+    return "conversations" if keys & {*CONVERSATION_KEYS} and column not in keys else "text"
 
 
 def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
@@ -96,17 +83,17 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
 
     Raises UsageError, DataError: there is nothing to score, or the model is broken.
     """
-    start = time.perf_counter()
-    score = {
-        "packed": score_prepared,
-        "conversations": score_prepared if is_prepared(args.data) else score_conversations,
-        "text": score_text,
-        "choice": score_choices,
-    }[args.task]
-    result = score(args, trained, scorer)
-    result["seconds"] = seconds = time.perf_counter() - start
-    if "tokens" in result:
-        result["tokens_per_second"] = result["tokens"] / seconds
+    began = time.perf_counter()
+    rows, total, facts = to_score(args, trained)
+    hidden = not scorer.accelerator.is_main_process
+    rows = progress_bar(total, desc="scoring", unit=" rows", iterable=rows, disable=hidden)
+    units = list(scorer.units(rows))
+    if not units:
+        raise DataError(f"{args.data}: no text, no answer within the context, or no question in it")
+    found = answers(units) if args.task == "choice" else summary(units)
+    found["seconds"] = seconds = time.perf_counter() - began
+    if "tokens" in found:
+        found["tokens_per_second"] = found["tokens"] / seconds
     about = {
         "model": str(trained.folder),
         "parameters": trained.n_parameters,
@@ -118,11 +105,37 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
         "processes": scorer.accelerator.num_processes,
         "packages": {name: version(name) for name in ("torch", "accelerate", "sentencepiece")},
     }
-    return about | result
+    return about | found | facts
 
 
-def score_prepared(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score the samples of a prepared folder that the validation of a training run reads.
+def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | None, dict]:
+    """Return the rows to score, how many there are (None if only reading them tells), and facts
+    about them, which are complete after the last row."""
+    tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
+    if is_prepared(args.data):
+        return prepared(args, trained)
+    files = find_files(args.data)
+    if args.task == "conversations":
+        records = islice(conversation_records(files), args.limit or None)
+        facts = {"unit": "conversations", "cut": 0, "left_out": 0}
+        return conversation_rows(records, tokenizer, seq_len, facts), None, facts
+    records = read_records(files, args.text_column or TEXT_COLUMN)
+    records = islice(records, args.limit or None)
+    if args.task == "text":
+        stride = args.stride or max(1, seq_len // 2)
+        if stride > seq_len:
+            raise UsageError(f"--stride {stride} leaves tokens out: at most {seq_len}, the context")
+        return document_rows(records, tokenizer, seq_len, stride), None, {"stride": stride}
+    template = trained.chats if args.template is None else args.template
+    if template and args.delimiter is not None:
+        raise UsageError("--delimiter is for questions without the template: --no-template")
+    how = None if template else " " if args.delimiter is None else args.delimiter
+    facts = {"delimiter": how, "template": template}
+    return question_rows(records, tokenizer, seq_len, how), None, facts
+
+
+def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
+    """Return `to_score` for the samples that the validation of a training run reads.
 
     Packed sequences that begin in the same document make one unit. Each conversation is a unit.
 
@@ -131,10 +144,7 @@ def score_prepared(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
     data, split, seq_len = args.data, args.split or "val", trained.model.config.max_seq_len
     tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):
-        raise DataError(
-            f"{data} was prepared with another tokenizer than that of {trained.folder}: prepare "
-            f"the text with --tokenizer {tokenizer}, or give the text itself"
-        )
+        raise DataError(f"{data} has another tokenizer: prepare it with --tokenizer {tokenizer}")
     if args.task == "packed":
         dataset = PackedDataset(data, split, seq_len)
         samples = spread(len(dataset), args.limit)
@@ -144,63 +154,4 @@ def score_prepared(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
         dataset = ConversationSet(data, split, seq_len)
         samples = units = spread(len(dataset), args.limit)
         facts = {"cut": dataset.n_cut, "left_out": dataset.n_left_out, "unit": "conversations"}
-    counted = shown(samples, scorer, len(samples))
-    sums = unit_sums(scorer, prepared_rows(dataset, counted, units))
-    return {"split": split} | summary(sums, data) | facts
-
-
-def score_text(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score documents with a sliding window.
-
-    Raises UsageError: a stride longer than the context. DataError: files that cannot be read, or
-    hold no text.
-    """
-    seq_len = trained.model.config.max_seq_len
-    stride = args.stride or max(1, seq_len // 2)
-    if stride > seq_len:
-        raise UsageError(f"--stride {stride} leaves tokens out: at most {seq_len}, the context")
-    rows = document_rows(records(args, scorer), trained.tokenizer, seq_len, stride)
-    return {"stride": stride} | summary(unit_sums(scorer, rows), args.data)
-
-
-def score_conversations(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score the answers in files of conversations. Raises DataError: files that cannot be read, or
-    no answer within the context."""
-    counts, seq_len = Counter(cut=0, left_out=0), trained.model.config.max_seq_len
-    rows = conversation_rows(records(args, scorer), trained.tokenizer, seq_len, counts)
-    found = summary(unit_sums(scorer, rows), args.data)
-    return found | dict(counts) | {"unit": "conversations"}
-
-
-def score_choices(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Answer questions with the likeliest choice. Raises DataError: files that cannot be read, or
-    hold no questions."""
-    template = trained.chats if args.template is None else args.template
-    if template and args.delimiter is not None:
-        raise UsageError("--delimiter is for questions without the template: --no-template")
-    how = None if template else " " if args.delimiter is None else args.delimiter
-    seq_len = trained.model.config.max_seq_len
-    rows = question_rows(records(args, scorer), trained.tokenizer, seq_len, how)
-    found = answer(scorer, rows)
-    if not found["units"]:
-        raise DataError(f"{args.data}: no question in it")
-    return found | {"delimiter": how, "template": template}
-
-
-def records(args: Namespace, scorer: Scorer) -> Iterable[Record]:
-    """Return the first `limit` records of the files, counted by a progress bar."""
-    files = find_files(args.data)
-    if args.task == "conversations":
-        found = conversation_records(files)
-    else:
-        found = read_records(files, Reading(args.text_column or TEXT_COLUMN))
-    return shown(islice(found, args.limit or None), scorer, args.limit or None)
-
-
-def shown(items: Iterable, scorer: Scorer, total: int | None) -> Iterator:
-    """Yield the items, counted by a progress bar of the main process."""
-    hidden = not scorer.accelerator.is_main_process
-    with progress_bar(total, desc="scoring", unit=" rows", disable=hidden) as bar:
-        for item in items:
-            yield item
-            bar.update()
+    return prepared_rows(dataset, samples, units), len(samples), {"split": split} | facts

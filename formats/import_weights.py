@@ -1,12 +1,18 @@
-"""Import a Llama of others: its weights in this project's form, with its tokenizer."""
+"""Import a Llama of others: a Hugging Face folder, or a state dict with Llama's or its names.
 
+Nothing here runs code from a file: safetensors, JSON, and torch.load with weights_only.
+"""
+
+import re
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from common.atomic import new_folder
 from common.errors import UsageError
-from common.numbers import counted
 from data.chat_template import JINJA, PLAIN_JINJA, TEMPLATE_FILE
-from data.errors import DataError
 from data.tokenizer import (
     MARKERS_FILE,
     TOKENIZER_FILES,
@@ -14,9 +20,28 @@ from data.tokenizer import (
     open_tokenizer,
     tokenizer_in,
 )
-from formats.portable import CONFIG_FILE, WEIGHTS_FILE, read_json, save_portable
-from formats.state_dicts import DEFAULTS, SETTINGS, read_foreign, to_ours
-from model.config import ConfigError
+from formats.hugging_face import (
+    OUTER,
+    LlamaTensors,
+    is_learned,
+    our_name,
+    our_rows,
+    read_llama_config,
+)
+from formats.portable import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    load_tensors,
+    read_json,
+    require_fit,
+    save_portable,
+)
+from model.config import ConfigError, LMConfig
+from model.transformer import Transformer
+
+PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # of DistributedDataParallel and torch.compile
+# Settings of Llama 1 and 2 that the shapes of weights do not tell.
+DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 
 
 def import_weights(
@@ -26,88 +51,116 @@ def import_weights(
 
     Args:
         tokenizer: a file or a folder with one; None takes what is beside the weights, if anything.
-        settings: values for SETTINGS that the files leave open; None means not given.
+        settings: `n_heads` and DEFAULTS, of a state dict; None means not given. A folder has its
+            own, of which max_seq_len can be changed: positions need no weights.
 
-    Raises UsageError: no such source, a place that must not be replaced, or see `choose_settings`.
-    ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve here.
-    OSError: the disk is full or refuses.
+    Raises UsageError: a place that must not be replaced, or settings that are missing or in the
+    folder. ConfigError, DataError: weights or a tokenizer that cannot be read, or cannot serve
+    here. OSError: the disk is full or refuses.
     """
-    if not source.exists():
-        raise UsageError(f"{source}: no such file or folder")
-    if is_import(source):
-        raise UsageError(f"{source} is in this project's form already")
+    given = {name: value for name, value in settings.items() if value is not None}
     with new_folder(out, "import", is_import, overwrite) as folder:
-        foreign = read_foreign(source)
-        settings, said = choose_settings(source, settings, foreign.settings)
-        config, weights = to_ours(foreign, settings, str(source))
-        save_portable(folder, config, weights)
-        copied = take_tokenizer(source, tokenizer, config.vocab_size, folder)
-        if answers(source):
+        if source.is_dir():
+            assumed = {}
+            config, weights = _read_folder(source, given)
+        else:
+            assumed = {name: DEFAULTS[name] for name in DEFAULTS if name not in given}
+            config, weights = _read_file(source, assumed | given)
+        with torch.device("meta"):  # shapes without memory
+            require_fit(Transformer(config), weights, str(source))
+        tied = {"output.weight"} if config.tie_embeddings else set()
+        names = sorted(weights.keys() - tied)
+        save_portable(folder, config, {name: weights[name].float() for name in names})
+        path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
+        copied = "no tokenizer, which text needs: pass --tokenizer FILE"
+        if tokenizer or path.exists():
+            copied = f"with {open_tokenizer(path).path}"
+            copy_tokenizer(path, folder)
+        markers = source / MARKERS_FILE  # an export's whose model has learned to answer
+        if markers.exists() and read_json(markers).get("chat_template") == JINJA:
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
-    millions = sum(weight.numel() for weight in weights.values()) / 1e6
-    layers, kv_heads = counted(config.n_layers, "layers"), counted(config.n_kv_heads, "kv heads")
-    shape = f"dim {config.dim}, {layers}, {kv_heads}, vocabulary {config.vocab_size:,}"
-    return (
-        f"{out}: {millions:.2f} million parameters from {source}\n"
-        f"  shape:     {shape}, embeddings {'tied' if config.tie_embeddings else 'not tied'}\n"
-        f"  settings:  {', '.join(said)}\n"
-        f"  tokenizer: {copied}"
+    said = (
+        f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
+        for name in ("n_heads", *DEFAULTS)
     )
+    return f"{out}: weights of {source}, {copied}\n{', '.join(said)}"
 
 
 def is_import(folder: Path) -> bool:
     """Return True for a folder of portable weights with nothing besides."""
-    try:
-        ours = "n_layers" in read_json(folder / CONFIG_FILE)
-    except ConfigError:
-        return False
     names = {path.name for path in folder.iterdir()}
-    return ours and names <= {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+    others = names - {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
+    return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 
-def answers(source: Path) -> bool:
-    """Return True for an export of this project whose model has learned to answer."""
+def _read_folder(folder: Path, given: dict) -> tuple[LMConfig, Mapping[str, Tensor]]:
+    """Return config and weights of a Hugging Face folder. Raises UsageError: a setting is given
+    that the folder has. ConfigError: no Llama, or damaged."""
+    if own := given.keys() - {"max_seq_len"}:
+        raise UsageError(f"{folder / CONFIG_FILE} decides on --{min(own)}: leave it out")
+    config = LMConfig.from_dict(read_llama_config(folder).to_dict() | given)
+    return config, LlamaTensors(folder)
+
+
+def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]:
+    """Return config and weights of a state dict. Raises UsageError: no `n_heads` in `settings`,
+    which fits any matrices. ConfigError: no Llama, or damaged."""
+    if "n_heads" not in settings:
+        raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
+    weights = _state_dict(path)
+    if theirs := any(name in weights for name in OUTER.values()):
+        weights = {our_name(name, str(path)): weight for name, weight in weights.items()}
+    config = _config_from_shapes(weights, settings)
+    if theirs:
+        weights = {name: our_rows(config, name, weight) for name, weight in weights.items()}
+    return config, weights
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file without prefixes and tables. Raises ConfigError: of another
+    kind, damaged, or more than tensors."""
     try:
-        return read_json(source / MARKERS_FILE).get("chat_template") == JINJA
-    except ConfigError:
-        return False
-
-
-def choose_settings(source: Path, asked: dict, given: dict) -> tuple[dict, list[str]]:
-    """Return all of SETTINGS, and for each a word on where it comes from. Raises UsageError: the
-    number of heads is unknown, or what is asked contradicts the files."""
-    settings, said = {}, []
-    for name in SETTINGS:
-        flag = asked.get(name)
-        # Positions need no weights, so the context may be another than in training.
-        if flag is not None and name != "max_seq_len" and given.get(name, flag) != flag:
-            raise UsageError(f"--{name} {flag}, but {source} says {given[name]}")
-        if flag is not None:
-            settings[name], origin = flag, "as asked"
-        elif name in given:
-            settings[name], origin = given[name], "from the files"
-        elif name in DEFAULTS:
-            settings[name], origin = DEFAULTS[name], f"assumed, --{name} for another"
+        if path.suffix == ".safetensors":
+            content = load_tensors(path)
         else:
-            raise UsageError(f"{source} does not say how many heads it has: pass --{name}")
-        said.append(f"{name} {settings[name]:g} ({origin})")
-    return settings, said
+            content = dict(torch.load(path, "cpu", weights_only=True))
+    except (MemoryError, OSError, ConfigError):
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ConfigError(f"{path}: no state dict, or it holds code, which is not run") from error
+    if isinstance(content.get("model"), dict):  # of a training file, as llama2.c's
+        content = content["model"]
+    weights = {}
+    for name, tensor in content.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"{path}: no state dict: {name} is no tensor")
+        if is_learned(name):
+            weights[PREFIX.sub("", name)] = tensor
+    return weights
 
 
-def take_tokenizer(source: Path, asked: Path | None, vocab_size: int, folder: Path) -> str:
-    """Copy the tokenizer into `folder` if there is one; return a word on it. Raises DataError: the
-    file that was asked for is none, or it has more pieces than the model."""
-    path = asked or tokenizer_in(source if source.is_dir() else source.parent)
-    need = "text needs one: pass --tokenizer FILE"
-    if asked is None and not path.exists():
-        return f"none: there is no {path} and no tokenizer.json; {need}"
-    try:
-        tokenizer = open_tokenizer(path)
-    except DataError as error:
-        if asked:
-            raise
-        return f"none: {error}; {need}"
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(f"{path} has {tokenizer.vocab_size} pieces, the model only {vocab_size}")
-    copy_tokenizer(path, folder)
-    return f"{tokenizer.path}, {tokenizer.vocab_size:,} pieces"
+def _config_from_shapes(weights: dict[str, Tensor], settings: dict) -> LMConfig:
+    """Return the shape of the model with these weights (our names). Raises ConfigError: a weight
+    that tells it is missing, or `n_heads` does not fit."""
+    in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
+    needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
+    for name in needed:
+        if name not in weights or weights[name].dim() != 2:
+            raise ConfigError(f"{name} is missing or no matrix: not a Llama")
+    embedding, wq, wk, w1 = (weights[name] for name in needed)
+    n_heads = settings["n_heads"]
+    if n_heads < 1 or wq.shape[0] % n_heads:
+        raise ConfigError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
+    head_dim = wq.shape[0] // n_heads
+    output = weights.get("output.weight")
+    layers = {int(n.split(".")[1]) for n in weights if re.match(r"layers\.\d+\.", n)}
+    return LMConfig(
+        dim=embedding.shape[1],
+        n_layers=len(layers),
+        n_kv_heads=max(1, wk.shape[0] // head_dim),
+        head_dim=head_dim,
+        vocab_size=embedding.shape[0],
+        hidden_dim=w1.shape[0],
+        tie_embeddings=output is None or torch.equal(output, embedding),
+        **settings,
+    )

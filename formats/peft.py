@@ -1,7 +1,7 @@
 """LoRA adapters in the form of the package `peft`, for a base that scripts.export_hf has written.
 
 B has the rows of the weight that it is added to: its rows for wq and wk are reordered as theirs are
-(formats/hugging_face_names.py). A has the weight's columns, which stay in their order.
+(formats/hugging_face.py). A has the weight's columns, which stay in their order.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from formats.hugging_face_names import llama_name, our_names, our_rotation, to_llama
-from formats.portable import read_json, save_tensors, write_json
-from formats.state_dicts import read_tensors
+from formats.hugging_face import llama_name, our_name, our_rows, to_llama
+from formats.portable import (
+    load_tensors,
+    read_json,
+    require_tensor,
+    save_tensors,
+    write_json,
+)
 from model.config import ConfigError, LMConfig
 from model.lora import LoRA
 from model.transformer import Transformer
@@ -82,10 +87,11 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
         scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{folder}: no r and lora_alpha of an adapter ({error!r})") from error
-    weights = _our_weights(read_tensors(folder / ADAPTER_WEIGHTS), str(folder))
+    weights = _our_weights(load_tensors(folder / ADAPTER_WEIGHTS), str(folder))
     require_adapter(weights, config, rank, str(folder))
-    with_rows = {name: tensor for name, tensor in weights.items() if not name.endswith("lora_a")}
-    weights |= our_rotation(config, with_rows)
+    for name, tensor in weights.items():
+        if not name.endswith("lora_a"):
+            weights[name] = our_rows(config, name, tensor)
     if config.tie_embeddings and "output.weight" in weights:
         embedding = weights.get("tok_embeddings.weight")
         if embedding is None or not torch.equal(weights.pop("output.weight"), embedding):
@@ -100,7 +106,7 @@ def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
     for name, tensor in tensors.items():
         theirs = name.removeprefix(PREFIX)
         kind = next((kind for kind in kinds if theirs.endswith(f".{kind}")), "weight")
-        (ours,) = our_names({f"{theirs.removesuffix(kind)}weight": tensor}, source)
+        ours = our_name(f"{theirs.removesuffix(kind)}weight", source)
         weights[f"{ours.removesuffix('weight')}{kinds.get(kind, kind)}"] = tensor
     return weights
 
@@ -112,16 +118,11 @@ def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, sou
         shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
     shapes.setdefault("output.weight", shapes["tok_embeddings.weight"])
     for name, shape in list(shapes.items()):
-        layer = name.removesuffix(".weight")
-        shapes |= {f"{layer}.lora_a": (rank, shape[-1]), f"{layer}.lora_b": (shape[0], rank)}
+        layer = name.removesuffix("weight")
+        shapes |= {f"{layer}lora_a": (rank, shape[-1]), f"{layer}lora_b": (shape[0], rank)}
     for name, tensor in sorted(weights.items()):
-        if name not in shapes:
-            raise ConfigError(f"{source}: {name} is not in this model")
         layer, _, kind = name.rpartition(".")
-        other = {"lora_a": "lora_b", "lora_b": "lora_a", "weight": "weight"}[kind]
+        other = {"lora_a": "lora_b", "lora_b": "lora_a"}.get(kind, kind)
         if f"{layer}.{other}" not in weights:
             raise ConfigError(f"{source}: {layer}.{other} is missing")
-        if (given := tuple(tensor.shape)) != shapes[name]:
-            raise ConfigError(f"{source}: {name} is {given}, this model needs {shapes[name]}")
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")
+        require_tensor(name, tensor, shapes.get(name, ()), source)

@@ -4,12 +4,12 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.config import ConfigError, LMConfig
@@ -58,48 +58,33 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-class TensorFile(Mapping):
-    """The tensors of a safetensors file by name, each read when it is asked for.
-
-    Weights that are divided among processes need not be held whole by any of them. Raises
-    SafetensorError, OSError: no such file, or a damaged one.
-    """
-
-    def __init__(self, path: Path):
-        self._file = safe_open(path, "pt")
-        self._names = frozenset(self._file.keys())
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name; they are mapped, and read from the disk
+    when they are used. Raises ConfigError: no such file, or a damaged one."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path.parent}: no readable weights ({error})") from error
 
 
 def load_config(folder: Path) -> LMConfig:
     """Return the shape of the model in such a folder. Raises ConfigError: missing, damaged, or no
     shape that can be built."""
-    values = read_json(folder / CONFIG_FILE)
+    return build_config(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+
+
+def build_config(values: dict, source: Path) -> LMConfig:
+    """Undo `LMConfig.to_dict`. Raises ConfigError: no such shape; names its source."""
     try:
         return LMConfig.from_dict(values)
     except ConfigError as error:
-        raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def load_portable(folder: Path) -> Transformer:
     """Load the model of such a folder, see `build_model`. Raises ConfigError: files missing or
     damaged, or weights that do not fit the config; names what is wrong."""
-    config = load_config(folder)
-    try:
-        weights = TensorFile(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: no readable weights ({error})") from error
-    return build_model(config, weights, str(folder))
+    return build_model(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
@@ -138,9 +123,12 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
         wrong = "missing" if name in parameters else "not in this model"
         raise ConfigError(f"{source}: {name} is {wrong}")
     for name, parameter in parameters.items():
-        weight = weights[name]
-        ours, theirs = tuple(parameter.shape), tuple(weight.shape)
-        if ours != theirs:
-            raise ConfigError(f"{source}: {name} is {theirs}, the model has {ours}")
-        if not weight.is_floating_point() or not weight.isfinite().all():
-            raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")
+        require_tensor(name, weights[name], tuple(parameter.shape), source)
+
+
+def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:
+    """Raise ConfigError for another shape, or values that are not finite floating point."""
+    if (given := tuple(tensor.shape)) != shape:
+        raise ConfigError(f"{source}: {name} is {given}, the model has {shape}")
+    if not tensor.is_floating_point() or not tensor.isfinite().all():
+        raise ConfigError(f"{source}: {name} holds NaN, infinity or no floating point numbers")

@@ -38,11 +38,9 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     Args:
         chat: remove the escapes of `chat_template.JINJA` from a text.
 
-    Raises DataError: the model has no exact equal; names what is not supported.
+    Raises DataError: see `read_exact`.
     """
-    model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
-    if problem := unsupported(model):
-        raise DataError(f"{tokenizer.path}: {problem}: there is no exact tokenizer.json for it")
+    model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}
     unknown = next(p.piece for p in model.pieces if p.type == Kind.UNKNOWN)
@@ -80,29 +78,33 @@ def without_escapes(tokenizer_json: str) -> str:
     return json.dumps(settings, ensure_ascii=False)
 
 
-def unsupported(model: ModelProto) -> str | None:
-    """Return what a tokenizer.json cannot do for this model, or None."""
+def read_exact(tokenizer: Tokenizer) -> ModelProto:
+    """Return the model in a SentencePiece file. Raises DataError: the ids of other programs would
+    differ, and why."""
+    model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    charsmaps = normalizer.precompiled_charsmap, model.denormalizer_spec.precompiled_charsmap
     pieces = {p.piece: p.score for p in model.pieces if p.type == Kind.NORMAL}
     scores = [score for piece, score in pieces.items() if len(piece) > 1]
     kinds = {p.type for p in model.pieces}
-    if trainer.model_type != trainer.BPE:
-        return f"a {trainer.ModelType.Name(trainer.model_type).lower()} model, not BPE"
-    if not trainer.byte_fallback:
-        return "without byte fallback, unknown characters are lost"
-    if normalizer.precompiled_charsmap or model.denormalizer_spec.precompiled_charsmap:
-        return f"it changes characters (normalizer {normalizer.name or 'of its own'})"
-    if normalizer.add_dummy_prefix and trainer.treat_whitespace_as_suffix:
-        return "it puts a space behind every text (treat_whitespace_as_suffix)"
-    if normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
-        return "it removes spaces (remove_extra_whitespaces)"
-    if Kind.USER_DEFINED in kinds or Kind.UNUSED in kinds:
-        return "it has user-defined or unused pieces"
-    if len(scores) > len(set(scores)):
-        return "two of its pieces have the same score"
-    if lone := {char for piece in pieces for char in piece} - set(pieces):
-        return f"it has {min(lone)!r} in its pieces, but not as a piece"
-    return None
+    problems = {
+        "is not BPE": trainer.model_type != trainer.BPE,
+        "has no pieces for bytes": not trainer.byte_fallback,
+        "changes characters": any(charsmaps),
+        "puts a space behind a text": trainer.treat_whitespace_as_suffix,
+        "removes spaces": normalizer.remove_extra_whitespaces,
+        "keeps spaces as they are": not normalizer.escape_whitespaces,
+        "has user-defined or unused pieces": kinds & {Kind.USER_DEFINED, Kind.UNUSED},
+        "has two pieces of the same score": len(scores) > len(set(scores)),
+        "has a character that is no piece": {c for piece in pieces for c in piece} - set(pieces),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise DataError(
+                f"{tokenizer.path} {problem}: ids would differ elsewhere (export_hf --no-tokenizer "
+                "exports the weights alone)"
+            )
+    return model
 
 
 def written(piece: ModelProto.SentencePiece) -> str:

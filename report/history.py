@@ -17,27 +17,13 @@ class History:
     settings: dict  # empty if there is no readable settings.json
     train: list[dict]
     validation: list[dict]
-    profile: list[dict]
     samples: list[dict]
-
-    @property
-    def last_step(self) -> int:
-        """The newest step that any row tells of."""
-        return max(rows[-1]["step"] for rows in (self.train, self.validation, self.profile) if rows)
-
-    @property
-    def phases(self) -> list[str]:
-        """Names of the phases of a profiled step, in their order."""
-        names = [key for row in self.profile[:1] for key in row if key.endswith("_seconds")]
-        return [name.removesuffix("_seconds") for name in names if name != "step_seconds"]
 
     @property
     def tokens_per_step(self) -> float | None:
         """Tokens of all processes per step, the same throughout a run; None if no row tells."""
-        for row in self.train:
-            if number(row.get("tokens")) and row["step"] > 0:
-                return row["tokens"] / row["step"]
-        return None
+        tokens = [row["tokens"] / row["step"] for row in self.train if row.get("tokens")]
+        return tokens[0] if tokens else None
 
 
 def read_history(path: Path) -> History:
@@ -46,16 +32,14 @@ def read_history(path: Path) -> History:
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")
-    rows = read_rows(folder.metrics)
-    if not rows:
+    train, validation = {}, {}  # step → row
+    for row in read_rows(folder.metrics):
+        if "forward_seconds" not in row:  # a profiled step, which also has a row of its own
+            (validation if "val_loss" in row else train)[row["step"]] = row
+    if not (train or validation):
         raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")
-    train, validation, profile = {}, {}, {}  # step → row
-    for row in rows:
-        kind = validation if "val_loss" in row else profile if "forward_seconds" in row else train
-        kind[row["step"]] = row
     samples = {row["step"]: row for row in read_rows(folder.samples) if "text" in row}
-    kinds = (train, validation, profile, samples)
-    ordered = ([kind[step] for step in sorted(kind)] for kind in kinds)
+    ordered = ([kind[step] for step in sorted(kind)] for kind in (train, validation, samples))
     return History(folder, read_settings(folder.settings), *ordered)
 
 
@@ -70,7 +54,7 @@ def read_rows(path: Path) -> list[dict]:
             row = json.loads(line)
             if number(row["step"]) is not None:
                 rows.append(row)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue
     return rows
 

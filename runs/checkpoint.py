@@ -18,7 +18,6 @@ a tokenizer, so that scripts.export_hf and scripts.evaluate take it, and has a m
 """
 
 import hashlib
-import shutil
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,13 +30,13 @@ from data.tokenizer import copy_tokenizer
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    TensorFile,
+    load_tensors,
     read_json,
     save_portable,
     save_tensors,
     write_json,
 )
-from model.config import ConfigError, LMConfig
+from model.config import LMConfig
 from model.lora import LoRA
 from runs.folder import RunFolder
 
@@ -75,62 +74,43 @@ def write_base(
 
 def _write_manifest(folder: Path) -> int:
     """Record size and SHA-256 of the folder's files, read back; return their size in bytes."""
-    files = {
-        file.name: {"size": file.stat().st_size, "sha256": sha256_of(file)}
-        for file in sorted(folder.iterdir())
-    }
+    files = {file.name: _facts_of(file) for file in sorted(folder.iterdir())}
     write_json(folder / MANIFEST, {"files": files})
     return sum(file["size"] for file in files.values())
 
 
-def space_warning(folder: Path, n_parameters: int, keep_last: int) -> str | None:
-    """Return a warning if the disk has too little room for a run's checkpoints, else None."""
-    size = 12 * n_parameters  # weights and two moments in fp32
-    count = max(keep_last, 1) + 2  # the best, and the one being written
-    free = shutil.disk_usage(folder).free
-    if free >= count * size:
-        return None
-    return (
-        f"WARNING: {free / 1e9:.2f} GB free for {folder}, but {count} checkpoints of "
-        f"{size / 1e9:.2f} GB may be there at once: make room, or lower --keep_last"
-    )
+def _facts_of(path: Path) -> dict:
+    """Return the size and the SHA-256 of a file, as the manifest has them."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return {"size": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint or the base of its adapters; None if nothing is."""
     try:
-        if problem := _damage_of_files(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE}):
-            return problem
-        if saved_lora(path):
+        problem = _difference(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE})
+        if problem is None and saved_lora(path):
             base = run_of(path).base
-            problem = _damage_of_files(base, {CONFIG_FILE, WEIGHTS_FILE})
+            problem = _difference(base, {CONFIG_FILE, WEIGHTS_FILE})
             return problem and f"{base}: {problem}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
-    return None
+    return problem
 
 
-def _damage_of_files(folder: Path, names: set[str]) -> str | None:
+def _difference(folder: Path, names: set[str]) -> str | None:
     """Say in what a folder differs from its manifest, which must name these files; None: nothing.
     Raises several kinds of error where a file or the manifest cannot be read."""
     files = read_json(folder / MANIFEST)["files"]
     if files.keys() != names:
-        return f"the manifest names {', '.join(sorted(files))}"
-    for name, expected in files.items():
-        size = (folder / name).stat().st_size
-        if size != expected["size"]:
-            return f"{name} is {size} bytes long instead of {expected['size']}"
-        if sha256_of(folder / name) != expected["sha256"]:
+        return f"{MANIFEST} names other files"
+    for name, facts in files.items():
+        if _facts_of(folder / name) != facts:
             return f"the checksum of {name} is wrong"
     return None
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
@@ -172,18 +152,6 @@ def read_state(path: Path) -> dict:
     return state | {"identity": identity}
 
 
-def saved_config(checkpoint: Path) -> LMConfig:
-    """Return the shape of the model in a sound checkpoint. Raises ConfigError: no shape that can be
-    built."""
-    try:
-        shape = read_state(checkpoint)["model"]
-        if not isinstance(shape, dict):
-            raise ConfigError(f"the model is {shape!r}")
-        return LMConfig.from_dict(shape)
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint / STATE}: {error}") from error
-
-
 def saved_lora(checkpoint: Path) -> LoRA | None:
     """Return the adapters' settings in a checkpoint, None without adapters. Raises TypeError: they
     are no such settings."""
@@ -193,17 +161,17 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
     """Return all parameters by name, each read when it is asked for, adapters apart from their
-    base. Raises OSError, SafetensorError: a file that cannot be read."""
-    trained = TensorFile(checkpoint / WEIGHTS)
+    base. Raises ConfigError: a file that cannot be read."""
+    trained = load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 
 
 def with_base(
     run: RunFolder, trained: Mapping[str, Tensor], lora: LoRA | None
 ) -> Mapping[str, Tensor]:
-    """Add the run's base to trained weights with adapters. Raises OSError, SafetensorError: it
-    cannot be read."""
-    return ChainMap(trained, TensorFile(run.base / WEIGHTS_FILE)) if lora else trained
+    """Add the run's base to trained weights with adapters. Raises ConfigError: it cannot
+    be read."""
+    return ChainMap(trained, load_tensors(run.base / WEIGHTS_FILE)) if lora else trained
 
 
 def run_of(checkpoint: Path) -> RunFolder:

@@ -8,7 +8,6 @@ from common.errors import UsageError
 from runs.folder import RunFolder, read_settings
 
 RUNS = Path("out/runs")
-WHAT = "a run folder, a checkpoint or a folder of weights; 'auto' is the newest run in out/runs"
 PRETRAINING = "train_pretrain_accelerate.py"
 DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # behind a run: as it was at its lowest validation
@@ -41,9 +40,8 @@ def data_of(name: str) -> str:
     if not path.exists():
         path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
     for folder in (path, *path.parents[:2]):
-        arguments = read_settings(RunFolder(folder).settings).get("arguments")
-        data = arguments.get("data") if isinstance(arguments, dict) else None
-        if isinstance(data, str) and Path(data).exists():
+        data = read_settings(RunFolder(folder).settings).get("arguments", {}).get("data")
+        if data and Path(data).exists():
             return data
     raise UsageError(f"what {name} was trained on is not here: pass --data, prepared text")
 
@@ -62,11 +60,9 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
             raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")
         return newest.path
     path = Path(name)
-    if not path.exists():
+    if not path.is_dir():
         names = {"auto": "auto"} | {folder.name: str(folder) for folder in folders}
         close = difflib.get_close_matches(path.name, names, n=1)
         guess = f": did you mean '{names[close[0]]}'?" if close else ""
         raise UsageError(f"{name}: no such folder{guess}")
-    if not path.is_dir():
-        raise UsageError(f"{name} is a file: give {WHAT}")
     return path

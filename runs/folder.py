@@ -1,8 +1,15 @@
-"""The folder that holds all of a run: the names of everything in it."""
+"""The folder that holds all of a run: the names of everything in it, and its lock.
+
+The lock gives a run one writer, and dies with its process.
+"""
 
 import json
+import os
+import socket
 from pathlib import Path
 
+from common.atomic import try_lock
+from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
 from data.tokenizer import tokenizer_in
 
@@ -49,6 +56,38 @@ def read_settings(path: Path) -> dict:
     """Read settings.json; {} if it is missing or damaged, for a run does not need it."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, dict) else {}
+
+
+_held: list[int] = []  # descriptors of the lock files
+
+
+def lock(path: Path, otherwise: str = "--run_name") -> None:
+    """Hold the folder of this lock file until `release_locks` or the process's end.
+
+    The system drops such a lock with its process, so the file of a killed run is no obstacle.
+    Processes forked off to read data do not inherit it: they outlive a killed parent by seconds.
+
+    Raises UsageError: a live process holds the folder; `otherwise` is how to name another one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    if not try_lock(descriptor):
+        os.close(descriptor)
+        holder = path.read_text(encoding="utf-8", errors="replace")
+        raise UsageError(
+            f"{path.parent} is in use by {holder}: wait for it, or take another {otherwise}"
+        )
+    _held.append(descriptor)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def release_locks() -> None:
+    """Let go of every run folder, in a process that lives on after its runs."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=release_locks)

@@ -7,36 +7,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from formats.hugging_face import LlamaTensors, read_llama_config
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    TensorFile,
+    build_config,
     build_model,
     load_config,
+    load_tensors,
     read_json,
     require_fit,
 )
-from formats.state_dicts import LlamaTensors, read_llama_config
-from model import ConfigError, LMConfig, Transformer
+from model import LMConfig, Transformer
 from model.lora import merged_weights
 from runs.checkpoint import (
     STATE,
     best,
     damage,
     newest_sound,
+    read_state,
     run_of,
-    saved_config,
     saved_lora,
     saved_weights,
 )
-from runs.find import BEST, WHAT, find_run
+from runs.find import BEST, find_run
 from runs.folder import RunFolder
 
 
@@ -77,18 +77,19 @@ class WeightsFolder:
         """Find a finished run's weights, else its newest sound checkpoint, or RUN@best's. Raises
         UsageError: nothing sound there, or a Hugging Face folder without `foreign`."""
         if name.endswith(BEST) and not Path(name).exists():
-            path = find_best(find_run(name.removesuffix(BEST), program=program))
+            run = RunFolder(find_run(name.removesuffix(BEST), program=program))
+            path = best(run.all_checkpoints())
+            if path is None:
+                raise UsageError(f"{name}: none of its checkpoints was saved at a validation")
         else:
             path = find_run(name, program=program)
         if (path / "weights").is_dir():
             path = path / "weights"
-        if (path / CONFIG_FILE).exists() or (path / WEIGHTS_FILE).exists():
-            is_foreign = is_hugging_face(path)
+        config = path / CONFIG_FILE
+        if config.exists() or (path / WEIGHTS_FILE).exists():
+            is_foreign = config.exists() and "model_type" in read_json(config)
             if is_foreign and not foreign:
-                raise UsageError(
-                    f"{path} is a Hugging Face folder: python -m scripts.import_weights {path} OUT "
-                    "turns it into this project's form"
-                )
+                raise UsageError(f"{path}: python -m scripts.import_weights {path} OUT reads it")
             return cls(path, tokenizer_in(path), is_foreign)
         path = find_checkpoint(path)
         run = run_of(path)
@@ -101,20 +102,19 @@ class WeightsFolder:
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the weights by name, each read when it is asked for, with adapters added. Raises
         ConfigError: a file that cannot be read, or no Llama."""
-        try:
-            if self.is_foreign:
-                return LlamaTensors(self.path)
-            if not self.is_checkpoint:
-                return TensorFile(self.path / WEIGHTS_FILE)
-            return merged_weights(saved_weights(self.path), saved_lora(self.path))
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path}: no readable weights ({error})") from error
+        if self.is_foreign:
+            return LlamaTensors(self.path)
+        if not self.is_checkpoint:
+            return load_tensors(self.path / WEIGHTS_FILE)
+        return merged_weights(saved_weights(self.path), saved_lora(self.path))
 
     def config(self) -> LMConfig:
         """Return the shape of the model. Raises ConfigError: it cannot be read or built."""
         if self.is_foreign:
             return read_llama_config(self.path)
-        return saved_config(self.path) if self.is_checkpoint else load_config(self.path)
+        if self.is_checkpoint:
+            return build_config(read_state(self.path)["model"], self.path / STATE)
+        return load_config(self.path)
 
     def sound_tensors(self) -> Mapping[str, Tensor]:
         """Return `tensors` after a look at all of them. Raises ConfigError: they cannot be read, do
@@ -144,39 +144,16 @@ class WeightsFolder:
 def load_trained(
     name: str, load: Callable[[WeightsFolder], Transformer] = WeightsFolder.load
 ) -> Trained:
-    """Load model and tokenizer from whatever `WeightsFolder.find` takes.
-
-    Args:
-        load: makes the model from the folder.
-
-    Raises UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not
-    belong together.
-    """
+    """Load model (by `load`) and tokenizer from whatever `WeightsFolder.find` takes. Raises
+    UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not belong
+    together."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces = trained.tokenizer.vocab_size
     if pieces > (room := trained.model.config.vocab_size):
-        raise DataError(
-            f"{folder.tokenizer} has {pieces} pieces, the model in {folder.path} only {room}: "
-            "they do not belong together"
-        )
+        raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model {folder.path} {room}")
     return trained
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Return True for a Hugging Face folder: other names of weights, another rotation."""
-    try:
-        return "model_type" in read_json(folder / CONFIG_FILE)
-    except ConfigError:
-        return False  # `config` says what is wrong
-
-
-def find_best(run: Path) -> Path:
-    """Return the checkpoint of a run's lowest validation. Raises UsageError: it has none."""
-    if checkpoint := best(RunFolder(run).all_checkpoints()):
-        return checkpoint
-    raise UsageError(f"{run}{BEST}: none of its checkpoints was saved at a validation")
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -190,6 +167,5 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoint:
         return checkpoint
     if not problems:
-        raise UsageError(f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give {WHAT}")
-    last = max(problems)
-    raise UsageError(f"every checkpoint of {path} is damaged; {last}: {problems[last]}")
+        raise UsageError(f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder")
+    raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")

@@ -1,11 +1,7 @@
 """Talk to a trained model in the terminal.
 
-    python -m scripts.chat RUN
-    python -m scripts.chat RUN --system "Answer in one sentence." --temperature 0
-
-Enter asks, /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program. When the
-context is full, the oldest questions and their answers are forgotten, which is said. Answers go to
-stdout as they come, everything else to stderr.
+python -m scripts.chat RUN
+python -m scripts.chat RUN --system "Answer in one sentence." --temperature 0
 """
 
 import argparse
@@ -32,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
         sampling = sampling_of(args)
         decoder, trained = load_to_talk(args)
-        from inference.chat import Chat  # a mistake in a flag need not wait for torch
+        from inference.terminal import Chat  # a mistake in a flag need not wait for torch
 
         chat = Chat(
             decoder=decoder,

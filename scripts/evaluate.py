@@ -4,12 +4,12 @@
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window
     python -m scripts.evaluate RUN --data questions.jsonl   # {"question", "choices", "answer"}
     python -m scripts.evaluate RUN --data chat.jsonl        # conversations: the answers in them
-    python -m scripts.evaluate BASE TUNED --data chat.jsonl # side by side
+    python -m scripts.evaluate BASE TUNED --data chat.jsonl # one below the other
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN   # GPUs, and CPUs too
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
-Every number comes with a 95% interval. Processes share the work and do not change the numbers. The
-last command is for a model that is larger than a GPU.
+Processes share the work and do not change the numbers. The last command is for a model that is
+larger than a GPU.
 """
 
 import argparse
@@ -19,45 +19,38 @@ from pathlib import Path
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 from data.corpus import BUILTIN, SUFFIXES
+from scripts.model_flags import at_least_1
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.evaluate", description=__doc__)
     add = parser.add_argument
-    what = "run folder, RUN@best, checkpoint, folder of weights, or 'auto'; several in one table"
-    add("runs", metavar="RUN", nargs="+", help=what)
+    add("runs", metavar="RUN", nargs="+", help="run, RUN@best, checkpoint, weights, or 'auto'")
     source = f"prepared folder, {', '.join(SUFFIXES)} file, folder of them, or '{BUILTIN}'"
     add("--data", help=f"{source} (default: the data of the run)")
     kinds = ("packed", "text", "choice", "conversations")
     add("--task", choices=kinds, help="what --data is (default: by the first line of the file)")
     add("--text_column", help="name of the text in .jsonl, .csv and .parquet (default: text)")
     add("--split", choices=("val", "train"), help="of prepared data (default: val)")
-    stride = "raw text: tokens from one window to the next (default: half of max_seq_len)"
-    add("--stride", type=int, help=stride)
+    add("--stride", type=at_least_1, help="tokens from one window of text to the next")
     add("--delimiter", help="put between a question and a choice (default: one space)")
-    turns = "ask a question as a user's turn, the choices as answers (default: if the model chats)"
-    add("--template", action=argparse.BooleanOptionalAction, help=turns)
-    limit = "N sequences spread over the split, as --eval_samples in training, or the first N "
-    limit += "documents or questions (default: all)"
-    add("--limit", type=int, default=0, metavar="N", help=limit)
-    add("--batch_size", type=int, default=16, help="rows per process at a time")
-    autocast = "bfloat16 runs under autocast (default: bfloat16 on a GPU, float32 on a CPU)"
-    add("--dtype", choices=("bfloat16", "float32"), help=autocast)
-    devices = ("auto", "cpu", "cuda")
-    add("--device", choices=devices, default="auto", help="auto is a GPU if there is one")
+    yes_or_no = argparse.BooleanOptionalAction
+    add("--template", action=yes_or_no, help="ask as in a chat (default: if the model chats)")
+    add("--limit", type=int, default=0, help="samples, spread, or the first of a file; 0: all")
+    add("--batch_size", type=at_least_1, default=16, help="rows per process at a time")
+    add("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU that has it")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="a GPU if there is one")
     add("--json", type=Path, metavar="FILE", help="write all numbers and settings there")
     args = parser.parse_args(argv)
-    for name, least in (("stride", 1), ("limit", 0), ("batch_size", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            parser.error(f"--{name} must be at least {least}, not {value}")
+    if args.limit < 0:
+        parser.error(f"--limit must be at least 0, not {args.limit}")
     if args.json and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
         parser.error(f"--json {args.json}: no file can be written there")
     return args
 
 
 def score(args: argparse.Namespace) -> None:
-    from evaluation.answer import compare, report
+    from evaluation.result import report
     from evaluation.scoring import build_scorer
     from evaluation.tasks import check_flags, detect_task, evaluate
     from runs.find import data_of
@@ -75,12 +68,11 @@ def score(args: argparse.Namespace) -> None:
             check_flags(args)
         scorer = build_scorer(trained.model, args.batch_size, args.device, args.dtype)
         results.append(evaluate(args, trained, scorer) | {"zero_stage": 3 if zero else None})
-    if scorer.accelerator.is_main_process:
-        print(report(results[0]) if len(results) == 1 else compare(results))
-        if args.json:
-            content = results if len(results) > 1 else results[0]
-            text = json.dumps(content, indent=2, ensure_ascii=False, default=vars)
-            args.json.write_text(f"{text}\n", encoding="utf-8")
+        scorer.accelerator.print(f"{report(results[-1])}\n")
+    if args.json and scorer.accelerator.is_main_process:
+        content = results if len(results) > 1 else results[0]
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        args.json.write_text(f"{text}\n", encoding="utf-8")
     scorer.accelerator.end_training()
 
 

@@ -4,11 +4,8 @@ python -m scripts.export_gguf out/runs/NAME model.gguf --type q8_0
 
 The keys are those of llama.cpp's "llama" architecture, see
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp rotates pairs of neighbouring
-channels, as this model does, so wq and wk stay as they are. A tied output layer is left out:
-llama.cpp then takes the embedding.
-
-llama.cpp gives the token ids of data.tokenizer, except for U+2581 in a text, which it takes for a
-space, and for control pieces such as <s> where it is told to look for them.
+channels, as this model does, so wq and wk stay as they are. A tied output layer is left out. Token
+ids are those of data.tokenizer, but llama.cpp takes U+2581 in a text for a space.
 """
 
 import argparse
@@ -21,15 +18,12 @@ from common.parser import OneLineParser
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(prog="python -m scripts.export_gguf", description=__doc__)
     add = parser.add_argument
-    where = "a run, RUN@best, a checkpoint or a folder of weights; 'auto' is the newest run"
-    add("run", metavar="RUN", help=where)
+    add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="file to write, as in model.gguf")
     what = "of the matrices: 4, 2 or about 1 byte per number; f32 is exact"
     add("--type", choices=("f32", "f16", "q8_0"), default="f32", help=what)
     add("--overwrite", action="store_true", help="replace OUT")
     args = parser.parse_args(argv)
-    if args.out.is_dir():
-        parser.error(f"{args.out} is a folder: name the file, as in {args.out / 'model.gguf'}")
     if args.out.exists() and not args.overwrite:
         parser.error(f"{args.out} exists: pass --overwrite to replace it")
     return args

@@ -24,7 +24,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def export(args: argparse.Namespace) -> None:
-    from formats.hugging_face_export import is_export, write_model, write_tokenizer
+    from formats.hugging_face import is_export, write_model, write_tokenizer
     from runs.weights import load_trained
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:

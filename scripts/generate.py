@@ -24,8 +24,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add_model_flags(add)
     add("--prompt", action="append", default=[], help="text to continue; may be given repeatedly")
-    one_per_line = "file of prompts, one in a line, or .jsonl with 'prompt' or 'text'; '-' is stdin"
-    add("--prompts", help=one_per_line)
+    add("--prompts", help="file of prompts, one per line, or .jsonl ('prompt', 'text'); '-': stdin")
     add("--interactive", action="store_true", help="ask for prompts, one after another")
     add("--num_samples", type=at_least_1, default=1, help="continuations of each prompt")
     add("--max_new_tokens", type=at_least_1, default=100, help="length of a continuation, at most")
@@ -34,7 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=42, help="of the samples")
     full = "at the end of the context: stop, or read the later half anew and go on"
     add("--beyond_context", choices=("stop", "slide"), default="stop", help=full)
-    add("--jsonl", action="store_true", help="print one JSON object per continuation, when it ends")
+    add("--jsonl", action="store_true", help="print one JSON object per continuation")
     together = "continuations computed together; number i draws with seed + i in any batch"
     add("--batch_size", type=at_least_1, default=16, help=together)
     args = parser.parse_args(argv)
@@ -51,7 +50,7 @@ def generate(args: argparse.Namespace) -> None:
     sampling = sampling_of(args)
     prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     decoder, trained = load(args)
-    from inference.text_generator import TextGenerator  # a mistake in a flag needs no torch
+    from inference.terminal import TextGenerator  # a mistake in a flag needs no torch
 
     generator = TextGenerator(
         decoder=decoder,

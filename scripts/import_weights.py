@@ -2,7 +2,8 @@
 
 python -m scripts.import_weights SOURCE out/imported/NAME
 
-SOURCE is a Hugging Face folder, Meta's folder, or a state dict in a .pth or .safetensors file.
+SOURCE is a Hugging Face folder with safetensors, or a state dict (.pth, .pt, .bin, .safetensors)
+with the names of Llama, llama2.c, MiniMind or Hugging Face.
 """
 
 import argparse
@@ -17,13 +18,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder or file to read")
     add("out", type=Path, metavar="OUT", help="folder to write")
-    beside = "tokenizer.model (SentencePiece) or tokenizer.json (default: the one beside them)"
-    add("--tokenizer", type=Path, help=beside)
-    unsaid = "where the files do not say it"
-    add("--n_heads", type=int, help=f"query heads, {unsaid}")
-    add("--norm_eps", type=float, help=f"added in RMSNorm, {unsaid} (default: 1e-5)")
-    add("--rope_theta", type=float, help=f"of the positions, {unsaid} (default: 10000)")
-    add("--max_seq_len", type=int, help="context length (default: as the files say, or 2048)")
+    add("--tokenizer", type=Path, help="tokenizer.model or .json (default: the one beside SOURCE)")
+    add("--n_heads", type=int, help="query heads of a state dict")
+    add("--norm_eps", type=float, help="added in RMSNorm, of a state dict (default: 1e-5)")
+    add("--rope_theta", type=float, help="of the positions, of a state dict (default: 10000)")
+    add("--max_seq_len", type=int, help="context length (default: as the folder says, or 2048)")
     add("--overwrite", action="store_true", help="replace an older import")
     return parser.parse_args(argv)
 

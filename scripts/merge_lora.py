@@ -4,8 +4,11 @@ python -m scripts.merge_lora out/runs/NAME/base out/runs/NAME/adapter out/merged
 """
 
 import argparse
+import shutil
+from collections import ChainMap
 from pathlib import Path
 
+from common.atomic import new_folder
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 
@@ -21,10 +24,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def merge(args: argparse.Namespace) -> None:
-    import shutil
-    from collections import ChainMap
-
-    from common.atomic import new_folder
     from data.chat_template import TEMPLATE_FILE
     from data.tokenizer import copy_tokenizer
     from formats.import_weights import is_import

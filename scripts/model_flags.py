@@ -44,23 +44,6 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
         raise UsageError(f"--{error}") from error
 
 
-def choose_device(name: str | None):
-    """Return the torch device that was named, or the best there is.
-
-    Raises UsageError: there is no such device here.
-    """
-    import torch
-
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        if name.partition(":")[0] not in ("cpu", "cuda"):
-            raise RuntimeError("cpu, cuda or cuda:N can")
-        return torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0][:80]
-        raise UsageError(f"--device {name} cannot be used here: {reason}") from error
-
-
 def load(args: argparse.Namespace):
     """Return the Decoder of the model that the flags name, and its `Trained`.
 
@@ -74,7 +57,12 @@ def load(args: argparse.Namespace):
     from training.engine.zero_inference import ZeroInference
 
     zero = ZeroInference.of_launch(args.device, args.dtype)
-    device = choose_device(args.device)
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # its first line says enough
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {name} cannot be used here: {reason}") from error
     try:
         trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
     except ConfigError as error:

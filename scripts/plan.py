@@ -10,8 +10,8 @@ import os
 
 import torch
 
-from common.columns import columns
 from common.errors import UsageError, one_line_errors
+from common.numbers import columns
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import as_arguments, build_parser
 from training.engine.device import peak_flops

@@ -8,8 +8,8 @@ Alpaca, see data/conversations.py.
 """
 
 import argparse
-import os
 import time
+from functools import partial
 from pathlib import Path
 
 from common.atomic import one_at_a_time
@@ -18,12 +18,12 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
-from data.conversation_packing import ConversationOptions, first_share
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, bytes_to_read, find_files, require_columns
-from data.packing import PackingOptions, prepare, suited
+from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, require_columns, text_size
+from data.packing import PackingOptions, prepare
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
+from data.sizes import suited_to
 
 BY_SIZE = "default: by the size of the text"
 
@@ -39,8 +39,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", help=f"{kinds} (default: {BUILTIN})")
     kinds = f"{', '.join(CONVERSATION_SUFFIXES)} file, a folder of them, or '{BUILTIN}'"
     add("--conversations", metavar="DATA", help=f"to learn to answer, in place of text: {kinds}")
-    stages = "shares of stages of training, as in 2,4,4: the first is taken, by hash (default: all)"
-    add("--data_split", metavar="SHARES", help=stages)
     add("--out", type=Path, help="folder to write (default: out/data/ and the name of the data)")
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")
     existing = "tokenizer.model (SentencePiece), tokenizer.json, or a folder with one, to use "
@@ -57,78 +55,51 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace data prepared from other text")
     same = "take the data that is there if the text has not changed since"
     add("--reuse", action="store_true", help=same)
-    args = parser.parse_args(argv)
-    if args.val_fraction is not None and not 0 <= args.val_fraction < 1:
+    more = "more of these flags in one word, as PREPARE_FLAGS and --prepare_flags have them"
+    add("--flags", default="", metavar="WORDS", help=more)
+    given = parser.parse_args(argv)
+    words = given.flags.split()
+    also = parser.parse_args(words)
+    for name in ("data", "conversations", "tokenizer", "out"):
+        if None not in (getattr(given, name), getattr(also, name)):
+            parser.error(f"--{name} is given already: leave it out of {given.flags!r}")
+    args = parser.parse_args(words, given)
+    if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
-    for name in ("segmentations", "workers"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, not {value}")
+    if args.workers < 1 or (args.segmentations is not None and args.segmentations < 1):
+        parser.error("--segmentations and --workers must be at least 1")
     if args.conversations is not None:
-        check_conversations(parser, args)
-    elif args.data_split is not None:
-        parser.error("--data_split is for --conversations")
+        for name in ("data", "vocab_size", "text_column", "segmentations"):
+            if getattr(args, name) is not None:
+                parser.error(f"--{name} is for text, and does not go with --conversations")
+        if args.tokenizer is None:
+            parser.error("--conversations takes the tokenizer of its model: pass --tokenizer")
     args.data = args.conversations or args.data or BUILTIN
-    if args.out is None:
-        args.out = default_out(args.data)
-        if args.conversations is not None:
-            args.out = args.out.with_name(f"{args.out.name}-chat")
+    args.kind = TEXT if args.conversations is None else CONVERSATIONS
+    args.out = args.out or default_out(args.data, kind=args.kind)
     return args
-
-
-def check_conversations(parser: OneLineParser, args: argparse.Namespace) -> None:
-    """Set `stage_share`. Raises UsageError: a flag does not go with --conversations."""
-    for name in ("data", "vocab_size", "text_column", "segmentations"):
-        if getattr(args, name) is not None:
-            parser.error(f"--{name} is for text, and does not go with --conversations")
-    if args.tokenizer is None:
-        parser.error("--conversations takes the tokenizer of the model to train: pass --tokenizer")
-    try:
-        args.stage_share = first_share(args.data_split or "1")
-    except ValueError:
-        parser.error(f"--data_split must be shares, as in 2,4,4, not {args.data_split}")
-
-
-def sources(args: argparse.Namespace) -> tuple[list[str], PackingOptions]:
-    """Return the files, and how they are prepared."""
-    options = {
-        "vocab_size": args.vocab_size,
-        "val_fraction": args.val_fraction,
-        "workers": args.workers,
-        "skip_bad_lines": args.skip_bad_lines,
-        "tokenizer": args.tokenizer,
-    }
-    if args.conversations is not None:
-        files = find_files(args.data, CONVERSATION_SUFFIXES)
-        return files, ConversationOptions(**options, stage_share=args.stage_share)
-    files = find_files(args.data)
-    require_columns(files, args.text_column)
-    column = args.text_column or TEXT_COLUMN
-    return files, PackingOptions(**options, text_column=column, segmentations=args.segmentations)
 
 
 def prepare_anew(args: argparse.Namespace, files: list[str], options: PackingOptions) -> None:
     """Prepare the files, and report the result."""
     start = time.perf_counter()
-    of_text = options.kind == TEXT
-    total = bytes_to_read(files) if of_text or args.data != BUILTIN else None
+    # Of the built-in conversations' source, little is asked about.
+    total = text_size(files) if options.kind == TEXT or args.data != BUILTIN else None
     with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
         description = prepare(files, args.out, options, bar.update)
-    if os.path.isdir(args.data):
-        left_out = sum(path.is_file() for path in Path(args.data).rglob("*")) - len(files)
-        print(f"{args.data}: {counted(len(files), 'files')} read, {left_out:,} of other kinds not")
-    print(report(description, args.out, time.perf_counter() - start, args.workers))
-    print(chosen_by_size(files, options))
+    seconds = time.perf_counter() - start
+    print(report(description, options, args.out, seconds))
+    print(f"  by the size of the text: {', '.join(chosen_by_size(files, options)) or 'nothing'}")
 
 
-def report(description: dict, out: Path, seconds: float, workers: int) -> str:
+def report(description: dict, options: PackingOptions, out: Path, seconds: float) -> str:
     """Describe both splits, and everything that was left out."""
     splits = description["splits"]
     ways = {"train": description["prepared_from"]["segmentations"], "val": 1}
-    of_text = description["kind"] == TEXT
+    of_text = options.kind == TEXT
     kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
     n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
-    speed = f"{size(n_bytes / seconds)}/s with {workers} processes"
+    speed = f"{size(n_bytes / seconds)}/s with {options.workers} processes"
     lines = [f"{out}: {size(n_bytes)} of {kind} in {seconds:.1f} s ({speed})"]
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
@@ -139,23 +110,17 @@ def report(description: dict, out: Path, seconds: float, workers: int) -> str:
     tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
     per_token = sum(split["bytes"] for split in splits.values()) / tokens
     lines.append(f"  vocabulary {description['vocab_size']:,}, {per_token:.2f} bytes per token")
-    if others := description["for_other_stages"]:
-        left = counted(others, documents)
-        lines.append(f"  {left} left to other stages of training (--data_split)")
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
     if description["prepared_from"]["val_fraction"] and not splits["val"]["documents"]:
-        lines.append(
-            f"  WARNING: no validation {documents[:-1]}: that takes two different {documents}; a "
-            "short .txt is one document"
-        )
+        lines.append(f"  WARNING: no validation split: that takes two different {documents}")
     return "\n".join(lines)
 
 
-def chosen_by_size(files: list[str], options: PackingOptions) -> str:
-    """Name the settings that the size of the text has chosen, and the flags that change them."""
-    chosen, taken = suited(files), []
+def chosen_by_size(files: list[str], options: PackingOptions) -> list[str]:
+    """Return the settings that the size of the text has chosen, and the flags that change them."""
+    chosen, taken = suited_to(files), []
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")
     if options.val_fraction is None:
@@ -164,22 +129,36 @@ def chosen_by_size(files: list[str], options: PackingOptions) -> str:
         taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")
     if options.kind == TEXT and any(path.endswith((".txt", ".py")) for path in files):
         taken.append(f"long files cut into documents of {chosen.section_bytes // 1024} KiB")
-    return f"  by the size of the text: {', '.join(taken) or 'nothing'}"
+    return taken
 
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("prepare_data", UsageError, OSError):
         args = parse_arguments(argv)
-        files, options = sources(args)
-        asked = {"reuse": args.reuse, "overwrite": args.overwrite}
-        said = find_prepared(args.out, files, options, **asked)
-        if said is None:
-            with one_at_a_time(args.out):  # meanwhile another process may have prepared it
-                said = find_prepared(args.out, files, options, **asked)
-                if said is None:
-                    prepare_anew(args, files, options)
-                    return
-        print(f"{args.out}: {said}")
+        of_text = args.kind == TEXT
+        files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
+        require_columns(files, args.text_column)
+        options = PackingOptions(
+            kind=args.kind,
+            vocab_size=args.vocab_size,
+            val_fraction=args.val_fraction,
+            workers=args.workers,
+            skip_bad_lines=args.skip_bad_lines,
+            tokenizer=args.tokenizer,
+            text_column=args.text_column or TEXT_COLUMN,
+            segmentations=args.segmentations if of_text else 1,
+        )
+        find = partial(
+            find_prepared, args.out, files, options, reuse=args.reuse, overwrite=args.overwrite
+        )
+        if said := find():
+            print(f"{args.out}: {said}")
+            return
+        with one_at_a_time(args.out):
+            if said := find():  # another process has prepared it meanwhile
+                print(f"{args.out}: {said}")
+            else:
+                prepare_anew(args, files, options)
 
 
 if __name__ == "__main__":

@@ -3,32 +3,23 @@
 python -m scripts.report RUN [RUN ...]
 """
 
-import argparse
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(prog="python -m scripts.report", description=__doc__)
-    add = parser.add_argument
-    runs = "run folder, or 'auto' for the newest in out/runs; several are laid over each other"
-    add("runs", nargs="+", metavar="RUN", help=runs)
-    page = "file to write (default: RUN/report.html, for several runs out/report.html)"
-    add("--out", type=Path, help=page)
-    add("--picture", type=Path, help="also draw the losses into this file, .png or .svg")
-    args = parser.parse_args(argv)
-    if args.picture and args.picture.suffix not in (".png", ".svg"):
-        parser.error(f"--picture must end in .png or .svg, not {args.picture}")
-    return args
-
-
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("report", UsageError, OSError):
-        args = parse_arguments(argv)
-        from report.page import write_report
-        from report.picture import draw_losses  # these import torch, which takes seconds
+        parser = OneLineParser(prog="python -m scripts.report", description=__doc__)
+        add = parser.add_argument
+        add("runs", nargs="+", metavar="RUN", help="run folder, or 'auto' for the newest one")
+        add("--out", type=Path, help="page to write (default: RUN/report.html, or out/report.html)")
+        add("--picture", type=Path, help="also draw the losses into this file, .png or .svg")
+        args = parser.parse_args(argv)
+        if args.picture and args.picture.suffix not in (".png", ".svg"):
+            parser.error(f"--picture must end in .png or .svg, not {args.picture}")
+        from report.page import draw_losses, write_report
         from runs.find import find_run
         from runs.folder import RunFolder
 

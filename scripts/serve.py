@@ -3,21 +3,17 @@
     python -m scripts.serve RUN
     python -m scripts.serve RUN --port 9000 --temperature 0
 
-It listens on this machine alone unless --host says otherwise, and asks for no key. Requests may
-give temperature, top_p, seed, stop and max_tokens, as OpenAI's, and top_k, min_p and
-repetition_penalty. /health tells how many answers are being written and how many wait.
+It listens on this machine alone unless --host says otherwise, and asks for no key.
 """
 
 import argparse
-import importlib.util
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 from inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
-NEEDED = ("fastapi", "uvicorn")
+LOCAL = ("127.0.0.1", "localhost")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,44 +24,39 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, default=8000, help="port to listen on; 0: any free one")
     add("--name", help="what requests call the model (default: that of its run)")
     add("--batch_size", type=at_least_1, default=16, help="answers written together; others wait")
-    waiting = "requests that may wait; others are refused"
-    add("--max_waiting", type=at_least_1, default=64, help=waiting)
     add("--max_request_kb", type=at_least_1, default=1024, help="size of a request, at most")
     return parser.parse_args(argv)
 
 
 def serve(args: argparse.Namespace) -> None:
     sampling = sampling_of(args)
-    from inference.server.app import Served, make_app
-    from inference.server.listen import Server, bind
+    try:
+        from inference.server.app import Served, Server, bind
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error}: python -m pip install fastapi uvicorn") from error
     from inference.worker import Worker
 
     bound = bind(args.host, args.port)
     decoder, trained = load_to_talk(args)
     served = Served(
-        worker=Worker(decoder, together=args.batch_size, waiting=args.max_waiting),
+        worker=Worker(decoder, together=args.batch_size),
         tokenizer=trained.tokenizer,
         context=decoder.config.max_seq_len,
         name=args.name or trained.name,
         sampling=sampling,
         max_bytes=args.max_request_kb * 1024,
-        hosts=LOCAL if args.host in LOCAL else (),
+        hosts=LOCAL if args.host in LOCAL else ("*",),
     )
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    address = f"http://{host}:{bound.getsockname()[1]}"
+    address = f"http://{args.host}:{bound.getsockname()[1]}"
     say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
     if args.host not in LOCAL:
         say("whoever reaches this machine can use it: it asks for no key")
-    Server(make_app(served), served.worker).run(sockets=[bound])
+    Server(served).run(sockets=[bound])
 
 
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors("serve", UsageError):
-        args = parse_arguments(argv)
-        if any(importlib.util.find_spec(name) is None for name in NEEDED):
-            packages = " ".join(NEEDED)
-            raise UsageError(f"serving takes {packages}: python -m pip install {packages}")
-        serve(args)
+        serve(parse_arguments(argv))
 
 
 if __name__ == "__main__":

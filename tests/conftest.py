@@ -67,47 +67,19 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if item.get_closest_marker("variant")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
-    config.stash[VARIANTS] = len(left_out)
-
-
-VARIANTS = pytest.StashKey[int]()
-
-
-def pytest_sessionfinish(session):
-    """A worker of pytest-xdist tells what it has left out; all leave out the same."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["variants"] = session.config.stash.get(VARIANTS, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    node.config.stash[VARIANTS] = getattr(node, "workeroutput", {}).get("variants", 0)
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """One line on what did not run, and what would run it."""
+    """Say in one line what did not run, and what would run it."""
     counts = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2].removeprefix("Skipped: ")
         needed = next((needed for said, needed in NEEDS.items() if re.search(said, reason)), None)
-        counts[f"that need {needed}" if needed else f"({reason})"] += tests_in(report.nodeid)
-    parts = [
-        f"{n} {'test' if n == 1 else 'tests'} {why.replace('need ', 'needs ') if n == 1 else why}"
-        for why, n in counts.most_common()
-    ]
-    if variants := config.stash.get(VARIANTS, 0):
-        parts.append(f"{variants} variants of tests that did (bash run_tests.sh --all)")
-    if parts:
-        terminalreporter.write_line("")
-        terminalreporter.write_line(f"not run: {'; '.join(parts)}")
-
-
-def tests_in(node: str) -> int:
-    """How many tests a report is about: of one, or of a file that was not even imported."""
-    if "::" in node:
-        return 1
-    text = (REPOSITORY / node).read_text(encoding="utf-8")
-    return len(re.findall(r"^def test_", text, re.MULTILINE))
+        counts[f"need {needed}" if needed else f"say: {reason}"] += 1
+    parts = [f"{n} skipped that {why}" for why, n in counts.most_common()]
+    if not config.getoption("--all"):
+        parts.append("variants of tests that did (bash run_tests.sh --all)")
+    terminalreporter.write_line(f"\nnot run: {'; '.join(parts)}" if parts else "")
 
 
 @pytest.fixture(scope="session")

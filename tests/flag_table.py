@@ -8,8 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import LMConfig
 from training.arguments import TrainingArguments, flags_of, show_default
-from training.distillation_arguments import DistillationArguments
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import DistillationArguments, SFTArguments
 
 
 def flag_table() -> str:

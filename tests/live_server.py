@@ -15,8 +15,7 @@ from data.tokenizer_training import EOS_ID
 from inference.decoder import Decoder
 from inference.generation import generate
 from inference.sampling import Sampling
-from inference.server.app import Served, make_app
-from inference.server.listen import Server, bind
+from inference.server.app import Served, Server, bind
 from inference.worker import Worker
 
 MAX_BYTES = 1 << 16  # of a request
@@ -37,26 +36,32 @@ class LiveServer:
     Args:
         name: of the model.
         context: tokens that the model sees.
+        sampling: where a request does not say.
     """
 
-    def __init__(self, name: str, tokenizer: Path, context: int):
+    def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)
         self.model.output.weight.data[EOS_ID] = 0  # never the likeliest: no text ends by itself
-        self.worker = Worker(Decoder(self.model), together=16, waiting=64)
+        self.worker = Worker(Decoder(self.model), together=16)
         served = Served(
             worker=self.worker,
             tokenizer=self.tokenizer,
             context=context,
             name=name,
-            sampling=Sampling(),
+            sampling=sampling or Sampling(),
             max_bytes=MAX_BYTES,
         )
         bound = bind("127.0.0.1", 0)
         self.address = bound.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        self.server = Server(make_app(served), self.worker)
+        self.server = Server(served)
         self.thread = threading.Thread(target=self.server.run, args=([bound],), daemon=True)
         self.thread.start()
+
+    @property
+    def n_running(self) -> int:
+        """Count the answers that are being written."""
+        return sum(not text.finish_reason for text in self.worker._running)
 
     def close(self) -> None:
         self.server.should_exit = True

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 from collections import ChainMap
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from small_model import adapted
 
 from common.errors import UsageError
 from formats.portable import load_portable
-from model import ConfigError, LMConfig
+from model import LMConfig
 from model.lora import Merged, is_adapter
 from runs.checkpoint import (
     MANIFEST,
@@ -25,8 +24,6 @@ from runs.checkpoint import (
     damage,
     newest_sound,
     read_state,
-    saved_config,
-    space_warning,
     write_base,
     write_checkpoint,
 )
@@ -91,32 +88,10 @@ def test_what_was_written_is_there_and_sound(run):
         assert all(torch.equal(written[k], v) for k, v in tensors.items())
 
 
-def test_checkpoints_come_oldest_first_and_nothing_else_is_one(run):
-    save(run, 1000, 9, 10)
-    for other in ("step-00000011.partial-7", "step-00000013.aside-7"):
-        (run.checkpoints / other).mkdir()
-    assert run.all_checkpoints() == [run.checkpoint(step) for step in (9, 10, 1000)]
-
-
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (0, [1, 2, 3, 4, 5])])
 def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert steps_of(run) == kept
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(run, monkeypatch):
-    def full(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    save(run, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("runs.checkpoint.save_tensors", full)
-        for step in (1, 2):  # the same step anew, and another one
-            with pytest.raises(OSError, match="No space left"):
-                save(run, step)
-    assert steps_of(run) == [1]
-    assert run.latest.read_text() == "step-00000001\n"
-    assert damage(run.checkpoint(1)) is None
 
 
 def test_damage_of_any_file_is_one_line_and_never_another_error(run):
@@ -156,38 +131,6 @@ def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(ru
     for step in (1, 2):
         flip(run.checkpoint(step) / WEIGHTS, 300)
     assert newest_sound(run)[0] is None
-
-
-@pytest.mark.parametrize("form", ["old", "new"])
-def test_a_state_of_the_old_form_reads_as_one_of_the_new(run, form):
-    """The model's shape stood in the identity; AdamW and newer fields were not named."""
-    shape = CONFIG.shape() | {"tie_embeddings": False}
-    del shape["rope_theta"]
-    identity = {key: value for key, value in IDENTITY.items() if key != "optimizer"}
-    state = state_of(5, model=shape, identity=identity)
-    if form == "old":
-        state["identity"] = state.pop("model") | identity
-    write_checkpoint(run, tensors_of(5), state)
-    assert damage(run.checkpoint(5)) is None
-    expected = state_of(5, model=shape, identity=identity | {"optimizer": "adamw"})
-    assert read_state(run.checkpoint(5)) == expected
-    assert saved_config(run.checkpoint(5)) == LMConfig(**shape)
-    assert saved_config(run.checkpoint(5)).rope_theta == LMConfig.rope_theta
-
-
-@pytest.mark.parametrize("model", [None, 7, {"dim": "48"}, {"dim": 48, "n_heads": 5}])
-def test_a_shape_that_cannot_be_built_is_refused_by_the_name_of_the_file(run, model):
-    write_checkpoint(run, tensors_of(5), state_of(5, model=model))
-    with pytest.raises(ConfigError, match=f"^{run.checkpoint(5) / STATE}: "):
-        saved_config(run.checkpoint(5))
-
-
-@pytest.mark.parametrize(("free", "warned"), [(59_999, True), (60_000, False)])
-def test_too_little_room_for_the_checkpoints_is_said_at_start(run, monkeypatch, free, warned):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    warning = space_warning(run.path, n_parameters=1000, keep_last=3)  # five of 12,000 bytes
-    assert bool(warning) == warned
-    assert not warned or "--keep_last" in warning
 
 
 @pytest.fixture

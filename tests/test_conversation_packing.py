@@ -3,15 +3,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sentencepiece import SentencePieceTrainer
 from test_packing import files_of
 
 from data import encoders
 from data.chat_template import encode_conversation
-from data.conversation_packing import ConversationOptions, first_share
 from data.conversations import ASSISTANT, Turn
 from data.errors import DataError
-from data.packing import prepare
+from data.packing import PackingOptions, prepare
 from data.shards import read_description
 from data.tokenizer import Tokenizer
 
@@ -43,7 +41,7 @@ def pack(packed, tmp_path):
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
         settings["tokenizer"] = str(packed / "tokenizer.model")
-        options = ConversationOptions(**settings | changes)
+        options = PackingOptions(kind="conversations", **settings | changes)
         prepare([str(path)], tmp_path / name, options, progress=lambda n_bytes: None)
         return tmp_path / name
 
@@ -126,20 +124,6 @@ def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_p
     assert told_apart(pack(tmp_path / "c.jsonl", "three")) == (train, val)
 
 
-def test_a_stage_takes_its_share_and_moves_none_to_the_other_split(pack, tmp_path):
-    path = write(tmp_path / "a.jsonl")
-    folders = {share: pack(path, f"{share}", stage_share=share) for share in (0.2, 0.5, 1)}
-    for fewer, more in ((0.2, 0.5), (0.5, 1)):
-        for ours, theirs in zip(told_apart(folders[fewer]), told_apart(folders[more]), strict=True):
-            assert set(ours) < set(theirs)
-    for share, folder in folders.items():
-        n = sum(map(len, told_apart(folder)))
-        assert n / 300 == pytest.approx(share, abs=0.07)
-        assert read_description(folder)["for_other_stages"] == 300 - n
-    train, val = told_apart(pack(path, "both", val_fraction=0.4, stage_share=0.4))
-    assert len(val) / len(train + val) == pytest.approx(0.4, abs=0.12)  # by another hash
-
-
 BAD = [b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"]
 
 
@@ -155,31 +139,3 @@ def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
     assert sorted(train + val) == list(range(300))
     assert read_description(folder)["bad_documents"] == len(BAD)
     assert "a.jsonl, line 21: " in read_description(folder)["first_bad_document"]
-
-
-def test_a_tokenizer_that_drops_line_ends_serves_too(pack, tmp_path):
-    """SentencePiece makes such tokenizers by default."""
-    model = tmp_path / "t.model"
-    texts = (turn.content for turns in CONVERSATIONS for turn in turns)
-    with model.open("wb") as file:
-        SentencePieceTrainer.train(
-            sentence_iterator=iter(["user", "assistant", "system", *texts]),
-            model_writer=file,
-            vocab_size=300,
-            model_type="bpe",
-            byte_fallback=True,
-            hard_vocab_limit=False,
-            minloglevel=2,
-        )
-    assert Tokenizer(model).encode("\n") == []
-    folder = pack(write(tmp_path / "a.jsonl"), val_fraction=0, tokenizer=str(model))
-    tokenizer = Tokenizer(folder / "tokenizer.model")
-    assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
-
-
-@pytest.mark.parametrize("text", ["", "x", "0,1", "-1,2", "2,-4", "nan", "1,inf", "2;4", "2,,4"])
-def test_shares_are_numbers_in_any_relation(text):
-    assert first_share("2,4,4") == first_share("50,100,100") == 0.2
-    assert first_share("0.5, 0") == first_share("1") == 1
-    with pytest.raises(ValueError):  # noqa: PT011, whose words nobody sees
-        first_share(text)

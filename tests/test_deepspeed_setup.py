@@ -8,7 +8,7 @@ from torch.utils import cpp_extension
 
 from common.errors import UsageError
 from model import LMConfig, Transformer
-from runs.lock import release_locks
+from runs.folder import release_locks
 from training.engine.deepspeed_setup import (
     claim,
     load_operation,

@@ -8,7 +8,7 @@ import pytest
 from conftest import REPOSITORY
 
 from common import errors
-from common.errors import EXIT_CODE, SaidError, UsageError, one_line_errors
+from common.errors import EXIT_CODE, UsageError, one_line_errors
 
 
 class OtherError(Exception):
@@ -30,7 +30,6 @@ def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
         (UsageError("Traceback ...\n  File x\n\nthe reason\n"), "the reason\n"),
         (UsageError(), "UsageError\n"),
         (OSError(errno.ENOSPC, "full", "out/x"), "no space left on the disk: [Errno 28] full: 'o"),
-        (OSError(errno.EDQUOT, "full", "out/x"), "no space left on the disk: [Errno 122] full: '"),
     ],
 )
 def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, said):
@@ -39,19 +38,8 @@ def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, s
     assert line.count("\n") == 1
 
 
-def test_what_another_program_has_said_is_not_said_again(capsys):
-    assert ended_by(SaidError("x"), capsys, UsageError) == ""
-
-
 @pytest.mark.parametrize(
-    "error",
-    [
-        OtherError("boom"),
-        OSError(errno.EIO, "input/output error"),
-        BrokenPipeError(errno.EPIPE, "a worker's, and not that of the output"),
-        KeyboardInterrupt(),
-        SystemExit(0),
-    ],
+    "error", [OtherError("boom"), BrokenPipeError(errno.EPIPE, "a worker's, not the output's")]
 )
 def test_other_errors_and_exits_pass_through(error):
     with pytest.raises(type(error)), one_line_errors("prog", UsageError):
@@ -64,7 +52,7 @@ with one_line_errors("prog", UsageError):
 """
 WRITES = """
     for number in range(100_000):
-        print(number, flush={flush})
+        print(number)
 """
 FAILS = """
     print(0, flush=True)
@@ -83,8 +71,7 @@ def command(lines: str) -> dict:
 @pytest.mark.parametrize(
     ("lines", "code", "says"),
     [
-        (WRITES.format(flush=True), 141, b""),
-        (WRITES.format(flush=False), 141, b""),
+        (WRITES, 141, b""),
         (FAILS, 2, b"prog: error: x\n"),
     ],
 )
@@ -132,36 +119,25 @@ def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, 
     assert waited == []
 
 
-@pytest.mark.parametrize(("terminal", "said"), [(False, ""), (True, "\n")])
-def test_ctrl_c_ends_a_program_with_one_line(capsys, monkeypatch, terminal, said):
-    """Below what the terminal echoed."""
+def test_ctrl_c_ends_a_program_with_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/scripts/prog.py", "--flag"])
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with pytest.raises(SystemExit) as ended:
         errors.end_in_one_line(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert ended.value.code == 130
-    assert capsys.readouterr().err == f"{said}prog: stopped\n"
+    assert capsys.readouterr().err == "prog: stopped\n"
     errors.end_in_one_line(OtherError, OtherError("boom"), None)
     assert capsys.readouterr().err.endswith("OtherError: boom\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "program"),
-    [
-        (("-m", "scripts.export_hf", "auto", "out"), "export_hf"),
-        (("train_pretrain_accelerate.py",), "train_pretrain_accelerate"),
-    ],
-)
-def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path, command, program):
-    """A numpy and a torch that interrupt as the keys would: each program imports one of them."""
-    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path):
+    """A torch that interrupts as the keys would."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "train_pretrain_accelerate.py"],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stderr) == (130, f"{program}: stopped\n")
+    assert (ended.returncode, ended.stderr) == (130, "train_pretrain_accelerate: stopped\n")

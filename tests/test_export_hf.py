@@ -82,7 +82,6 @@ def logits_of(folder: Path) -> torch.Tensor:
     ("dtype", "changes"),
     [
         ("float32", {"tie_embeddings": True, "n_kv_heads": 1, "rope_theta": 1e4}),
-        ("float32", {"tie_embeddings": False, "n_kv_heads": 6}),
         ("bfloat16", {"tie_embeddings": True}),
         ("float16", {"tie_embeddings": False}),
     ],
@@ -134,27 +133,21 @@ def test_the_settings_are_what_transformers_asks_for(exported):
     assert tokenizer.chat_template is None
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported, chat, tmp_path, answers):
-    """With a template "<s>" in a text is a marker unless transformers is told otherwise."""
-    how = {"split_special_tokens": True} if answers else {}
-    if answers:
-        export_hf.main([str(chat), str(tmp_path / "hf")])
+def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
     ours = load_trained(str(weights)).tokenizer
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf" if answers else exported)
+    theirs = AutoTokenizer.from_pretrained(exported)
     chooser, ids = random.Random(0), range(ours.vocab_size)
     texts = [*NASTY.values(), *(ours.decode(chooser.choices(ids, k=20)) for _ in range(500))]
     for text in texts:
         ids = ours.encode(text)
-        assert theirs(text, add_special_tokens=False, **how)["input_ids"] == ids, repr(text)
-        assert theirs(text, **how)["input_ids"] == [ours.bos_id, *ids]
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ids, repr(text)
+        assert theirs(text)["input_ids"] == [ours.bos_id, *ids]
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
 def test_a_model_that_answers_is_exported_with_its_template(chat, exported, tmp_path):
     export_hf.main([str(chat), str(tmp_path / "hf")])
-    card = (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
-    assert "It was fine-tuned to answer" in card
+    assert "apply_chat_template" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     ours, theirs = load_trained(str(chat)).tokenizer, AutoTokenizer.from_pretrained(tmp_path / "hf")
     chooser, parts = random.Random(0), [*NASTY.values(), *theirs.all_special_tokens]
     how = {"return_dict": False}
@@ -174,19 +167,10 @@ def test_a_model_that_answers_is_exported_with_its_template(chat, exported, tmp_
         assert load_trained(str(tmp_path / name)).chats == (name == "chats")
 
 
-def test_only_an_older_export_is_replaced_and_only_if_asked(weights, tmp_path, capsys):
-    out = tmp_path / "hf"
-    out.mkdir()
-    export_hf.main([str(weights), str(out)])
-    assert "pass --overwrite" in error_line(capsys, weights, out)
-    export_hf.main([str(weights), str(out), "--overwrite", "--dtype", "float16"])
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    (foreign / "config.json").write_text('{"model_type": "llama"}')
-    assert "is no export" in error_line(capsys, weights, foreign, "--overwrite")
+def test_only_an_export_is_replaced(weights, tmp_path, capsys):
+    for _ in range(2):
+        export_hf.main([str(weights), str(tmp_path / "hf"), "--overwrite"])
     assert "is no export" in error_line(capsys, weights, weights, "--overwrite")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "hf"]
 
 
 def test_a_tokenizer_without_an_equal_is_refused_and_can_be_left_out(weights, tmp_path, capsys):
@@ -196,27 +180,21 @@ def test_a_tokenizer_without_an_equal_is_refused_and_can_be_left_out(weights, tm
     model.normalizer_spec.remove_extra_whitespaces = True
     path.write_bytes(model.SerializeToString())
     line = error_line(capsys, tmp_path / "w", tmp_path / "hf")
-    assert "remove_extra_whitespaces" in line
+    assert "removes spaces" in line
     assert "--no-tokenizer" in line
     export_hf.main([str(tmp_path / "w"), str(tmp_path / "hf"), "--no-tokenizer"])
     assert not list((tmp_path / "hf").glob("tokenizer*"))
     assert logits_of(tmp_path / "hf").shape == (2, 40, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(
-    ("run", "flags", "says"),
-    [
-        ("absent", [], "no such folder"),
-        ("bare", [], "no such tokenizer file"),
-        ("bare", ["--dtype", "int8"], "--dtype"),
-        ("hf", [], "Hugging Face folder: python -m scripts.import_weights"),
-    ],
-)
-def test_mistakes_end_in_one_line_and_leave_nothing(
-    weights, exported, tmp_path, capsys, run, flags, says
-):
-    shutil.copytree(exported, tmp_path / "hf")
-    shutil.copytree(weights, tmp_path / "bare")
-    (tmp_path / "bare" / "tokenizer.model").unlink()
-    assert says in error_line(capsys, tmp_path / run, tmp_path / "out", *flags)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "hf"]
+def test_mistakes_end_in_one_line_and_leave_nothing(weights, exported, tmp_path, capsys):
+    bare = shutil.copytree(weights, tmp_path / "bare")
+    (bare / "tokenizer.model").unlink()
+    mistakes = {
+        tmp_path / "absent": "no such folder",
+        bare: "no such tokenizer file",
+        exported: "python -m scripts.import_weights",
+    }
+    for run, says in mistakes.items():
+        assert says in error_line(capsys, run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [bare]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from runs.find import data_of, find_run, newest_run
+from runs.find import data_of, find_run
 from runs.folder import RunFolder
 
 
@@ -24,17 +24,6 @@ def run(tmp_path) -> Path:
     return make_run(tmp_path / "runs" / "mine", 1000).path
 
 
-def test_the_newest_run_is_the_one_with_the_youngest_sign_of_life(tmp_path):
-    """When its folder was made does not matter, nor a run that has written nothing."""
-    ages = {"a": 10, "b": 30, "c": 20, "missing": None}
-    runs = [make_run(tmp_path / name, age) for name, age in ages.items()]
-    os.utime(runs[1].path, (1, 1))
-    signs = {run: run.metrics for run in runs} | {make_run(tmp_path / "silent", 40): None}
-    assert newest_run(list(signs), signs.get) is runs[1]
-    assert newest_run(list(signs)[::-1], signs.get) is runs[1]
-    assert newest_run(runs[3:], signs.get) is newest_run([], signs.get) is None
-
-
 def test_auto_is_the_run_written_to_last_and_of_the_program_asked_for(run, tmp_path):
     older = make_run(tmp_path / "runs" / "older", 1)
     older.settings.write_text('{"program": "train_sft_accelerate.py"}')
@@ -51,7 +40,7 @@ def test_a_path_is_taken_as_it_is_and_a_name_that_is_nearly_one_is_answered_with
 ):
     monkeypatch.chdir(tmp_path)
     assert find_run(str(run), tmp_path / "elsewhere") == run
-    with pytest.raises(UsageError, match="is a file: give a run folder"):
+    with pytest.raises(UsageError, match="no such folder"):
         find_run(str(run / "metrics.jsonl"))
     for typed, meant in {"atuo": "auto", "mime": "runs/mine", "out/mines": "runs/mine"}.items():
         with pytest.raises(UsageError, match=f"{typed}: no such folder: did you mean '{meant}'"):

@@ -77,7 +77,7 @@ def test_it_prints_the_prompt_and_what_follows_with_the_settings_of_the_flags(
     assert drawn == expected(weights, prompt, 12, **settings) + "\n"
     assert greedy == expected(weights, prompt, 12, temperature=0) + "\n"
     assert len({out, drawn, greedy}) == 3
-    assert re.match(r"12 tokens in .* tokens/s, float32 on cpu\n", err)
+    assert re.match(r"12 tokens in .* tokens/s\n", err)
     assert code == 0
     assert call(*common, "--greedy", "--stop", greedy[len(prompt)])[0] == prompt + "\n"
 
@@ -110,6 +110,11 @@ def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path)
     assert all(row["text"] for row in found)
     assert call("--prompts", str(tmp_path / "p.jsonl"), *common)[0] == out
     assert call("--prompts", "-", *common, stdin="sum\x0c1\n第\u20282\n")[0] == out
+    for content, message in (("", "nothing to continue"), ('{"question": "a"}', "or 'text': .*a")):
+        (tmp_path / "p.jsonl").write_text(content)
+        out, err, code = call("--prompts", str(tmp_path / "p.jsonl"))
+        assert (out, code) == ("", 2)
+        assert re.match(f"generate: error: .*{message}.*\n$", err)
 
 
 def test_at_the_end_of_the_context_it_stops_and_says_so_or_slides(call, weights):
@@ -130,38 +135,27 @@ def test_a_conversation_goes_on_until_the_input_ends(call, weights):
     out, err, code = call("--interactive", "--max_new_tokens", "5", stdin=typed)
     assert expected(weights, "sum 1", 5) in out
     assert expected(weights, "第", 5) in out
-    assert "an empty prompt" in err
     assert "the context of this model is 40" in err
     assert code == 0
-
-
-def test_a_prompt_of_characters_that_the_tokenizer_does_not_know_is_pointed_out(call):
-    flags = ("--prompt", "sum 1 龘龘", "--prompt", "ab 龘龘龘龘", "--max_new_tokens", "2")
-    assert "1 of 2 prompts: most characters of 'ab 龘龘龘龘'" in call(*flags)[1]
 
 
 REFUSED = {  # flags of the program, behind the run: a keyword of the message
     "generate": {
         (): "nothing to continue",
-        ("--prompt", ""): "an empty prompt",
+        ("--prompt", ""): "is empty",
         ("--prompt", "\udcff"): "not valid UTF-8",
         ("--prompt", "sum 1 " * 40): "the context of this model is 40: shorten",
         ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: .*No such file",
         ("--interactive", "--prompt", "x"): "leave --prompt and --prompts out",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",
-        ("--prompt", "x", "--promts", "y"): "did you mean --prompts?",
         ("--prompt", "x", "--batch_size", "0"): "--batch_size: must be at least 1, not 0",
         ("--prompt", "x", "--top_p", "0"): "--top_p must be above 0 and at most 1, not 0.0",
-        ("--prompt", "x", "--seed", "-1"): "--seed must be at least 0",
     },
     "chat": {
         ("--temperature", "-1"): "--temperature must be at least 0 and finite, not -1",
-        ("--max_new_tokens", "0"): "--max_new_tokens: must be at least 1, not 0",
-        ("--greedy",): "unrecognized argument --greedy",
     },
     "serve": {
         ("--port", "70000"): "--host 127.0.0.1 --port 70000: ",
-        ("--max_waiting", "0"): "--max_waiting: must be at least 1, not 0",
     },
 }
 
@@ -189,28 +183,3 @@ def test_processes_that_would_share_a_user_are_refused(weights, capsys, monkeypa
 def test_of_several_processes_the_first_one_speaks(call, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert call("--prompt", "sum", "--max_new_tokens", "3") == ("", "", 0)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "no prompt in it"),
-        (b"\xff\xfe", "--prompts .*utf-8"),
-        (b'{"prompt": "a"}\nnonsense\n', "line 2 is no JSON"),
-        (b'{"question": "a"}\n', "line 1 has no 'prompt' and no 'text'"),
-    ],
-)
-def test_a_file_of_prompts_that_is_none_is_one_line(call, tmp_path, content, message):
-    (tmp_path / "p.jsonl").write_bytes(content)
-    out, err, code = call("--prompts", str(tmp_path / "p.jsonl"))
-    assert (out, code) == ("", 2)
-    assert re.match(f"generate: error: .*{message}.*\n$", err)
-
-
-def test_damaged_weights_are_one_line(weights, tmp_path, capsys):
-    copy = shutil.copytree(weights, tmp_path / "copy")
-    config = (copy / "config.json").read_text()
-    (copy / "config.json").write_text(config.replace('"n_heads": 4', '"n_heads": 5'))
-    with pytest.raises(SystemExit, match="2"):
-        main([str(copy), "--prompt", "x"])
-    assert re.match(r"generate: error: .*n_heads.*\n$", capsys.readouterr().err)

@@ -105,21 +105,6 @@ def test_room_is_made_as_a_text_grows(long):
     assert decoder.room == 150
 
 
-def test_a_cancelled_text_leaves_and_the_others_go_on(long):
-    batch = Batch(Decoder(long))
-    one, other = (text_of(prompt, 20) for prompt in prompts(4, 6))
-    batch.add([one, other])
-    for _ in range(3):
-        batch.step()
-    one.cancel()
-    batch.step()
-    assert batch.texts == [other]
-    while batch.texts:
-        batch.step()
-    assert (len(one.ids), one.finish_reason) == (3, "cancelled")
-    assert [other.ids] == generate(long, [other.prompt], 20, WILD)
-
-
 def test_settings_of_one_text_are_not_the_others(long):
     penalised, allowed = replace(GREEDY, repetition_penalty=1.9), list(range(20, 30))
     first, second = prompts(8, 8)
@@ -147,8 +132,3 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model):
     ends = min(whole.index(token) for token in text.stop_ids if token in whole)
     assert text.ids == whole[:ends]
     assert (text.n_tokens, text.finish_reason) == (ends + 1, "stop")
-
-
-def test_an_empty_prompt_is_refused(model):
-    with pytest.raises(ValueError, match="prompts of 0 to 5 tokens"):
-        generate(model, [PROMPT, []], 5)

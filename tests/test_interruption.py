@@ -1,8 +1,6 @@
 import os
 import signal
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ import pytest
 from training import interruption
 from training.engine.launch import Engine
 from training.interruption import (
-    CHECKPOINT_WRITER,
     SAME_REQUEST_SECONDS,
     SAVE,
     SIGNALS,
@@ -136,14 +133,12 @@ EARLIER = ("", " --resume auto", r" --resume=my\ runs/a", " --resume 'my runs/a'
 
 @pytest.mark.parametrize("earlier", EARLIER)
 def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier):
-    for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION", "CUDA_VISIBLE_DEVICES"):
+    for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     again = "--dim 8 --resume 'my runs/b'"
     before = ["--resume", "my runs/a"] if earlier else []
     monkeypatch.setattr(sys, "argv", ["train.py", *before, "--dim", "8"])
     assert how_to_resume(Path("my runs/b")) == f"{python()} train.py {again}"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    assert how_to_resume("my runs/b") == f"CUDA_VISIBLE_DEVICES=1,2 {python()} train.py {again}"
     monkeypatch.setenv("RANK", "0")  # of a launcher, whose flags are not known
     assert how_to_resume("my runs/b") == "the same command with --resume 'my runs/b'"
     monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 8")
@@ -160,16 +155,3 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
         finally:
             leave()
     assert left == codes
-
-
-def test_a_rank_waits_for_its_checkpoint_and_for_no_library(monkeypatch, left):
-    monkeypatch.setenv("RANK", "0")
-    written = threading.Event()
-    writer = threading.Timer(0.01, written.set)
-    writer.name = CHECKPOINT_WRITER
-    with ThreadPoolExecutor() as pool:  # its thread ends when it is told, in here never
-        pool.submit(int).result()
-        writer.start()
-        leave()
-        assert written.is_set()
-        assert left == [0]

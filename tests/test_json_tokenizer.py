@@ -9,12 +9,12 @@ import pytest
 import tokenizers
 from conftest import REPOSITORY, write_corpus
 from json_tokenizers import MARKERS, write_tokenizer
+from test_text_stream import streamed
 from test_tokenizer import NASTY
 from tokenizers import decoders, models
 
 from data.corpus import parse, read_records
 from data.errors import DataError
-from data.segmentation import Splitter
 from data.tokenizer import (
     JsonTokenizer,
     Tokenizer,
@@ -22,7 +22,6 @@ from data.tokenizer import (
     open_tokenizer,
     tokenizer_hash,
 )
-from inference.text_stream import TextStream
 
 VOCAB = 700
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
@@ -74,8 +73,7 @@ def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer)
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
         assert tokenizer.encode_batch([text, "x"]) == [ids, tokenizer.encode("x")]
         assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id]) == text
-        stream = TextStream(tokenizer)
-        parts = [stream.add(id) for id in ids] + [stream.end()]
+        parts = streamed(tokenizer, ids)
         assert "".join(parts) == text
         assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
 
@@ -85,8 +83,8 @@ def test_a_stream_of_any_ids_is_what_decoding_makes_of_all(tokenizer):
     random = np.random.default_rng(0)
     for _ in range(200):
         ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
-        stream = TextStream(tokenizer)
-        assert "".join([stream.add(id) for id in ids] + [stream.end()]) == tokenizer.decode(ids)
+        ids = [id for id in ids if id != tokenizer.eos_id]  # which would end the text
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
@@ -96,14 +94,6 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
     spaced = [i for i in range(VOCAB) if tokenizer.decode([*one, i]).startswith("1 ")]
     assert set(next_ids) >= set(spaced)
     assert all(tokenizer.decode([*one, i]).encode().startswith(b"1 ") for i in next_ids)
-
-
-def test_a_text_cut_into_other_pieces_is_the_same_text(tokenizer, texts):
-    splitter, random = Splitter(tokenizer), np.random.default_rng(0)
-    ids = tokenizer.encode(texts[0])
-    others = [splitter.split(ids, random) for _ in range(3)]
-    assert all(len(way) > len(ids) for way in others)
-    assert {tokenizer.decode(way) for way in others} == {texts[0]}
 
 
 def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path):
@@ -123,11 +113,8 @@ def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path)
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (None, "does not say which pieces begin and end a document"),
-        ("{", "does not say which pieces"),
-        ("[]", "does not say which pieces"),
+        (None, "does not say which piece ends a document"),
         ("{}", "no eos_token"),
-        ('{"eos_token": 3}', "no eos_token"),
         ('{"eos_token": "<nothing>"}', "has no piece '<nothing>'"),
     ],
 )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from runs.lock import lock
+from runs.folder import lock
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from runs.lock import lock
+from runs.folder import lock
 lock(Path(sys.argv[1]))
 os.write(1, b"held\\n")
 sys.stdin.read()  # until it is killed, or the tests are

@@ -5,32 +5,30 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from training import meter as meter_module
-from training.meter import LossMeter
+from training.log import LossMeter
 
 NAN, INF = float("nan"), float("inf")
 
 
-def meter_of(*parts: str, others: tuple = (), said: list | None = None) -> LossMeter:
-    """A meter of one process.
+def meter_of(*parts: str, others: tuple = (), processes: int = 1) -> LossMeter:
+    """Make a meter of one process.
 
     Args:
         others: sums, weight and tokens of the other processes.
-        said: collects the steps that are skipped.
     """
     theirs = torch.tensor(others) if others else 0
+    device = torch.device("cpu")
     accelerator = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, reduce=lambda mine: mine + theirs
+        device=device, num_processes=processes, reduce=lambda mine: mine + theirs
     )
-    said = [] if said is None else said
-    return LossMeter(accelerator, parts, on_skip=lambda *skipped: said.append(skipped))
+    return LossMeter(accelerator, parts)
 
 
-def feed(meter: LossMeter, step: int, *losses: float, weight: float = 1.0, norm=0.5) -> None:
+def feed(meter: LossMeter, *losses: float, weight: float = 1.0, norm=0.5) -> None:
     """Take a step with a micro-batch for each loss."""
     for loss in losses:
         meter.add(weight, loss=torch.tensor(loss))
-    meter.end_step(step, norm)
+    meter.end_step(norm)
 
 
 def mean_of(meter: LossMeter) -> float | None:
@@ -39,11 +37,10 @@ def mean_of(meter: LossMeter) -> float | None:
 
 def test_the_mean_is_over_every_target_since_the_last_report():
     meter = meter_of()
-    feed(meter, 1, 1.0, 3.0, weight=0.25)
-    feed(meter, 2, 6.0)
+    feed(meter, 1.0, 3.0, weight=0.25)
+    feed(meter, 6.0)
     assert mean_of(meter) == pytest.approx((0.25 * 1 + 0.25 * 3 + 6) / 1.5)
-    assert meter.last_loss == 6.0
-    feed(meter, 3, 4.0, 8.0)
+    feed(meter, 4.0, 8.0)
     assert mean_of(meter) == 6.0
     assert mean_of(meter) is None
 
@@ -54,8 +51,8 @@ def test_where_every_target_counts_it_is_the_plain_mean_to_the_bit(accumulation_
     meter = meter_of()
     steps = 4 * torch.rand(7, accumulation_steps, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(())
-    for number, losses in enumerate(steps, 1):
-        feed(meter, number, *losses.tolist())
+    for losses in steps:
+        feed(meter, *losses.tolist())
         of_step = torch.zeros(())
         for loss in losses:
             of_step += loss
@@ -68,7 +65,7 @@ def test_parts_are_means_over_the_same_targets():
     for weight, loss in ((1.0, 2.0), (0.5, 8.0)):
         parts = {"agreement": torch.tensor(loss / 16), "hard_loss": torch.tensor(loss / 2)}
         meter.add(weight, loss=torch.tensor(loss), **parts)
-    meter.end_step(1, 0.5)
+    meter.end_step(0.5)
     expected = {"loss": 6 / 1.5, "hard_loss": 3 / 1.5, "agreement": 0.375 / 1.5}
     assert meter.take(0)[0] == pytest.approx(expected)
 
@@ -76,84 +73,51 @@ def test_parts_are_means_over_the_same_targets():
 @pytest.mark.parametrize("weight", [0.25, 0.0])
 def test_other_processes_count_by_their_targets(weight):
     meter = meter_of(others=(weight * (6.0 + 8.0), 2 * weight, 100.0))
-    feed(meter, 1, 1.0, 3.0)
+    feed(meter, 1.0, 3.0)
     means, tokens = meter.take(28)
     assert means["loss"] == pytest.approx((1 + 3 + weight * (6 + 8)) / (2 + 2 * weight))
     assert tokens == 128
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("bad", [NAN, INF, torch.tensor(NAN)])
 def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
-    said = []
-    meter = meter_of(said=said)
-    rows = []
-    for step, (loss, norm) in enumerate([(5.0, 1.0), (NAN, bad), (7.0, bad), (2.0, 1.0)], 1):
-        feed(meter, step, loss, norm=norm)
-        rows.append((meter.skipped_steps, meter.bad_in_row, meter.last_bad))
-    assert rows == [(0, 0, 0), (1, 1, 2), (2, 2, 3), (2, 0, 3)]
-    assert [step for step, _ in said] == [2, 3]
+    meter, rows = meter_of(), []
+    for loss, norm in [(5.0, 1.0), (NAN, bad), (7.0, bad), (2.0, torch.tensor(1.0))]:
+        feed(meter, loss, norm=norm)
+        rows.append((meter.skipped_steps(), meter.bad_in_row()))
+    assert rows == [(0, 0), (1, 1), (2, 2), (2, 0)]
     assert mean_of(meter) == 3.5
-    feed(meter, 5, 1.0, norm=bad)
+    feed(meter, 1.0, norm=bad)
     assert mean_of(meter) is None
 
 
 def test_a_step_without_any_target_has_no_loss():
     meter = meter_of()
-    feed(meter, 1)
-    assert meter.last_loss is None
+    feed(meter)
     assert mean_of(meter) is None
-    assert meter.skipped_steps == 0
+    assert meter.skipped_steps() == 0
 
 
 def test_a_resumed_meter_goes_on_to_the_bit_without_the_step_under_way():
     meter = meter_of("soft_loss")
-    for step, weight in ((1, 0.1), (2, 0.7)):
+    for weight in (0.1, 0.7):
         meter.add(weight, loss=torch.tensor(2.7), soft_loss=torch.tensor(0.9))
-        meter.end_step(step, 0.5)
+        meter.end_step(0.5)
     meter.add(1.0, loss=torch.tensor(9.0), soft_loss=torch.tensor(9.0))
     state = meter.state()
     assert state.keys() == {"loss", "soft_loss", "weight", "skipped_steps"}
-    assert state["weight"] == 0.1 + 0.7
+    assert state["weight"] == pytest.approx(0.8)
     resumed = meter_of("soft_loss")
-    resumed.load_state([state], processes=1, rank=0)
+    resumed.load_state([state], rank=0)
     assert resumed.state() == state
-    meter.end_step(3, INF)
+    meter.end_step(INF)
     assert resumed.take(0) == meter.take(0)
 
 
 @pytest.mark.parametrize(("processes", "rank"), [(3, 0), (3, 2), (1, 0), (2, 1), (6, 5)])
 def test_each_process_gets_its_own_state_back_or_an_equal_share(processes, rank):
     states = [{"loss": 1.0 + i, "weight": 2.0 + i, "skipped_steps": 4} for i in range(3)]
-    meter = meter_of()
-    meter.load_state(states, processes=processes, rank=rank)
+    meter = meter_of(processes=processes)
+    meter.load_state(states, rank)
     share = {"loss": 6 / processes, "weight": 9 / processes, "skipped_steps": 4}
     assert meter.state() == pytest.approx(states[rank] if processes == 3 else share)
-
-
-class OnGPU(torch.Tensor):
-    """Numbers that a GPU has yet to compute."""
-
-    is_cuda = True
-
-
-def test_on_a_gpu_a_step_is_judged_when_the_next_one_has_been_queued(monkeypatch):
-    """The reports are those of a CPU."""
-    read = []
-
-    def copied(norm, sums):
-        numbers = [float(norm), *sums.as_subclass(torch.Tensor).tolist()]
-        return lambda: (read.append(numbers[0]), numbers)[1]
-
-    monkeypatch.setattr(meter_module, "_copied", copied)
-    norms = (1.0, INF, 0.5, NAN, NAN, 0.25)
-    early, late = meter_of(), meter_of()
-    late._sums, late._step_sums = (torch.zeros(1).as_subclass(OnGPU) for _ in range(2))
-    seen = []
-    for step, norm in enumerate(norms, 1):
-        for meter in (early, late):
-            feed(meter, step, step / 3, step / 7, norm=norm)
-        seen.append((len(read), late.bad_in_row, late.last_bad))
-    assert seen == [(0, 0, 0), (1, 0, 0), (2, 1, 2), (3, 0, 2), (4, 1, 4), (5, 2, 5)]
-    late.judge()
-    assert late.state() == early.state()
-    assert mean_of(late) == mean_of(early)

@@ -11,10 +11,8 @@ from accelerate import Accelerator
 from conftest import TINY
 
 from runs.checkpoint import read_state
-from runs.lock import lock
+from runs.folder import lock
 from train_pretrain_accelerate import main
-from training import interruption
-from training.interruption import SAME_REQUEST_SECONDS
 from training.notebook import leave_as_found
 from training.run import Run
 
@@ -72,32 +70,19 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
     assert len(compiled) == 2
 
 
-class Clock:
-    """In place of the module `time` where signals are noted: stands still until told otherwise."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def press(monkeypatch):
-    """Has Ctrl-C pressed within a step, and again so many seconds later; returns the steps that
-    were begun."""
-    clock, steps = Clock(), []
-    monkeypatch.setattr(interruption, "time", clock)
+    """Has Ctrl-C pressed twice at once within a step; returns the steps that were begun."""
+    steps = []
 
-    def at(step: int, *apart: float) -> list:
+    def at(step: int) -> list:
         clip = Run.clip_gradients
 
         def interrupted(run: Run):
             steps.append(run)
             if len(steps) == step:
                 signal.raise_signal(signal.SIGINT)
-                for seconds in apart:
-                    clock.now += seconds
-                    signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
             return clip(run)
 
         monkeypatch.setattr(Run, "clip_gradients", interrupted)
@@ -109,7 +94,7 @@ def press(monkeypatch):
 def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     flags, tmp_path, capsys, press
 ):
-    run, steps = tmp_path / "a", press(3, SAME_REQUEST_SECONDS)  # twice at once is one
+    run, steps = tmp_path / "a", press(3)
     main(flags("a", "--max_steps", "100000"))
     assert len(steps) == saved_steps(run) == 3
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
@@ -120,10 +105,3 @@ def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
     main(flags("a", "--max_steps", "4", "--resume", str(run)))
     assert saved_steps(run) == 4
-
-
-def test_a_second_interrupt_ends_the_run_and_not_the_process(flags, press):
-    steps = press(2, SAME_REQUEST_SECONDS + 0.1)
-    with pytest.raises(KeyboardInterrupt):
-        main(flags("a", "--max_steps", "100000"))
-    assert len(steps) == 2

@@ -83,15 +83,6 @@ def test_the_flags_reach_both_parts_of_muon():
         assert rates == [pytest.approx(share * 0.03), share * 3e-4, share * 3e-4]
 
 
-def test_frozen_parameters_are_left_out():
-    model = tiny()
-    model.tok_embeddings.weight.requires_grad_(False)
-    model.layers[0].attention.wq.weight.requires_grad_(False)
-    for args in (ARGS, MUON):
-        grouped = set().union(*names_in(model, build(model, args).param_groups))
-        assert grouped == {name for name, p in model.named_parameters() if p.requires_grad}
-
-
 @pytest.mark.parametrize(
     ("has_bf16", "dtype", "by"),
     [

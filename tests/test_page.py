@@ -1,7 +1,6 @@
 """report.html and the picture of losses, read as a browser would, without one."""
 
 import json
-import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,16 +9,15 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from report.charts import Chart, Curve, show, svg
+from report.charts import COLORS, show
 from report.history import read_history, series
-from report.page import SAMPLES, TEMPLATE, leave_report, write_report
-from report.picture import draw_losses
+from report.page import SAMPLES, draw_losses, leave_report, write_report
 from runs.folder import RunFolder
 from scripts.report import main
 
 VOID = ("meta", "link", "input")
 NASTY = '</script><script>alert(1)</script> & <b> "quoted" {{title}} 春眠\ud800\x00'
-LINE = re.compile(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--color-(\d)\)')
+LINE = re.compile(rf'<path d="([^"]*)"[^>]*style="fill: none; stroke: ({"|".join(COLORS)})')
 
 
 class Page(HTMLParser):
@@ -93,7 +91,7 @@ def report(*runs: Path) -> Page:
 def test_a_history_holds_what_was_written_last_and_leaves_out_what_was_cut_short(tmp_path):
     content = [
         *('{"step": 2, "loss": 9}', '{"step": 1, "loss": NaN}', '{"step": 2, "loss": 7}', "[1]"),
-        *('{"step": 2, "val_loss": 2.5}', '{"step": 3, "forward_seconds": 1}', '{"loss": 1}'),
+        *('{"step": 2, "val_loss": 2.5}', '{"step": 2, "forward_seconds": 1}', '{"loss": 1}'),
         *('{"step": 4, "loss": "3", "tokens": 8192}', '{"step": 5, "lo'),
     ]
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n" + "\n".join(content).encode())
@@ -102,17 +100,15 @@ def test_a_history_holds_what_was_written_last_and_leaves_out_what_was_cut_short
     history = read_history(tmp_path)
     assert series(history.train, "loss") == [(1, None), (2, 7), (4, None)]
     assert [row["val_loss"] for row in history.validation] == [2.5]
-    assert (history.last_step, history.phases, history.tokens_per_step) == (4, ["forward"], 2048)
+    assert history.tokens_per_step == 2048
     assert history.samples == [{"step": 5, "text": "b\u2028c"}]
     assert history.settings == {}
 
 
 def test_a_report_shows_every_number_that_was_logged(tmp_path):
-    rows = [train_row(step, mfu=0.4, memory_gib=gib) for step, gib in ((1, 2), (2, 3.5), (4, None))]
+    rows = [train_row(step, mfu=0.4, memory_gib=gib) for step, gib in ((1, 2), (2, None), (4, 3.5))]
     rows += [{"step": 2, "val_loss": 2.5}]
     rows += [{"step": 4, "val_loss": 2.75, "val_perplexity": 15.64, "val_bits_per_byte": 1.25}]
-    phases = {"data": 0.1, "forward": 0.2, "step": 1.0}
-    rows += [{"step": 4} | {f"{phase}_seconds": seconds for phase, seconds in phases.items()}]
     settings = {
         "command": ["train.py", "--sample_prompt", "def x"],
         "arguments": {"batch_size": 3, "run_name": None},
@@ -123,53 +119,39 @@ def test_a_report_shows_every_number_that_was_logged(tmp_path):
     }
     page = report(write_run(tmp_path / "run", rows, settings=settings))
     for said in (
-        *("state not finished", "steps 4", "tokens 4,000", "training time 0 min 8 s"),
+        *("state not finished", "steps 4", "tokens 4,000", "training time 0:00:08"),
         *("training loss 2.5000", "validation loss 2.7500", "perplexity 15.64"),
         *("best validation loss 2.5000 at step 2", "bits per byte 1.2500"),
-        *("tokens per second 500", "MFU 40.0%", "peak MFU 40", "peak memory 3.50 GiB"),
-        *("Loss nats per token training 2.5 validation 2.75", "seconds data 0.1 forward 0.2"),
-        *("train.py --sample_prompt 'def x'", "batch_size 3", "run_name –", "dim 77"),
+        *("tokens per second 500", "MFU 40.0%", "peak memory in GiB 3.50"),
+        "Loss nats per token training 2.5 validation 2.75",
+        *("train.py --sample_prompt 'def x'", "batch_size 3", "run_name null", "dim 77"),
         *("engine DeepSpeed ZeRO-2", '"stage": 2', "torch 2.99"),
     ):
         assert said in page.words
     assert "0.0002</text>" in page.figures["Learning rate"]
     assert [*page.figures] == [
-        *("Loss", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory"),
-        "Time of profiled steps",
+        *("Loss", "Learning rate", "Gradient norm", "Throughput", "MFU", "Memory")
     ]
 
 
 def test_a_curve_is_drawn_to_scale_with_its_gaps(tmp_path):
     losses = {1: 1.0, 2: 2.0, 3: float("nan"), 4: 4.0, 5: 5.0}
     page = report(write_run(tmp_path / "run", [train_row(*row) for row in losses.items()]))
-    tokens, steps = page.figures["Loss"].split('<div class="steps">')
-    assert "4,000</text>" in tokens
-    assert "tokens</text>" in tokens
-    assert "steps</text>" in steps
-    for drawing in (tokens, steps):
-        ((first, second), after) = np.array(lines(drawing)[0])
-        each = second - first  # one step, one nat
-        assert after == pytest.approx(np.array([first + 3 * each, first + 4 * each]), abs=0.3)
-        assert (each[0] > 0, each[1] < 0) == (True, True)  # y points down
-        assert drawing.count("fill: var(--color-0)") == 4  # dots
-
-
-def test_a_spike_makes_the_axis_logarithmic_and_a_point_alone_a_dot():
-    points = [(step, 1.0) for step in range(1, 101)] + [(101, None), (102, 1.0), (103, None)]
-    flat = svg(Chart("Flat", "", curves=[Curve("flat", points, 0, None)]))
-    assert flat.count("fill: var(--color-0)") == 1
-    points[50] = (51, 1000.0)
-    spiked = svg(Chart("Spiked", "", curves=[Curve("spiked", points, 0, None)]))
-    for text in ("1", "10", "100", "1,000"):
-        assert f">{text}</text>" in spiked
+    drawing = page.figures["Loss"]
+    assert "steps</text>" in drawing
+    ((first, second), after) = np.array(lines(drawing)[0])
+    each = second - first  # one step, one nat
+    assert after == pytest.approx(np.array([first + 3 * each, first + 4 * each]), abs=0.3)
+    assert (each[0] > 0, each[1] < 0) == (True, True)  # y points down
+    assert drawing.count(f"fill: {COLORS[0]}") == 4  # dots
 
 
 def test_a_hundred_thousand_rows_stay_small_and_keep_every_spike(tmp_path):
-    rows = [train_row(step, loss=3 + math.sin(step) / 9, mfu=0.4) for step in range(1, 100_001)]
+    rows = [train_row(step, loss=3 + step % 7 / 50) for step in range(1, 100_001)]
     rows[31_415]["loss"], rows[27_182]["loss"] = 7.0, 0.25
     page = report(write_run(tmp_path / "run", rows))
-    assert len(page.source.encode()) < 500_000
-    (stretches,) = lines(page.figures["Loss"].split('<div class="steps">')[1])
+    assert len(page.source.encode()) < 250_000
+    (stretches,) = lines(page.figures["Loss"])
     heights = [y for stretch in stretches for _, y in stretch]
     low, middle, high = max(heights), sorted(heights)[len(heights) // 2], min(heights)
     assert (low - middle) / (middle - high) == pytest.approx((3 - 0.25) / (7 - 3), rel=0.1)
@@ -185,9 +167,7 @@ def test_a_hundred_thousand_rows_stay_small_and_keep_every_spike(tmp_path):
 def test_what_was_not_measured_is_left_out(tmp_path, row, titles):
     page = report(write_run(tmp_path / "run", [row]))
     assert ",".join(page.figures) == titles
-    assert ("tokens</text>" in page.source) == ("tokens" in row)
-    assert "settings.json is missing" in page.words
-    for word in ("MFU", "profiled", "What the model writes", "None", "nan"):
+    for word in ("MFU", "finished model", "None", "nan"):
         assert word not in page.words
 
 
@@ -207,22 +187,6 @@ def test_text_from_outside_cannot_become_markup_and_the_page_needs_nothing(tmp_p
         sources = [value for name, value in page.attributes if name in ("src", "href", "action")]
         assert sources == ["data:,"]
         assert not re.search(r"https?:|@import|url\((?!#)", page.source)
-        assert "#00ff" not in page.source  # all colors are the page's
-
-
-def test_text_and_curves_stand_out_from_the_paper_as_wcag_aa_asks():
-    def luminance(color: str) -> float:
-        channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    css = TEMPLATE.read_text(encoding="utf-8")
-    for style in re.findall(r":root {(.*?)}", css, re.DOTALL)[:2]:  # light, dark
-        colors = dict(re.findall(r"--([\w-]+): (#\w{6})", style))
-        for name in {*colors} - {"paper", "raised", "rule"}:
-            pair = sorted((luminance(colors[name]), luminance(colors["paper"])))
-            contrast = (pair[1] + 0.05) / (pair[0] + 0.05)
-            assert contrast >= (3 if name.startswith("color") else 4.5), name
 
 
 def test_samples_are_shown_evenly_and_the_finished_model_s_comes_last(tmp_path):
@@ -232,10 +196,11 @@ def test_samples_are_shown_evenly_and_the_finished_model_s_comes_last(tmp_path):
     assert "the_end" not in report(run).words  # of a run that is not finished
     (run / "weights").mkdir()
     page = report(run)
-    steps = [int(s) for s in re.findall(r"<h3>step ([\d,]+)</h3>", page.source.replace(",", ""))]
+    steps = [
+        int(s) for s in re.findall(r"<h3>run, step ([\d,]+)</h3>", page.source.replace("1,0", "10"))
+    ]
     assert (len(steps), steps[0], steps[-1]) == (SAMPLES, 10, 1000)
-    assert f"{SAMPLES} of 100" in page.words
-    assert page.words.index("sample 1000") < page.words.index("def the_end")
+    assert page.words.index("sample 1000") < page.words.index("the_end")
     assert "state finished" in page.words
 
 
@@ -255,14 +220,14 @@ def test_several_runs_share_charts_and_differ_in_a_table(tmp_path):
     assert "dim 64 128" in page.words
     assert "seed" not in page.words
     assert "train a" in page.words
-    assert ("a at 2" in page.words, "a at 1" in page.words) == (True, False)
-    tokens, steps = page.figures["Training loss"].split('<div class="steps">')
-    assert [color for _, color in LINE.findall(steps)] == ["0", "1"]
-    # Over 10 steps a reaches the end and b half; over 20,000 tokens a reaches half and b the end.
-    for drawing, share in ((steps, 2), (tokens, 0.5)):
-        left = float(re.search(r'<rect x="([\d.]+)"', drawing)[1])
-        a, b = (max(x for x, _ in line[0]) - left for line in lines(drawing))
-        assert a / b == pytest.approx(share, rel=0.01)
+    assert "a at 2" in page.words
+    drawing = page.figures["Training loss"]
+    assert [color for _, color in LINE.findall(drawing)] == [*COLORS[:2]]
+    # Steps of different sizes are compared over tokens: a reaches half of the way, b the end.
+    assert "tokens</text>" in drawing
+    left = float(re.search(r'<rect x="([\d.]+)"', drawing)[1])
+    a, b = (max(x for x, _ in line[0]) - left for line in lines(drawing))
+    assert a / b == pytest.approx(0.5, rel=0.01)
 
 
 def test_numbers_are_short():
@@ -271,22 +236,15 @@ def test_numbers_are_short():
     assert [show(value) for value in values] == texts.split()
 
 
-@pytest.mark.parametrize(
-    ("losses", "has_training", "has_validation"),
-    [
-        ([{"loss": 3}, {"loss": None}, {"loss": 2}, {"loss": 1}, {"val_loss": 1}], True, True),
-        ([{"loss": float("nan")}, {"val_loss": 1}, {"val_loss": 2}], False, True),
-    ],
-)
-def test_the_picture_shows_the_losses_that_there_are(
-    tmp_path, losses, has_training, has_validation
-):
+@pytest.mark.parametrize("has_training", [True, False])
+def test_the_picture_shows_the_losses_that_there_are(tmp_path, has_training):
+    losses = [{"loss": 3 if has_training else float("nan")}, {"loss": None}, {"val_loss": 2}]
     rows = [{"step": step} | loss for step, loss in enumerate(losses, 1)]
     picture = tmp_path / "pictures" / "loss.png"
     draw_losses([write_run(tmp_path / "run", rows)], picture)
     pixels = (image.imread(picture)[..., :3] * 255).round()
-    blue, orange = ((pixels == color).all(-1).sum() for color in ((31, 119, 180), (255, 127, 14)))
-    assert (blue > 50, orange > 20) == (has_training, has_validation)
+    seen = [(pixels == color).all(-1).sum() > 20 for color in ((31, 95, 191), (194, 84, 10))]
+    assert seen == [has_training, True]
 
 
 def test_the_script_writes_into_the_run_s_folder_and_draws_a_picture(tmp_path, capsys, monkeypatch):
@@ -297,17 +255,17 @@ def test_the_script_writes_into_the_run_s_folder_and_draws_a_picture(tmp_path, c
     assert "<svg" in (tmp_path / "pictures" / "loss.svg").read_text(encoding="utf-8")
     assert str(run / "report.html") in capsys.readouterr().out
     main([str(run), str(other), str(run)])
-    assert "<h1>2 runs</h1>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "<h1>run, other</h1>" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path):
     run = RunFolder(write_run(tmp_path / "run", [train_row(1)]))
-    assert leave_report(run) == str(run.report)
+    assert leave_report([run.path], run.report) == str(run.report)
     run.report.unlink()
     run.report.mkdir()
-    assert leave_report(run).startswith("NOT WRITTEN: ")
+    assert leave_report([run.path], run.report).startswith("NOT WRITTEN: ")
     run.metrics.write_text("")
-    assert "has not logged a step yet" in leave_report(run)
+    assert "has not logged a step yet" in leave_report([run.path], run.report)
 
 
 @pytest.mark.parametrize(

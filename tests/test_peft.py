@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from small_model import adapted
 
 from data.chat_template import TEMPLATE_FILE
-from formats.hugging_face_export import write_model
+from formats.hugging_face import write_model
 from formats.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, load_adapter, save_adapter
 from formats.portable import load_portable, save_portable
 from model import ConfigError, Transformer
@@ -138,11 +138,10 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), this model needs \(4, 32\)"),
+        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), the model has \(4, 32\)"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
-        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is not in this model"),
+        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is .*, the model has"),
         (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "is in no Llama"),
-        (lambda t: t | {Q_A: t[Q_A] * torch.nan}, "wq.lora_a holds NaN"),
         (lambda t: t | {HEAD: torch.zeros(50, 32)}, "trained the output layer apart"),
     ],
 )
@@ -162,11 +161,9 @@ def with_settings(folder: Path, **settings) -> None:
     ("settings", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-        ({"r": 0}, "no r and lora_alpha"),
         ({"lora_alpha": "much"}, "no r and lora_alpha"),
-        ({"r": 5}, r"wk.lora_a is \(4, 32\), this model needs \(5, 32\)"),
+        ({"r": 5}, r"wk.lora_a is \(4, 32\), the model has \(5, 32\)"),
     ],
 )
 def test_settings_that_mean_something_else_are_named(folder, settings, message):
@@ -179,7 +176,7 @@ def test_files_that_are_missing_or_no_adapter_are_named(folder, tmp_path_factory
     with pytest.raises(ConfigError, match=r"no readable adapter_config\.json"):
         load_adapter(tmp_path_factory.mktemp("empty"), adapted().config)
     (folder / ADAPTER_WEIGHTS).write_bytes(b"no adapter")
-    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: damaged"):
+    with pytest.raises(ConfigError, match="no readable weights"):
         load_adapter(folder, adapted().config)
 
 

@@ -45,15 +45,6 @@ def test_a_saved_model_comes_back_with_equal_logits(tmp_path, tie_embeddings):
     assert (out / WEIGHTS_FILE).stat().st_mode == (out / CONFIG_FILE).stat().st_mode
 
 
-def test_16_bit_weights_are_loaded_into_fp32(tmp_path):
-    model = transformer()
-    rounded = {name: weight.bfloat16() for name, weight in weights_of(model).items()}
-    save_portable(tmp_path, model.config, rounded)
-    loaded = weights_of(load_portable(tmp_path))
-    assert {weight.dtype for weight in loaded.values()} == {torch.float32}
-    assert all(torch.equal(loaded[name], rounded[name].float()) for name in rounded)
-
-
 def test_a_checkpoint_with_the_output_matrix_fits_a_tied_model():
     source, model = transformer(tie_embeddings=False), transformer()
     source.output.weight.data = source.tok_embeddings.weight.data.clone()
@@ -71,7 +62,6 @@ K, NORM = "layers.1.attention.wk.weight", "norm.weight"
         (lambda w: w | {"layers.2.x": torch.ones(2)}, r"layers\.2\.x is not in this model"),
         (lambda w: w | {NORM: torch.ones(17)}, r"norm\.weight is \(17,\), the model has \(16,\)"),
         (lambda w: w | {NORM: torch.ones(16) / 0}, "norm.weight holds NaN, infinity"),
-        (lambda w: w | {NORM: torch.ones(16) * torch.nan}, "norm.weight holds NaN"),
         (lambda w: w | {NORM: torch.ones(16).to(torch.int8)}, "no floating point numbers"),
     ],
 )
@@ -84,15 +74,7 @@ def test_weights_that_do_not_fit_are_named(saved, change, message):
         load_weights(transformer(), weights, "here")
 
 
-def test_an_output_matrix_that_an_untied_model_lacks_is_named():
-    with pytest.raises(ConfigError, match=r"output\.weight is missing"):
-        load_weights(transformer(tie_embeddings=False), weights_of(transformer()), "here")
-
-
-NO_CONFIGS = (
-    *(b"", b"{", b"null", b'["dim"]', b'{"dim": 0}', b'{"dim": "16"}', b'{"experts": 4}'),
-    *(b'{"dropout": null}', b'{"dim": "\xff"}', None),
-)
+NO_CONFIGS = (*(b"{", b'["dim"]', b'{"dim": 0}', b'{"experts": 4}', b'{"dim": "\xff"}', None),)
 
 
 @pytest.mark.parametrize("text", [*NO_CONFIGS, pytest.param(b"[" * 100_000, id="deep nesting")])
@@ -111,7 +93,7 @@ def test_sizes_that_no_memory_holds_are_compared_before_they_are_built(saved):
         load_portable(saved)
 
 
-@pytest.mark.parametrize("share", [None, 0.0, 0.01, 0.999])
+@pytest.mark.parametrize("share", [None, 0.01, 0.999])
 def test_a_truncated_or_missing_weights_file_is_refused(saved, share):
     data = (saved / WEIGHTS_FILE).read_bytes()
     (saved / WEIGHTS_FILE).unlink()

@@ -41,9 +41,8 @@ class DeepSpeedEngine:
     def get_global_grad_norm(self) -> float:
         return 1.0
 
-    def step(self) -> str:
+    def step(self) -> None:
         self.clock.now += SECONDS["optimizer"]
-        return "stepped"
 
 
 def profiler_of(accelerator, folder: Path, model=None, **flags) -> StepProfiler:
@@ -51,12 +50,12 @@ def profiler_of(accelerator, folder: Path, model=None, **flags) -> StepProfiler:
     return StepProfiler(accelerator, model, folder, args)
 
 
-def run_step(profiler: StepProfiler, clock: Clock, step: int):
+def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
     """An optimizer step as `training.run` takes it; ends in end_step's answer.
 
     The clock moves by SECONDS in the first micro-batch, twice as much in the second and so on.
     """
-    engine, micro_batches = profiler.model, profiler.args.accumulation_steps
+    micro_batches = profiler.args.accumulation_steps
     profiler.begin_step(step)
     profiler.phase("data")
     for i in range(1, micro_batches + 1):
@@ -67,7 +66,7 @@ def run_step(profiler: StepProfiler, clock: Clock, step: int):
         profiler.phase("backward")
         clock.now += SECONDS["backward"] / 2 * i
         if engine is not None and i == micro_batches:
-            assert engine.step() == "stepped"
+            engine.step()
         clock.now += SECONDS["backward"] / 2 * i
     profiler.phase("optimizer")
     if engine is None:
@@ -83,14 +82,6 @@ def expected(micro_batches: int = 1) -> dict[str, float]:
     return seconds | {"step": sum(seconds.values())}
 
 
-def test_between_measured_steps_nothing_is_measured(accelerator, tmp_path, clock):
-    profiler = profiler_of(accelerator, tmp_path, profile_interval=3)
-    measured = [step for step in range(1, 7) if run_step(profiler, clock, step)]
-    assert measured == [3, 6]
-    without = profiler_of(accelerator, tmp_path, profile=False, profile_interval=1)
-    assert run_step(without, clock, 1) is None
-
-
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("deepspeed", [False, True])
 def test_phases_take_the_time_they_took_and_add_up_to_the_step(
@@ -98,11 +89,11 @@ def test_phases_take_the_time_they_took_and_add_up_to_the_step(
 ):
     engine = DeepSpeedEngine(clock) if deepspeed else None
     profiler = profiler_of(accelerator, tmp_path, engine, accumulation_steps=micro_batches)
+    assert run_step(profiler, clock, 1, engine) is None
     for step in (2, 4):  # and nothing of the one is counted in the other
-        seconds, _ = run_step(profiler, clock, step)
+        seconds, _ = run_step(profiler, clock, step, engine)
         assert seconds == expected(micro_batches)
         clock.now += 100  # between two steps
-        assert not deepspeed or vars(engine) == {"clock": clock}  # left as it was
 
 
 def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
@@ -128,25 +119,24 @@ def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
     assert seconds == expected()
 
 
-def test_a_line_names_the_files_of_operators_and_trace(accelerator, tmp_path, clock):
+def test_a_line_names_the_trace_and_the_newest_of_each_process_are_kept(
+    accelerator, tmp_path, clock
+):
     for step in range(KEPT_TRACES + 1):
         (tmp_path / f"step-{step:08d}-rank0.json.gz").touch()
-        (tmp_path / f"step-{step:08d}-rank0.txt").touch()
-    (tmp_path / "step-00000000-rank1.txt").touch()
+    (tmp_path / "step-00000000-rank1.json.gz").touch()
     _, line = run_step(profiler_of(accelerator, tmp_path, accumulation_steps=4), clock, 100)
-    table, trace = (tmp_path / f"step-00000100-rank0.{kind}" for kind in ("txt", "json.gz"))
+    trace = tmp_path / "step-00000100-rank0.json.gz"
     assert line == (
         "profile of step 100: 33.000 s  data 2.500 s (7.6%)  forward 10.000 s (30.3%)  "
-        f"backward 20.000 s (60.6%)  optimizer 0.500 s (1.5%)  operators: {table}  trace: {trace}"
+        f"backward 20.000 s (60.6%)  optimizer 0.500 s (1.5%)  trace: {trace}"
     )
-    assert "Self CPU" in table.read_text(encoding="utf-8")
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("forward") == names.count("optimizer") == 1  # the last micro-batch alone
-    for kind in ("json.gz", "txt"):  # the newest of each process are kept
-        kept = sorted(path.name for path in tmp_path.glob(f"*-rank0.{kind}"))
-        assert (kept[0], len(kept)) == (f"step-00000002-rank0.{kind}", KEPT_TRACES)
-    assert (tmp_path / "step-00000000-rank1.txt").exists()
+    kept = sorted(path.name for path in tmp_path.glob("*-rank0.json.gz"))
+    assert (kept[0], len(kept)) == ("step-00000002-rank0.json.gz", KEPT_TRACES)
+    assert (tmp_path / "step-00000000-rank1.json.gz").exists()
 
 
 def test_a_trace_that_cannot_be_written_is_said(accelerator, tmp_path, clock):

@@ -2,7 +2,6 @@ import errno
 import io
 import sys
 
-import pytest
 from tqdm import tqdm
 
 from common.progress import progress_bar
@@ -34,11 +33,10 @@ def test_in_a_file_a_minute_is_a_line_and_the_end_none(capsys):
     assert first.endswith(" left")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EPIPE])
-def test_a_line_that_cannot_be_written_does_not_end_what_is_counted(monkeypatch, code):
+def test_a_line_that_cannot_be_written_does_not_end_what_is_counted(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
-            raise OSError(code, "not written")
+            raise OSError(errno.ENOSPC, "not written")
 
     monkeypatch.setattr(sys, "stderr", Broken())
     with progress_bar(5, "step", "step") as bar:

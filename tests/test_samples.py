@@ -90,14 +90,6 @@ def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, mod
     assert prompt_and_continuation(model, args, tokenizer, data)[0] == "🤗🤗"
 
 
-def test_a_space_at_the_end_of_the_prompt_begins_the_text(text, model):
-    args = TrainingArguments(sample_prompt="sum ", sample_tokens=8)
-    tokenizer = Tokenizer(text.tokenizer_path)
-    prompt, written = prompt_and_continuation(model, args, tokenizer, text)
-    assert prompt == "sum"
-    assert written.startswith(" ")
-
-
 def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_refuse(
     writer_of, tmp_path, monkeypatch, capsys
 ):

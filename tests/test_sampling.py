@@ -27,7 +27,6 @@ def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
     [
         ({}, [0, 1, 2, 3, 4, 5]),
         ({"temperature": 0.5}, [0, 1, 2, 3, 4, 5]),
-        ({"temperature": 2.0}, [0, 1, 2, 3, 4, 5]),
         ({"temperature": 0}, [4]),
         ({"temperature": 1e-30}, [4]),
         ({"top_k": 100}, [0, 1, 2, 3, 4, 5]),
@@ -36,10 +35,8 @@ def expected(kept: list[int], temperature: float = 1.0) -> torch.Tensor:
         ({"top_p": 0.6}, [4]),
         ({"top_p": 0.64}, [4, 0]),
         ({"top_p": 0.88}, [4, 0, 1]),
-        ({"top_p": 1e-9}, [4]),
         ({"min_p": 0.13}, [4, 0, 1]),
         ({"min_p": 0.14}, [4, 0]),
-        ({"min_p": 1.0}, [4]),
         ({"top_p": 0.95, "min_p": 0.2}, [4, 0]),
         ({"top_k": 3, "top_p": 0.71}, [4, 0]),
     ],
@@ -63,11 +60,6 @@ def test_a_penalty_makes_tokens_of_the_text_less_likely_whatever_the_sign():
     penalised = penalise(logits, [[0, 2, 3, 0], [4]], 2.0).tolist()
     assert penalised == [[1.0, 1.0, 0.0, -2.0, 3.0, -2.0], [2.0, 1.0, 0.0, -1.0, 1.5, -2.0]]
     assert torch.equal(logits, LOGITS.repeat(2, 1))
-
-
-def test_continuation_i_has_the_seed_plus_i():
-    assert Sampling(top_k=3, seed=5).numbered(2) == Sampling(top_k=3, seed=7)
-    assert Sampling(seed=2**63 - 1).numbered(1).seed == 0
 
 
 @pytest.mark.parametrize(

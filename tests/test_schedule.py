@@ -2,7 +2,6 @@ import math
 from itertools import pairwise
 
 import pytest
-import torch
 
 from common.errors import UsageError
 from training.arguments import parse_arguments
@@ -64,24 +63,6 @@ def test_the_rate_rises_to_the_peak_and_never_again(schedule, total, share):
     assert rising == sorted(rising)
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(falling))
     assert min(falling, default=PEAK) >= PEAK / 10 * (1 - 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule"), [("WarmupLR", "constant"), ("WarmupDecayLR", "linear")]
-)
-def test_the_curve_is_that_of_deepspeeds_scheduler(name, schedule):
-    from deepspeed.runtime import lr_schedules
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    total = {"total_num_steps": 50} if name == "WarmupDecayLR" else {}
-    scheduler = getattr(lr_schedules, name)(
-        optimizer, warmup_max_lr=PEAK, warmup_num_steps=5, warmup_type="linear", **total
-    )
-    theirs = []
-    for step in range(1, 51):
-        scheduler.step(step)
-        theirs += scheduler.get_last_lr()
-    assert rates(schedule, 50, 5, min_ratio=0)[1:] == pytest.approx(theirs)
 
 
 def from_flags(typed: str, total_steps: int) -> LearningRate:

@@ -13,13 +13,8 @@ from torch.nn import functional as F
 from data.corpus import Record
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation import scoring
-from evaluation.language_modelling import (
-    conversation_rows,
-    document_rows,
-    summary,
-    unit_sums,
-)
-from evaluation.scoring import Row, Score, Scorer
+from evaluation.language_modelling import conversation_rows, document_rows, summary
+from evaluation.scoring import Row, Scorer
 from model import IGNORE_INDEX, Transformer
 
 SEQ_LEN = 16
@@ -53,7 +48,7 @@ def random_rows(n: int) -> list[Row]:
     return rows
 
 
-def alone(model: Transformer, row: Row) -> Score:
+def alone(model: Transformer, row: Row) -> list[float]:
     """The score of a row by a loop over its positions, nothing padded, no batch."""
     nll = hits = n = 0
     with torch.no_grad():
@@ -64,7 +59,7 @@ def alone(model: Transformer, row: Row) -> Score:
             nll -= F.log_softmax(logits.double(), dim=-1)[target].item()
             hits += int(logits.argmax()) == target
             n += 1
-    return Score(nll, hits, n, row.n_bytes)
+    return [nll, hits, n, row.n_bytes]
 
 
 @pytest.mark.parametrize("n", [1, 13])
@@ -81,35 +76,22 @@ def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, 
     ]
     scores = [score for _, scores in scored for score in scores]
     for row, score in zip(rows, scores, strict=True):
-        assert score == pytest.approx(alone(scorer.model, row), rel=1e-5)
+        assert score.tolist() == pytest.approx(alone(scorer.model, row), rel=1e-5)
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
-
-
-def test_rows_of_any_length_are_read_without_cudnn(scorer, monkeypatch):
-    """It would make a plan for every length."""
-    asked, forward = [], scorer.model.forward
-
-    def model(*asked_for):
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return forward(*asked_for)
-
-    monkeypatch.setattr(scorer.model, "forward", model)
-    list(scorer.rows(random_rows(5)))
-    assert asked == [False, False]
 
 
 def test_the_likeliest_next_tokens_are_all_hits(scorer):
     tokens = torch.arange(SEQ_LEN)
     targets = scorer.model(tokens[None]).logits[0].argmax(dim=-1)
     for chosen, accuracy in ((targets, 1), ((targets + 1) % VOCAB_SIZE, 0)):
-        found = summary(unit_sums(scorer, [Row(0, tokens, chosen, 1)]), "tokens")
-        assert (found["tokens"], found["metrics"]["accuracy"].value) == (SEQ_LEN, accuracy)
+        found = summary(list(scorer.units([Row(0, tokens, chosen, 1)])))
+        assert (found["tokens"], found["metrics"]["accuracy"]["value"]) == (SEQ_LEN, accuracy)
 
 
 def test_bfloat16_runs_under_autocast_and_is_close_but_not_equal(scorer):
-    exact = sum(score.nll for _, score in scorer.rows(random_rows(12)))
+    exact = sum(scores[:, 0].sum() for _, scores in scorer.units(random_rows(12)))
     scorer.dtype = torch.bfloat16
-    rounded = sum(score.nll for _, score in scorer.rows(random_rows(12)))
+    rounded = sum(scores[:, 0].sum() for _, scores in scorer.units(random_rows(12)))
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.02)
 
@@ -131,13 +113,12 @@ def test_documents_score_as_they_do_one_token_at_a_time(scorer, tokenizer, strid
     ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert len(ids[0]) > 2 * SEQ_LEN
     records = [Record(f"{i}.txt", 0, text.encode()) for i, text in enumerate(TEXTS)]
-    sums = unit_sums(scorer, document_rows(records, tokenizer, SEQ_LEN, stride))
+    found = summary(list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride))))
     nll = sum(naive_nll(scorer.model, document, stride) for document in ids)
     n_tokens = sum(len(document) - 1 for document in ids)
     n_bytes = sum(len(text.encode()) for text in texts)
-    found = summary(sums, "texts")
     assert (found["units"], found["tokens"], found["bytes"]) == (len(texts), n_tokens, n_bytes)
-    metrics = {name: estimate.value for name, estimate in found["metrics"].items()}
+    metrics = {name: metric["value"] for name, metric in found["metrics"].items()}
     assert metrics["loss"] == pytest.approx(nll / n_tokens, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(math.exp(nll / n_tokens), rel=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / n_bytes, rel=1e-6)

@@ -69,9 +69,3 @@ def test_flags_that_changed_are_told_with_both_values_but_for_those_that_name_th
     flags = ["--time_limit None → 2.0", "--batch_size 3 → 4"]
     assert changed_arguments(run, now, ENGINE) == flags
     assert changed_arguments(run, now, "DDP") == [*flags, f"engine {ENGINE} → DDP"]
-    # As earlier versions wrote it: a hint beside the engine, and a flag that was not there.
-    settings = json.loads(run.settings.read_text(encoding="utf-8"))
-    settings["engine"] = f"{ENGINE} (for ZeRO-2: accelerate launch ...)"
-    del settings["arguments"]["batch_size"]
-    run.settings.write_text(json.dumps(settings), encoding="utf-8")
-    assert changed_arguments(run, now, ENGINE) == flags[:1]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +12,6 @@ from runs.folder import RunFolder
 from training import several
 from training.arguments import TrainingArguments
 from training.several import Runs, parse_models, resumed_together
-
-NEW = "no run yet"
 
 
 @pytest.fixture
@@ -49,16 +46,15 @@ def test_a_model_has_the_flags_of_its_file_and_those_of_all(words):
         ({}, [], "--model"),
         ({"a": {}}, ["--run_name", "x"], "--run_name: each model has one of its own"),
         ({"a": "[1]"}, [], "a.json: needs flags and their values in braces"),
-        ({"a": "{"}, [], "a.json: needs flags and their values in braces"),
+        ({"a": "{"}, [], "a.json: Expecting property name"),
         ({"a": {"dim": [1]}}, [], '"dim" must be one value, not \\[1\\]'),
         ({"a": {"dim": None}}, [], '"dim" must be one value, not null'),
         ({"a": {"nonsense": 1}}, [], "a.json: .*nonsense"),
         ({"a": {"dim": 7}}, [], "a.json: .*dim 7"),
         ({"a": {"learning_rate": -1}}, [], "a.json: --learning_rate must be positive"),
-        ({"a": {"seed": 1}}, ["--seed", "2"], '"seed" is 1 there, and --seed 2 holds for all'),
-        ({"a": {}, "b": {"seed": 7}}, [], "--seed must be the same .* 42 in .*a.json and 7 in"),
+        ({"a": {}, "b": {"seed": 7}}, [], "--seed must be the same for all models, not .42, 7"),
         ({"a": {}, "b": {"dtype": "float32"}}, [], "--dtype must be the same for all models"),
-        ({"a": {}, "b": {"run_name": "a"}}, [], "two models have the run_name 'a'"),
+        ({"a": {}, "b": {"run_name": "a"}}, [], "two models have the same run_name, of a, a"),
         ({"a": {}}, ["--resume", "out/runs/a"], "several models take --resume auto"),
         ({"a": {}}, ["--keep_last", "1"], "--keep_last 1: several models need 2"),
         ({"a": {}}, ["--log_with", "wandb"], "several models take tensorboard or none"),
@@ -67,7 +63,7 @@ def test_a_model_has_the_flags_of_its_file_and_those_of_all(words):
 def test_models_that_cannot_be_trained_together_are_refused(words, models, flags, keyword):
     with pytest.raises((UsageError, ConfigError), match=keyword):
         parse_models([*words(**models), *flags])
-    with pytest.raises(UsageError, match=r"missing.json: No such file"):
+    with pytest.raises(UsageError, match=r"missing.json: .*No such file"):
         parse_models(["--model", "missing.json"])
 
 
@@ -115,25 +111,19 @@ def test_a_step_of_which_one_is_damaged_is_passed_over_aloud(models, capsys):
 def test_where_there_is_no_checkpoint_yet_new_runs_start(models, tmp_path, resume):
     asked = models(small=[], large=[], resume=resume)
     assert resumed_together(asked) == [resume, resume]
-    metrics = RunFolder(tmp_path / "large").metrics
-    metrics.parent.mkdir()
-    metrics.touch()
-    if resume is None:  # one folder holds a run, and no other is made
-        with pytest.raises(UsageError, match="large holds a run: pass --resume auto"):
-            resumed_together(asked)
     assert not (tmp_path / "small").exists()
 
 
 @pytest.mark.parametrize(
-    ("steps", "damaged", "said"),
+    ("steps", "damaged"),
     [
-        ({"small": [10, 20], "new": []}, (), r"small 10, 20; \S+new none"),
-        ({"small": [10], "large": [30]}, (), r"small 10; \S+large 30"),
-        ({"small": [10], "large": [10]}, ("small/10",), r"small 10; \S+large 10"),
+        ({"small": [10, 20], "new": []}, ()),
+        ({"small": [10], "large": [30]}, ()),
+        ({"small": [10], "large": [10]}, ("small/10",)),
     ],
 )
-def test_without_a_step_of_all_it_says_which_run_is_where(models, steps, damaged, said):
-    with pytest.raises(UsageError, match=rf"which all have a sound checkpoint \(\S+{said}\)"):
+def test_without_a_step_of_all_they_do_not_go_on(models, steps, damaged):
+    with pytest.raises(UsageError, match=r"no step of which all have a sound checkpoint: leave"):
         resumed_together(models(damaged, **steps))
 
 
@@ -143,13 +133,7 @@ class FakeRun:
     def __init__(self, name: str):
         self.engine = SimpleNamespace(is_main=False)
         self.args, self.total_steps = TrainingArguments(), 9
-        self.gives_up, self.due, self.done = False, False, []
-        self.log = SimpleNamespace(say=self.done.append)
-        self.checkpointer = SimpleNamespace(poll=lambda: None)
-        self.folder = RunFolder(Path(name))
-
-    def give_up(self) -> str:
-        return "why"
+        self.due, self.done = False, []
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         return self.due
@@ -162,26 +146,18 @@ class FakeRun:
         return True
 
 
-def test_all_save_where_it_is_time_for_one_and_one_that_gives_up_leaves(monkeypatch):
+def test_all_save_where_it_is_time_for_one_or_to_stop(monkeypatch):
     ended = []
     monkeypatch.setattr(several, "end_stopped", lambda engines, saved: ended.append(saved))
     stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)
-    bad, good = FakeRun("bad"), FakeRun("good")
-    together = Runs({bad: [], good: []}, [], stop)
-    monkeypatch.setattr(together, "in_turn", lambda: iter(together.trained))
-    assert not together.end(1, {bad: 1.0, good: 2.0})
-    good.due = True
-    assert not together.end(2, {bad: 1.5, good: 2.5})
-    assert (bad.done, good.done) == ([(2, 1.5)], [(2, 2.5)])
-    bad.gives_up = True
-    assert not together.end(3, {bad: None, good: None})
-    assert bad.done[1:] == ["GAVE UP: why", "closed"]
-    assert good.done[1:] == [(3, None)]
-    assert together.trained == [good]
-    stop.reason, good.due = lambda: "SIGTERM", False
-    assert together.end(4, {good: None})
-    assert good.done[2:] == [(4, None), "closed"]
+    first, second = FakeRun("first"), FakeRun("second")
+    together = Runs({first: {}, second: {}}, [], stop)
+    monkeypatch.setattr(together, "in_turn", lambda: iter(together.all))
+    assert not together.end(1, {first: 1.0, second: 2.0})
+    second.due = True
+    assert not together.end(2, {first: 1.5, second: 2.5})
+    assert (first.done, second.done) == ([(2, 1.5)], [(2, 2.5)])
+    stop.reason, second.due = lambda: "SIGTERM", False
+    assert together.end(4, {first: None, second: None})
+    assert first.done[1:] == second.done[1:] == [(4, None), "closed"]
     assert ended == [True]
-    good.gives_up = True
-    with pytest.raises(UsageError, match="no model is left"):
-        together.end(5, {good: None})

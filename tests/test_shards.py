@@ -59,44 +59,40 @@ def test_a_folder_without_description_is_refused_with_the_command_that_makes_one
         read_description(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"3", b"\xff", b"{}", b"[" * 100_000])
+@pytest.mark.parametrize("text", [b"", b"[]", b"\xff", b"{}", b"[" * 100_000])
 def test_a_description_that_is_none_is_refused_by_name(copied, text):
     (copied / "dataset.json").write_bytes(text)
-    with pytest.raises(DataError, match=str(copied / "dataset.json")):
+    with pytest.raises(DataError, match=f"{copied / 'dataset.json'}: damaged"):
         read_description(copied)
 
 
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (lambda d: d.update(format=2), "reads format 1"),
-        (lambda d: d.update(kind="pictures"), "contradicts itself"),
-        (lambda d: d.update(vocab_size="400"), "not a description of token shards"),
-        (lambda d: d.update(vocab_size=0), "contradicts itself"),
-        (lambda d: d.update(dtype=">u2"), "contradicts itself"),
+        (lambda d: d.update(format=2), "format 2 of 'text'"),
+        (lambda d: d.update(kind="pictures"), "format 1 of 'pictures'"),
+        (lambda d: d.update(dtype=">u2"), "as >u2"),
         (lambda d: d["splits"].pop("val"), "KeyError: 'val'"),
-        (lambda d: d["splits"]["train"].update(tokens=7), "about the train split"),
-        (lambda d: d["splits"]["val"].update(bytes=0), "about the val split"),
-        (lambda d: d["splits"]["val"]["shards"][0].update(tokens=-1), "no shard is .*, -1 items"),
-        (lambda d: d["splits"]["val"]["shards"][0].update(file="x.bin"), "x.bin.* is missing"),
-        (lambda d: d["splits"]["val"]["shards"][0].update(file="../x.bin"), "no shard is"),
+        (lambda d: d["splits"]["train"].update(tokens=7), "7 tokens of train"),
+        (lambda d: d["splits"]["val"]["shards"][0].update(file="x.bin"), "No such file.*x.bin"),
+        (lambda d: d["splits"]["val"]["shards"][0].update(tokens=-1), "bytes, not -2"),
     ],
 )
-def test_a_description_that_makes_no_sense_is_refused_with_what_is_wrong(copied, edit, expected):
+def test_a_description_that_contradicts_itself_is_refused_with_how(copied, edit, expected):
     path = copied / "dataset.json"
     description = json.loads(path.read_text(encoding="utf-8"))
     assert read_description(copied) == description
     edit(description)
     path.write_text(json.dumps(description), encoding="utf-8")
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(DataError, match=f"{path}: damaged .*{expected}.*prepare the data again"):
         read_description(copied)
 
 
-@pytest.mark.parametrize("change", [-2, -1, 2])
+@pytest.mark.parametrize("change", [-1, 2])
 def test_a_shard_of_another_length_is_refused_with_both_sizes(copied, change):
     path = copied / "val-00000.bin"
     content = path.read_bytes()
     path.write_bytes((content + b"\0\0")[: len(content) + change])
-    expected = f"{len(content) + change} bytes long, but .* take {len(content)}: cut short or"
+    expected = f"val-00000.bin has {len(content) + change} bytes, not {len(content)}"
     with pytest.raises(DataError, match=expected):
         read_description(copied)

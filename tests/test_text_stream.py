@@ -6,8 +6,8 @@ import pytest
 import sentencepiece
 
 from data.tokenizer import Tokenizer
+from inference.generation import StreamedText
 from inference.sampling import Sampling
-from inference.text_stream import StreamedText, TextStream
 from tests.conftest import write_corpus
 
 SUM = "sum 3: 1 + 2 = 3;\n"
@@ -31,9 +31,28 @@ def foreign(tmp_path_factory) -> Tokenizer:
     return Tokenizer(folder / "t.model")
 
 
+def write(tokenizer: Tokenizer, ids: list[int], most: int, **options) -> tuple[list[str], str]:
+    """Give these ids to a text of `most` tokens; return its pieces and why it ended."""
+    delivered = []
+    text = StreamedText(
+        prompt=[5],
+        max_new_tokens=most,
+        sampling=Sampling(),
+        tokenizer=tokenizer,
+        deliver=lambda *piece: delivered.append(piece),
+        **options,
+    )
+    for id in ids:
+        text.take(id)
+    pieces, reasons = zip(*delivered, strict=True)
+    assert "".join(pieces) == text.text
+    assert reasons == (None,) * (len(reasons) - 1) + (text.finish_reason,)
+    return list(pieces), text.finish_reason
+
+
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    stream = TextStream(tokenizer)
-    return [*map(stream.add, ids), stream.end()]
+    """Return the pieces of a text that has just these ids."""
+    return write(tokenizer, ids, len(ids))[0] if ids else []
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -47,9 +66,9 @@ def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
 
 def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokenizer):
     ids = tokenizer.encode("🤗!")
-    assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!", ""]
+    assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])
-    assert streamed(tokenizer, ids[:2]) == ["", "", broken]
+    assert streamed(tokenizer, ids[:2]) == ["", broken]
     assert streamed(tokenizer, [*ids[:2], *tokenizer.encode("sum")])[2].startswith(broken + "s")
 
 
@@ -64,61 +83,36 @@ def test_random_ids_give_what_decoding_all_of_them_gives(which, request):
         assert "".join(streamed(tokenizer, ids)) == whole
 
 
-@pytest.fixture
-def written(tokenizer):
-    """Gives these tokens to a text; returns the text and why it ended."""
-
-    def write(tokens: list[int], most: int = 99, **options) -> tuple[str, str | None]:
-        delivered = []
-        text = StreamedText(
-            prompt=[5],
-            max_new_tokens=most,
-            sampling=Sampling(),
-            tokenizer=tokenizer,
-            deliver=lambda *piece: delivered.append(piece),
-            **options,
-        )
-        for token in tokens:
-            text.take(token)
-        pieces, reasons = zip(*delivered, strict=True)
-        assert "".join(pieces) == text.text
-        assert reasons == (None,) * (len(reasons) - 1) + (text.finish_reason,)
-        return text.text, text.finish_reason
-
-    return write
-
-
 @pytest.mark.parametrize(
     ("stop", "expected"),
     [
-        ((";",), "sum 3: 1 + 2 = 3"),
         (("2 = 4", "3;"), "sum 3: 1 + 2 = "),
         (("sum",), ""),
         ((" = 3", " + "), "sum 3: 1"),
         (("m", "u"), "s"),  # one piece holds both
     ],
 )
-def test_a_stop_string_ends_the_text_and_is_not_given(written, tokenizer, stop, expected):
-    assert written(tokenizer.encode(SUM), stop=stop) == (expected, "stop")
+def test_a_stop_string_ends_the_text_and_is_not_given(tokenizer, stop, expected):
+    pieces, reason = write(tokenizer, tokenizer.encode(SUM), 99, stop=stop)
+    assert ("".join(pieces), reason) == (expected, "stop")
 
 
-def test_a_text_ends_with_its_length_or_the_end_piece(written, tokenizer):
+def test_a_text_ends_with_its_length_or_the_end_piece(tokenizer):
     ids, eos = tokenizer.encode(SUM), tokenizer.eos_id
-    assert written(ids, stop=("nothing of it", "")) == (SUM, None)
-    assert written([*ids, 5, 5], len(ids)) == (SUM, "length")
-    assert written([*ids, eos, 5], len(ids) + 1) == (SUM, "stop")
+    for tokens, reason in ((ids, None), ([*ids, eos, 5], "stop")):
+        pieces, ended = write(tokenizer, tokens, len(ids) + 1, stop=("nothing of it", ""))
+        assert ("".join(pieces), ended) == (SUM, reason)
+    assert write(tokenizer, [*ids, 5, 5], len(ids))[1] == "length"
 
 
-def test_the_beginning_of_a_stop_string_is_held_back_until_the_rest_does_not_come(
-    written, tokenizer
-):
-    ids = tokenizer.encode("2 = 3; ")
-    assert written(ids, stop=("3; x",)) == ("2 = ", None)
-    assert written([*ids, tokenizer.eos_id], stop=("3; x",)) == ("2 = 3; ", "stop")
-    assert written(ids, len(ids), stop=("3; x",)) == ("2 = 3; ", "length")
+def test_the_beginning_of_a_stop_string_is_held_back_until_the_rest_does_not_come(tokenizer):
+    ids, stop = tokenizer.encode("2 = 3; "), ("3; x",)
+    assert "".join(write(tokenizer, ids, 99, stop=stop)[0]) == "2 = "
+    for most, tokens in ((99, [*ids, tokenizer.eos_id]), (len(ids), ids)):
+        assert "".join(write(tokenizer, tokens, most, stop=stop)[0]) == "2 = 3; "
 
 
-def test_the_space_at_a_prompts_end_is_not_given_again_and_is_in_no_stop_string(written, tokenizer):
+def test_the_space_at_a_prompts_end_is_not_given_again_and_is_in_no_stop_string(tokenizer):
     ids = tokenizer.encode(" 3: 1 3")
-    given = written(ids, stop=(" 3",), next_ids=tokenizer.ids_with_space)
-    assert given == ("3: 1", "stop")
+    pieces, _ = write(tokenizer, ids, 99, stop=(" 3",), next_ids=tokenizer.ids_with_space)
+    assert "".join(pieces) == "3: 1"

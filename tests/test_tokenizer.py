@@ -2,7 +2,6 @@ import re
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from conftest import write_corpus
 
 from data.corpus import parse, read_records
@@ -89,12 +88,6 @@ def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_piece(tokenizer):
         assert tokenizer.encode_prompt(text) == (ids, [])
 
 
-def test_training_on_the_same_text_gives_the_same_file(texts, tokenizer, tmp_path):
-    train_tokenizer(iter(texts), 400, tmp_path / "again.model")
-    with open(tokenizer.path, "rb") as first:
-        assert (tmp_path / "again.model").read_bytes() == first.read()
-
-
 @pytest.mark.parametrize(
     "texts",
     [
@@ -118,7 +111,7 @@ def number_to_pass(error: DataError) -> int:
     return int(advice[1])
 
 
-@pytest.mark.parametrize("vocab_size", [-5, 0, 261])
+@pytest.mark.parametrize("vocab_size", [0, 261])
 def test_too_small_a_vocabulary_is_refused_with_a_number_that_works(texts, tmp_path, vocab_size):
     with pytest.raises(DataError, match=f"vocab_size {vocab_size} is too small") as error:
         train_tokenizer(texts, vocab_size, tmp_path / "t")
@@ -144,14 +137,6 @@ def test_too_little_text_is_refused_with_a_number_that_works(tmp_path, little):
     assert Tokenizer(tmp_path / "shrunk").vocab_size == size
 
 
-@pytest.mark.parametrize("texts", [[], [""], ["\0"], ["a b c\n" * 200]])
-def test_text_for_no_vocabulary_at_all_is_refused_without_a_number(tmp_path, texts):
-    for vocab_size in (6400, 262):
-        with pytest.raises(DataError) as error:
-            train_tokenizer(texts, vocab_size, tmp_path / "t")
-        assert not re.search(r"--vocab_size \d+ or less", str(error.value))
-
-
 @pytest.mark.parametrize("content", [None, b"", b"no model\n" * 20, bytes(1000), "cut"])
 def test_a_file_that_is_no_model_is_refused_by_name(tokenizer, tmp_path, content):
     if content == "cut":
@@ -159,18 +144,4 @@ def test_a_file_that_is_no_model_is_refused_by_name(tokenizer, tmp_path, content
     if content is not None:
         (tmp_path / "t.model").write_bytes(content)
     with pytest.raises(DataError, match=str(tmp_path / "t.model")):
-        Tokenizer(tmp_path / "t.model")
-
-
-@pytest.mark.parametrize("missing", ["bos_id", "eos_id"])
-def test_a_model_without_begin_or_end_piece_is_refused(texts, tmp_path, missing):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_prefix=str(tmp_path / "t"),
-        vocab_size=100,
-        hard_vocab_limit=False,
-        minloglevel=2,
-        **{missing: -1},
-    )
-    with pytest.raises(DataError, match="no <s> and </s> pieces"):
         Tokenizer(tmp_path / "t.model")

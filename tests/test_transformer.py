@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from formats.hugging_face_names import llama_config
+from formats.hugging_face import llama_config
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
 # Of the four rotations of a head of 8 one stays, one is in between, two are slowed down.

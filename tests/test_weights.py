@@ -91,6 +91,8 @@ def test_it_has_the_name_of_its_run_and_says_where_it_comes_from(run, weights, t
 
 
 def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, monkeypatch):
+    with pytest.raises(UsageError, match="none of its checkpoints was saved at a validation"):
+        load_trained(f"{run}@best")
     for step, loss in ((10, 2.5), (20, 2.6), (30, None)):
         save(run, step, val_loss=loss)
     assert seed_of(f"{run}@best") == 10
@@ -106,23 +108,11 @@ def test_a_damaged_checkpoint_is_passed_over_but_refused_when_named(run):
     newest = run / "checkpoints" / "step-00000020"
     (newest / "weights.safetensors").write_bytes(b"cut")
     assert seed_of(run) == 10
-    with pytest.raises(UsageError, match=r"step-00000020 is damaged: weights.safetensors is 3"):
+    with pytest.raises(UsageError, match=r"step-00000020 is damaged: the checksum of weights"):
         load_trained(str(newest))
     (run / "checkpoints" / "step-00000010" / "weights.safetensors").unlink()
     with pytest.raises(UsageError, match=r"every checkpoint of .* is damaged"):
         load_trained(str(run))
-
-
-def test_what_is_not_there_or_something_else_is_refused(run, tmp_path, packed):
-    for name, says in {
-        tmp_path / "none": "no such folder",
-        f"{tmp_path / 'none'}@best": "none: no such folder",
-        f"{run}@best": f"{run}@best: none of its checkpoints was saved at a validation",
-        packed / "tokenizer.model": "is a file: give a run folder",
-        packed: "neither model.safetensors nor checkpoints",
-    }.items():
-        with pytest.raises(UsageError, match=says):
-            load_trained(str(name))
 
 
 def config_with(weights: Path, **values) -> None:
@@ -136,7 +126,7 @@ def config_with(weights: Path, **values) -> None:
         (lambda w: (w / "config.json").unlink(), ConfigError, "no readable config.json"),
         (lambda w: (w / "tokenizer.model").unlink(), DataError, "no such tokenizer file"),
         (lambda w: config_with(w, dim=32), ConfigError, r"is \(.*\), the model has \("),
-        (lambda w: config_with(w, model_type="llama"), UsageError, "import_weights .* turns it"),
+        (lambda w: config_with(w, model_type="llama"), UsageError, "import_weights .* reads it"),
     ],
 )
 def test_damaged_weights_are_not_passed_over_for_a_checkpoint(run, weights, harm, error, says):
@@ -149,5 +139,5 @@ def test_damaged_weights_are_not_passed_over_for_a_checkpoint(run, weights, harm
 def test_a_tokenizer_with_more_pieces_than_the_model_is_refused(weights):
     config = LMConfig(**SHAPE | {"vocab_size": VOCAB_SIZE - 1})
     save_portable(weights, config, weights_of(Transformer(config)))
-    with pytest.raises(DataError, match=rf"has {VOCAB_SIZE} pieces, .* only {VOCAB_SIZE - 1}"):
+    with pytest.raises(DataError, match=rf"has {VOCAB_SIZE} pieces, .* {VOCAB_SIZE - 1}"):
         load_trained(str(weights))

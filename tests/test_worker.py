@@ -10,10 +10,9 @@ from small_model import opinionated
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import EOS_ID
 from inference.decoder import Decoder
-from inference.generation import generate
+from inference.generation import StreamedText, generate
 from inference.sampling import Sampling
-from inference.text_stream import StreamedText
-from inference.worker import BusyError, Worker
+from inference.worker import Worker
 
 CONTEXT = 1 << 16  # so long that no text comes to its end by itself
 GREEDY = Sampling(temperature=0)
@@ -29,7 +28,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def worker(decoder):
-    made = Worker(decoder, together=1, waiting=1)
+    made = Worker(decoder, together=1)
     yield made
     made.close()
 
@@ -65,15 +64,11 @@ def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, m
     worker.submit(first)
     assert happens(first.begun)
     worker.submit(left)
-    assert worker.load == {"running": 1, "waiting": 1}
-    with pytest.raises(BusyError, match="too many requests"):
-        worker.submit(last)
     left.cancel()
-    assert worker.load == {"running": 1, "waiting": 0}
-    worker.submit(last)  # in the place of the one that has left
+    worker.submit(last)
     n = first.n_tokens
     wait_until(lambda: first.n_tokens > n + 2)
-    assert worker.load == {"running": 1, "waiting": 1}
+    assert worker._running == [first]
     first.cancel()
     assert happens(last.ended)
     assert left.ids == []
@@ -102,16 +97,13 @@ def test_a_failure_is_told_to_those_it_concerns_and_others_can_come(
 
 
 def test_closing_ends_the_thread_and_tells_all(worker, ask, decoder):
-    idle = Worker(decoder, together=1, waiting=1)
-    idle.close()
-    assert not idle._thread.is_alive()
-    running, waiting = ask(), ask(3)
+    running, waiting, late = ask(), ask(3), ask(3)
     worker.submit(running)
     assert happens(running.begun)
     worker.submit(waiting)
     worker.close()
-    assert running.ended.is_set()
-    assert waiting.ended.is_set()
-    assert running.finish_reason == waiting.finish_reason == "error"
-    with pytest.raises(BusyError, match="is being stopped"):
-        worker.submit(ask(3))
+    worker.submit(late)
+    assert not worker._thread.is_alive()
+    for text in (running, waiting, late):
+        assert text.ended.is_set()
+        assert text.finish_reason == "error"

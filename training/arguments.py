@@ -8,9 +8,9 @@ the same fields.
 import argparse
 import math
 import types
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar
 
 from common.errors import UsageError
 from common.parser import OneLineParser, UnlessGiven, is_text
@@ -25,42 +25,24 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 COMPILE = ("auto", "on", "off")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
-
-
-class Must(NamedTuple):
-    """A check of a flag's value."""
-
-    be: str  # what the value must be, in words
-    holds: Callable[[Any], bool]
-
-
-AT_LEAST_0 = Must("at least 0", lambda value: value >= 0)
-AT_LEAST_1 = Must("at least 1", lambda value: value >= 1)
-POSITIVE = Must("positive and finite", lambda value: 0 < value < math.inf)
-NOT_NEGATIVE = Must("at least 0 and finite", lambda value: 0 <= value < math.inf)
-SHARE = Must("between 0 and 1", lambda value: 0 <= value <= 1)
-BELOW_1 = Must("at least 0 and below 1", lambda value: 0 <= value < 1)
-SEED = Must("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
-FOLDER_NAME = Must(
+# What the value of a flag must be, in words and as a check.
+AT_LEAST_0 = ("at least 0", lambda value: value >= 0)
+AT_LEAST_1 = ("at least 1", lambda value: value >= 1)
+POSITIVE = ("positive and finite", lambda value: 0 < value < math.inf)
+NOT_NEGATIVE = ("at least 0 and finite", lambda value: 0 <= value < math.inf)
+SHARE = ("between 0 and 1", lambda value: 0 <= value <= 1)
+BELOW_1 = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+SEED = ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
+FOLDER_NAME = (
     "a plain folder name",
-    lambda name: (
-        name.strip()
-        and name.isprintable()
-        and "/" not in name
-        and name not in (".", "..")
-        and len(name.encode()) <= 255  # bytes, for file systems of every kind
-    ),
+    lambda name: name.strip(" .") and name.isprintable() and not set(name) & {"/", "\0"},
 )
-FILE_NAME = Must("the name of a file", lambda name: name.strip() and "\0" not in name)
-TEXT = Must("text", is_text)
-TRACKER_LIST = Must(
-    f"a list of {', '.join(TRACKERS)}", lambda names: set(split(names)) <= set(TRACKERS)
+FILE_NAME = ("the name of a file", lambda name: name.strip() and "\0" not in name)
+TEXT = ("text", is_text)
+TRACKER_LIST = (
+    f"a list of {', '.join(TRACKERS)}",
+    lambda names: set(names.replace(" ", "").split(",")) <= set(TRACKERS),
 )
-
-
-def split(names: str) -> list[str]:
-    """Split at commas."""
-    return [name.strip() for name in names.split(",")]
 
 
 @dataclass
@@ -171,8 +153,8 @@ class TrainingArguments:
     def __post_init__(self):
         for item in fields(self):
             value, must = getattr(self, item.name), item.metadata["must"]
-            if must and value is not None and not must.holds(value):
-                raise UsageError(f"--{item.name} must be {must.be}, not {value!r}")
+            if must and value is not None and not must[1](value):
+                raise UsageError(f"--{item.name} must be {must[0]}, not {value!r}")
 
     @property
     def mixed_precision(self) -> str:
@@ -188,16 +170,14 @@ class TrainingArguments:
 
     @property
     def trackers(self) -> list[str]:
-        return split(self.log_with)
+        """The names in --log_with, without "none"."""
+        return [name for name in self.log_with.replace(" ", "").split(",") if name != "none"]
 
 
 def changed(name: str, default):
     """Return a field of TrainingArguments with another default."""
     (item,) = (item for item in fields(TrainingArguments) if item.name == name)
     return field(default=default, metadata=item.metadata)
-
-
-Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 def flags_of(dataclass_type):
@@ -221,7 +201,10 @@ def build_parser(
     for item, title in [*training, *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         # Defaults stay in the dataclasses, so that the parser returns what was typed.
-        options = {"default": argparse.SUPPRESS, "help": _help(item)}
+        text = item.metadata["help"]
+        if item.default is not None:
+            text += f" (default: {show_default(item.default)})"
+        options = {"default": argparse.SUPPRESS, "help": text}
         if item.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -237,11 +220,6 @@ def build_parser(
     return parser
 
 
-def _help(item) -> str:
-    text = item.metadata["help"].replace("%", "%%")
-    return text if item.default is None else f"{text} (default: {show_default(item.default)})"
-
-
 def show_default(value) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -249,8 +227,8 @@ def show_default(value) -> str:
 
 
 def parse_arguments(
-    argv: list[str] | None = None, kind: type[Arguments] = TrainingArguments
-) -> tuple[Arguments, dict]:
+    argv: list[str] | None = None, kind: type[TrainingArguments] = TrainingArguments
+) -> tuple[TrainingArguments, dict]:
     """Return the arguments of a program, and the settings of the model that were typed.
 
     The other settings are LMConfig's, or with --init_from those of the weights; the vocabulary
@@ -260,7 +238,9 @@ def parse_arguments(
     return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 
 
-def as_arguments(values: dict, kind: type[Arguments] = TrainingArguments) -> tuple[Arguments, dict]:
+def as_arguments(
+    values: dict, kind: type[TrainingArguments] = TrainingArguments
+) -> tuple[TrainingArguments, dict]:
     """Do as `parse_arguments` with parsed flags; take the model's out of `values`."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]

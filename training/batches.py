@@ -1,6 +1,7 @@
 """The micro-batches of an optimizer step, on the device, with the weight of each in the step."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,22 +42,18 @@ class StepBatches:
         self.accumulation_steps = args.accumulation_steps
         self.samples_per_step = args.global_batch(engine.processes)
         self.full_targets = args.batch_size * train_set.seq_len
-        where = {
-            "rank": engine.accelerator.process_index,
-            "world_size": engine.processes,
-            "seed": args.seed,
-            "start": start_step * self.samples_per_step,
-        }
-        if train_set.lengths is None:
-            self.sampler = MicroBatchSampler(len(train_set), args.batch_size, **where)
-        else:
-            self.sampler = LengthSampler(
-                len(train_set),
-                args.batch_size,
-                lengths=train_set.lengths,
-                global_batch=self.samples_per_step,
-                **where,
-            )
+        sampler = MicroBatchSampler
+        if train_set.lengths is not None:
+            lengths, whole = train_set.lengths, self.samples_per_step
+            sampler = partial(LengthSampler, lengths=lengths, global_batch=whole)
+        self.sampler = sampler(
+            len(train_set),
+            args.batch_size,
+            rank=engine.accelerator.process_index,
+            world_size=engine.processes,
+            seed=args.seed,
+            start=start_step * self.samples_per_step,
+        )
         self._device = engine.accelerator.device
         on_gpu = self._device.type == "cuda"
         self._source = micro_batches(train_set, self.sampler, args.num_workers, pin_memory=on_gpu)

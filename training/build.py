@@ -1,13 +1,14 @@
-"""The model and its optimizer, prepared for the engine that trains them."""
+"""The model and its optimizer, prepared for the engine that trains them, and their random state."""
 
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UsageError
 from model import Transformer
-from training.engine.compilation import Compilation, compile_blocks
+from model.transformer import flops_per_token
+from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.deepspeed_setup import divided_as_built, set_up_deepspeed
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
@@ -28,17 +29,38 @@ def seed_everything(seed: int, rank: int = 0) -> None:
     torch.manual_seed(seed + 1000003 * rank)
 
 
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the state of torch's generators; on a GPU wait for the work that it was given."""
+    if device.type != "cuda":
+        return {"cpu": torch.get_rng_state()}
+    torch.cuda.synchronize()
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state(device)}
+
+
+def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
+    """Set torch's generators to what `random_state` returned, of a GPU perhaps elsewhere."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
-    """Build the model with weights drawn at random, and its optimizer.
+    """Build the model with weights drawn at random, and its optimizer. Every process must call it.
 
     Frozen parameters are held in the precision of forward and backward, under every engine. The
-    random generators are seeded for what comes after. Every process must call this.
+    random generators are seeded for what comes after.
 
     Raises UsageError: the engine cannot be started, or cannot compile what it needs.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     dtype = getattr(torch, args.dtype)
-    compilation = prepared.compilation(engine)
+    tokens = args.global_batch(1) * prepared.total_steps * prepared.train_set.tokens_per_sample
+    compilation = decide_compilation(
+        args.compile,
+        prepared.start.state.get("compiled"),
+        flops_per_token(config) * tokens,
+        engine,
+    )
     engine.fit_to(config.dim, prepared.n_trained)
     set_up_deepspeed(engine, prepared.shapes, dtype.itemsize)
     seed_everything(args.seed)  # the same initial weights on every process

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from common.atomic import remove
 from common.errors import UsageError
-from formats.portable import TensorFile
-from model.lora import LoRA
+from formats.portable import load_tensors
 from runs.checkpoint import (
     OPTIMIZER,
     RANDOM,
@@ -29,31 +28,24 @@ from runs.checkpoint import (
     write_checkpoint,
 )
 from runs.folder import RunFolder, step_of
-from training.build import BuiltModel
+from training.build import BuiltModel, random_state, restore_random
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.engine.state import TrainingState
 from training.interruption import CHECKPOINT_WRITER
-from training.log import TrainingLog
-from training.meter import LossMeter
+from training.log import LossMeter, TrainingLog
 from training.prepare import Prepared
 
 METER = "log."  # begins the names of a rank's unfinished log line in a checkpoint
 
 
 class Checkpointer:
-    """Save checkpoints; keep the newest --keep_last of them and the best by validation loss.
-
-    Args:
-        log: says what was saved; the state of its meter is part of a checkpoint.
-    """
+    """Save checkpoints; keep the newest --keep_last of them and the best by validation loss."""
 
     def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
-        self.folder = prepared.start.folder
-        self.keep_last = prepared.args.keep_last
-        self.engine, self.log = engine, log
-        self.state: TrainingState = built.state
-        lora = prepared.shapes.lora
+        self.folder, self.keep_last = prepared.start.folder, prepared.args.keep_last
+        self.engine, self.state, self.log = engine, built.state, log
+        lora, step = prepared.shapes.lora, prepared.start.step
         self.facts = {
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
@@ -61,15 +53,9 @@ class Checkpointer:
             "compiled": built.compilation.on,  # a run that resumes computes as this one does
         } | ({"lora": vars(lora)} if lora else {})
         # A machine may see the others' files late, and the best checkpoint is the same on all.
-        self.lowest = on_main_process(engine, lambda: self._lowest_until(prepared.start.step))
+        self.lowest = on_main_process(engine, lambda: lowest_until(self.folder, step))
         self._writer: threading.Thread | None = None
-        self._last_one_saved = True
-        self._outcome: str | Exception | None = None
-
-    def _lowest_until(self, step: int) -> float:
-        """Return the lowest validation loss of the checkpoints up to this step."""
-        found = best(p for p in self.folder.all_checkpoints() if step_of(p) <= step)
-        return val_loss(found) if found else math.inf
+        self._failure: Exception | None = None  # of the last save
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state now and write it behind training. Every process must call it.
@@ -85,63 +71,50 @@ class Checkpointer:
             OPTIMIZER: self.state.moments(),
             RANDOM: self._gather_random(),
         }
-        scalars = self.state.scalars()
+        state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
         if not self.engine.is_main:
             return
-        state = {"step": step, "val_loss": val_loss} | self.facts | scalars
-        stalled = time.perf_counter() - started
-        self._outcome = None
-        work = (tensors, state, stalled)
+        work = (tensors, state, time.perf_counter() - started)
         self._writer = threading.Thread(target=self._write, args=work, name=CHECKPOINT_WRITER)
         self._writer.start()
 
-    def poll(self) -> None:
-        """Report a save that has ended since the last call."""
-        if self._writer is not None and not self._writer.is_alive():
-            self.wait()
-
     def wait(self) -> bool:
-        """Wait for the save under way and report it; False if the last one failed."""
-        if self._writer is None:
-            return self._last_one_saved
-        self._writer.join()
-        self._writer = None
-        self._last_one_saved = isinstance(self._outcome, str)
-        if self._last_one_saved:
-            self.log.say(self._outcome)
-            return True
-        self.log.say(
-            f"CHECKPOINT NOT SAVED: {self._outcome}; the one before is kept, training goes on, "
-            "the next save tries again"
-        )
-        return False
+        """Wait for the save under way; return False if the last one failed."""
+        if self._writer is not None:
+            self._writer.join()
+        return self._failure is None
 
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
-        started = time.perf_counter()
+        """Write the copy, in the thread, and say how it ended."""
+        started, self._failure = time.perf_counter(), None
         try:
-            size = write_checkpoint(self.folder, tensors, state)
+            size = write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
-            self._outcome = error
+            self._failure = error
+            self.log.say(f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on")
             return
-        speed = size / 1e6 / (time.perf_counter() - started)
-        self._outcome = (
+        speed = size / (time.perf_counter() - started)
+        self.log.say(
             f"saved {self.folder.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
-            f"{size / 1e6:.1f} MB written behind it at {speed:.0f} MB/s"
+            f"{size:.1f} MB written behind it at {speed:.0f} MB/s"
         )
         prune(self.folder, self.keep_last)
 
     def _gather_random(self) -> dict[str, Tensor]:
         """Return every rank's random state and unfinished log line, by the names "RANK.what"."""
-        mine = {"cpu": torch.get_rng_state()}
-        device = self.engine.accelerator.device
-        if device.type == "cuda":
-            mine["cuda"] = torch.cuda.get_rng_state(device)
+        mine = random_state(self.engine.accelerator.device)
         for name, value in self.log.meter.state().items():
             mine[METER + name] = torch.tensor(value, dtype=torch.float64)
         everyone = gather_object([mine]) if self.engine.processes > 1 else [mine]
         return {
             f"{rank}.{k}": v for rank, tensors in enumerate(everyone) for k, v in tensors.items()
         }
+
+
+def lowest_until(run: RunFolder, step: int) -> float:
+    """Return the lowest validation loss of the checkpoints up to this step."""
+    found = best(path for path in run.all_checkpoints() if step_of(path) <= step)
+    return val_loss(found) if found else math.inf
 
 
 def prune(run: RunFolder, keep_last: int) -> None:
@@ -161,57 +134,41 @@ def prune(run: RunFolder, keep_last: int) -> None:
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
     """Load a checkpoint into the prepared model and optimizer. Every process must call it.
 
-    Raises UsageError: files missing or damaged, or of a model of another shape.
+    Raises UsageError: files that cannot be read.
     """
 
     def attempt() -> None:
         try:
             scalars = read_state(path)
-            require_same_adapters(scalars.get("lora"), state.model.lora, str(path))
-            moments = TensorFile(path / OPTIMIZER)
+            moments = load_tensors(path / OPTIMIZER)
             state.load(saved_weights(path), moments, scalars, str(path))
             _restore_random(load_file(path / RANDOM), scalars["processes"], engine, meter)
-        except (
-            SafetensorError,
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            RuntimeError,
-        ) as error:
+        except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 
     on_every_process(engine, attempt)
 
 
-def require_same_adapters(saved: dict | None, lora: LoRA | None, source: str) -> None:
-    """Raise UsageError where a checkpoint's adapters differ from the model's."""
-    saved, now = saved or {}, vars(lora) if lora else {}
-    if different := [name for name in saved | now if saved.get(name) != now.get(name)]:
-        said = [f"{name} {saved.get(name)} there and {now.get(name)} now" for name in different]
-        raise UsageError(f"{source} has other adapters (LoRA): {', '.join(said)}")
-
-
 def _restore_random(
-    random: dict[str, Tensor], saved: int, engine: Engine, meter: LossMeter
+    saved: dict[str, Tensor], processes: int, engine: Engine, meter: LossMeter
 ) -> None:
-    """Restore this rank's random state from a checkpoint that `saved` ranks wrote."""
+    """Restore this rank's random state and log line from what so many ranks saved."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
-    states = [_meter_state(random, f"{other}.", meter) for other in range(saved)]
-    meter.load_state(states, rank)
-    if saved == engine.processes:
-        torch.set_rng_state(random[f"{rank}.cpu"])
-        if device.type == "cuda" and f"{rank}.cuda" in random:
-            torch.cuda.set_rng_state(random[f"{rank}.cuda"], device)
+    ranks = [
+        {k.removeprefix(begin): v for k, v in saved.items() if k.startswith(begin)}
+        for begin in (f"{other}." for other in range(processes))
+    ]
+    meter.load_state([_meter_state(each, meter) for each in ranks], rank)
+    if processes == engine.processes:
+        restore_random(ranks[rank], device)
     elif engine.is_main:
         print("another number of processes: dropout, if any, takes other masks", flush=True)
 
 
-def _meter_state(random: dict[str, Tensor], rank: str, meter: LossMeter) -> dict[str, float]:
+def _meter_state(saved: dict[str, Tensor], meter: LossMeter) -> dict[str, float]:
     """Return a rank's unfinished log line."""
-    begin = rank + METER
-    if (old := random.get(rank + "log")) is not None:  # earlier versions wrote it without names
-        loss, weight, skipped, *parts = old.tolist()
-        sums = dict(zip(meter.names, (loss, *parts), strict=True))
-        return sums | {"weight": weight, "skipped_steps": skipped}
-    return {k.removeprefix(begin): v.item() for k, v in random.items() if k.startswith(begin)}
+    if "log" in saved:  # earlier versions wrote one vector
+        loss, weight, skipped, *parts = saved["log"].tolist()
+        sums = dict(zip(meter.names, (loss, *parts, weight), strict=True))
+        return sums | {"skipped_steps": skipped}
+    return {k.removeprefix(METER): v.item() for k, v in saved.items() if k.startswith(METER)}

@@ -3,8 +3,7 @@
 Both models' logits are divided by a temperature T before the softmax, and T² makes up for gradients
 that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Everything is computed
 in fp32, in chunks of at most CHUNK_LOGITS logits. With several chunks backward computes each of
-them again, so that no fp32 copy of all logits exists. The loss is a large part of a small student's
-step; compiled it takes half the time.
+them again, so that no fp32 copy of all logits exists. Compiled it takes half the time.
 """
 
 from collections.abc import Callable
@@ -59,12 +58,11 @@ def distillation_loss(
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     compute = _compiled() if compiled else _sums
     what = "blocks" if targets.numel() > size else "off"
+    compute = partial(compute, temperature=temperature, kl=kl, vocab_size=vocab_size)
     total = torch.zeros(3, device=logits.device)
     chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
     for ours, wanted, expected in zip(*chunks, strict=True):
-        how = {"temperature": temperature, "kl": kl, "vocab_size": vocab_size}
-        sums = partial(compute, theirs=expected, **how)
-        total = total + recomputed(sums, ours, wanted, what)
+        total = total + recomputed(partial(compute, theirs=expected), ours, wanted, what)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
     loss = alpha * hard + (1 - alpha) * soft
     return Distilled(loss, hard.detach(), soft.detach(), agreement.detach())

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from common.atomic import whole_folder
 from data.dataset import PackedDataset
-from data.shards import TEXT
 from data.tokenizer import copy_tokenizer, open_tokenizer
 from formats.peft import save_adapter
 from formats.portable import load_portable, save_portable
 from model import LMConfig
 from model.lora import LoRA, merged_weights
-from report.history import read_rows
-from report.page import leave_report
-from report.picture import draw_losses
-from runs.checkpoint import best, val_loss, with_base
+from report.history import read_history
+from report.page import draw_losses, final_numbers, leave_report
+from runs.checkpoint import with_base
 from runs.find import BEST
-from runs.folder import RunFolder, step_of
+from runs.folder import RunFolder
 from training.arguments import TrainingArguments
 from training.interruption import how_to_resume, python
 from training.samples import prompt_and_continuation
+
+VALIDATION = ("validation loss", "perplexity", "bits per byte", "best validation loss")
 
 
 def finish(
@@ -58,23 +58,20 @@ def finish(
         prompt, continuation = prompt_and_continuation(model, args, tokenizer, prompt_from)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
         draw_losses([run.path], run.loss_picture)
-    source = _say_validations(run, say)
-    say(f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n")
-    before = [row for row in read_rows(run.samples) if row["step"] == 0 and "text" in row]
-    if before:
-        say(f"before the first step it went on:\n{before[0]['text']}\n")
-    write = f"scripts.chat {source}"
-    if prompt_from.kind == TEXT:
+    write = f"scripts.chat {run.path}"
+    if not run.template.exists():
         again = shlex.quote(prompt.replace("\n", " "))
-        write = f"scripts.generate {source} --prompt {again}"
+        write = f"scripts.generate {run.path} --prompt {again}"
     adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     say(
+        f"\n{_validations(run)}\n"
+        f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n\n"
         f"loss curve: {run.loss_picture}\n"
-        f"report:     {leave_report(run)}\n"
+        f"report:     {leave_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
-        f"      {python()} -m scripts.evaluate {source}\n"
-        f"      {python()} -m scripts.export_hf {source} out/hf/{run.path.name}"
+        f"      {python()} -m scripts.evaluate {run.path}\n"
+        f"      {python()} -m scripts.export_hf {run.path} out/hf/{run.path.name}"
     )
 
 
@@ -84,31 +81,17 @@ def _copy_template(run: RunFolder, folder: Path) -> None:
         shutil.copyfile(run.template, folder / run.template.name)
 
 
-def _say_validations(run: RunFolder, say: Callable[[str], None]) -> str:
-    """Say the last and the first validation; return the run, or RUN@best if it was lower before."""
-    validations = [row for row in read_rows(run.metrics) if row.get("val_loss") is not None]
-    if not validations:
-        return str(run.path)
-    first, last = validations[0], validations[-1]
-    say(f"\n{_describe(last)}")
-    if first["step"] == 0 < last["step"]:
-        say(f"before the first step: {_describe(first)}")
-    lowest = best(run.all_checkpoints())
-    if lowest is None or lowest == run.checkpoint(last["step"]):
-        return str(run.path)
-    source = f"{run.path}{BEST}"
-    say(
-        f"it was lowest after step {step_of(lowest)}, {val_loss(lowest):.4f}: {source} is the "
-        "model of that step, which suits other text better"
-    )
-    return source
-
-
-def _describe(row: dict) -> str:
-    return (
-        f"validation loss {row['val_loss']:.4f}, perplexity {row['val_perplexity']:.4g}, "
-        f"bits per byte {row['val_bits_per_byte']:.4f}"
-    )
+def _validations(run: RunFolder) -> str:
+    """Describe the last validation, a better one, and the one before training."""
+    history = read_history(run.path)
+    numbers = final_numbers(history)
+    text = ", ".join(f"{name} {numbers[name]}" for name in VALIDATION if name in numbers)
+    if "best validation loss" in numbers:
+        text += f": {run.path}{BEST}"
+    first = next(iter(history.validation), {})
+    if first.get("step") == 0 and first["val_loss"]:
+        text += f"\nbefore the first step: validation loss {first['val_loss']:.4f}"
+    return text
 
 
 def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
@@ -117,5 +100,5 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     command = "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    print(f"report: {leave_report(run)}")
+    print(f"report: {leave_report([run.path], run.report)}")
     print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)

@@ -17,23 +17,19 @@ from runs.weights import WeightsFolder
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 
 
-def require_same_tokenizer(source: WeightsFolder, config: LMConfig, data: TokenStream) -> None:
-    """Raise DataError where a trained model cannot read this data."""
-    tokenizer, room = source.tokenizer, config.vocab_size
-    if not tokenizer.is_file():
-        if data.vocab_size != room:
-            raise DataError(
-                f"{data.folder} has a vocabulary of {data.vocab_size}, the model in {source.path} "
-                f"one of {room}: prepare the text with the model's tokenizer"
-            )
-    elif tokenizer_hash(tokenizer) != data.description["tokenizer_sha256"]:
+def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
+    """Raise DataError where a trained model cannot read this data. Without a tokenizer beside the
+    model only the sizes of the vocabularies are compared."""
+    room = source.config().vocab_size
+    same, flag = data.vocab_size == room, "the model's tokenizer"
+    if source.tokenizer.is_file():
+        same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
+        flag = f"--tokenizer {source.tokenizer}"
+    if not same or data.vocab_size > room:
         raise DataError(
-            f"{data.folder} has another tokenizer than the model in {source.path}: "
-            f"{data.prepare_with(tokenizer)}"
-        )
-    elif data.vocab_size > room:
-        raise DataError(
-            f"{tokenizer} has {data.vocab_size} pieces, the model beside it only {room}"
+            f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
+            f"{source.path}, vocabulary {room}: prepare the {data.kind} anew with "
+            f"{flag}"
         )
 
 
@@ -43,7 +39,6 @@ class InitialWeights:
 
     settings: dict  # of the model; without a source the vocabulary is missing
     source: WeightsFolder | None = None  # None: drawn at random
-    source_config: LMConfig | None = None
 
     @classmethod
     def find(cls, init_from: str | None, given: dict) -> "InitialWeights":
@@ -58,21 +53,16 @@ class InitialWeights:
         if init_from is None:
             return cls(given)
         source = WeightsFolder.find(init_from, PRETRAINING)
-        config = source.config()
-        theirs = config.shape()
-        different = [
-            f"--{name} {value} (there {theirs[name]})"
-            for name, value in given.items()
-            if name not in MAY_DIFFER and value != theirs[name]
-        ]
-        if different:
-            raise UsageError(
-                f"the model in {source.path} has another shape than {', '.join(different)}: "
-                "leave such flags out, --init_from takes the shape from there"
-            )
+        theirs = source.config().shape()
+        for name, value in given.items():
+            if name not in MAY_DIFFER and value != theirs[name]:
+                raise UsageError(
+                    f"--{name} {value} (there {theirs[name]}): leave it out, --init_from takes the "
+                    f"shape from {source.path}"
+                )
         settings = theirs | given
         LMConfig(**settings)
-        return cls(settings, source, config)
+        return cls(settings, source)
 
     @property
     def max_seq_len(self) -> int:
@@ -83,7 +73,7 @@ class InitialWeights:
         tokenizer than the weights."""
         if self.source is None:
             return LMConfig(**self.settings, vocab_size=train_set.vocab_size)
-        require_same_tokenizer(self.source, self.source_config, train_set)
+        require_same_tokenizer(self.source, train_set)
         return LMConfig(**self.settings)
 
     def load(self) -> dict[str, Tensor]:
@@ -97,9 +87,8 @@ class InitialWeights:
         if self.source is None:
             return "scratch"
         words = f"{self.source.path}, with a new optimizer"
-        if self.max_seq_len != self.source_config.max_seq_len:
-            words += f"; max_seq_len is {self.max_seq_len} now and "
-            words += f"{self.source_config.max_seq_len} there, which rotary positions allow"
+        if self.max_seq_len != (theirs := self.source.config().max_seq_len):
+            words += f"; max_seq_len is {self.max_seq_len} now and {theirs} there"
         if not self.source.tokenizer.is_file():
             words += "; no tokenizer there: only the size of the vocabulary was compared"
         return words

@@ -1,5 +1,6 @@
 """Stopping in good order: a signal or a time limit ends the run after the step, on all ranks."""
 
+import math
 import os
 import re
 import shlex
@@ -13,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from training.engine.launch import Engine
-from training.notebook import in_notebook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
@@ -28,8 +28,8 @@ SAVE, TIME_LIMIT = 1, 1000
 class StopRequest:
     """Asks all ranks, once per step, whether to stop, and the main rank whether to save.
 
-    A first signal is noted. A second one, a moment later, ends the process at once; in a notebook
-    it ends the run alone.
+    A first signal is noted. A second one, a moment later, ends the process at once; without a
+    launcher a second Ctrl-C is a KeyboardInterrupt.
 
     Args:
         time_limit: minutes after which to stop; None for never.
@@ -39,10 +39,10 @@ class StopRequest:
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine = engine
-        self.deadline = since + 60 * time_limit if time_limit else float("inf")
-        self.save_minutes = save_minutes
+        self.deadline = since + 60 * (time_limit or math.inf)
+        self.save_seconds = 60 * (save_minutes or math.inf)
         self.time_to_save = False
-        self._save_at = time.monotonic() + 60 * save_minutes
+        self._save_at = time.monotonic() + self.save_seconds
         self._signal, self._since = 0, 0.0
         for number in SIGNALS:
             signal.signal(number, self._note)
@@ -50,14 +50,14 @@ class StopRequest:
     def saved(self) -> None:
         """Note that a checkpoint has begun; the next one is due --save_minutes later."""
         self.time_to_save = False
-        self._save_at = time.monotonic() + 60 * self.save_minutes
+        self._save_at = time.monotonic() + self.save_seconds
 
     def reason(self) -> str | None:
         """Return why to stop, None to go on, and set `time_to_save`: both are the same on every
         rank. Every process must call it."""
         now = time.monotonic()
         code = self._signal or (TIME_LIMIT if now > self.deadline else 0)
-        if not code and self.engine.is_main and self.save_minutes and now > self._save_at:
+        if not code and self.engine.is_main and now > self._save_at:
             code = SAVE
         code = self.engine.largest(code)
         self.time_to_save = code == SAVE
@@ -66,12 +66,12 @@ class StopRequest:
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
 
     def _note(self, number: int, frame) -> None:
-        if self._signal and time.monotonic() - self._since > SAME_REQUEST_SECONDS:
-            if in_notebook():
-                raise KeyboardInterrupt
-            os._exit(128 + number)
         if not self._signal:
             self._signal, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since > SAME_REQUEST_SECONDS:
+            if number == signal.SIGINT and "RANK" not in os.environ:  # maybe in a notebook
+                raise KeyboardInterrupt
+            os._exit(128 + number)
 
 
 def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
@@ -86,37 +86,31 @@ def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
 
 
 def how_to_resume(run: Path | str) -> str:
-    """Return the command that goes on: the one that was typed, with --resume."""
-    resume = f"--resume {shlex.quote(str(run))}"
-    launched = "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = os.environ.get("RESUME_WITH")  # run_accelerate.sh, quoted as Bash does it
-    if command is None and launched:  # a launcher's own flags are not known here
-        return f"the same command with {resume}"
-    if command is None:
-        place = f"CUDA_VISIBLE_DEVICES={devices} " if devices else ""
-        command = place + shlex.join([python(), *sys.argv])
+    """Return the command that goes on: the one that was typed, with --resume.
+
+    run_accelerate.sh leaves its own command in RESUME_WITH, quoted as Bash does it. Of launchers
+    the flags are not known here.
+    """
+    typed = shlex.join([python(), *sys.argv])
+    if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        typed = "the same command with"
+    typed = os.environ.get("RESUME_WITH", typed)
     # --resume of an earlier stop; its value may be quoted in either way
-    command = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", command)
-    return f"{command} {resume}"
+    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)
+    return f"{typed} --resume {shlex.quote(str(run))}"
 
 
 def python() -> str:
-    """Return the shortest command for the Python that runs this."""
-    here = Path(sys.executable)
-    if here.is_relative_to(Path.cwd()):  # run_accelerate.sh may have made .venv
-        return str(here.relative_to(Path.cwd()))
-    names = [name for name in ("python", "python3") if shutil.which(name) == str(here)]
-    return names[0] if names else str(here)
+    """Return a short command for the Python that runs this."""
+    return "python" if shutil.which("python") == sys.executable else sys.executable
 
 
 def leave() -> None:
     """End a rank that is done, or has said why it ends, without the interpreter's shutdown.
 
-    The launcher then ends the other ranks before they say the same. And a thread of gloo may still
-    let go of a tensor, which takes the interpreter's lock; while the interpreter shuts down that
-    aborts the process (seen in one of twenty short runs, "terminate called without an active
-    exception").
+    The launcher then ends the other ranks before they say the same. And a thread of gloo that lets
+    go of a tensor while the interpreter shuts down aborts the process ("terminate called without an
+    active exception").
     """
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):

@@ -7,7 +7,6 @@ It ends with the exit code of the first process that failed.
 
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -39,9 +38,8 @@ def launch() -> int:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
-        memory = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-        say(f"error: process {rank} was ended by {name}{memory}; to go on from what it has saved:")
+        name = failure.signal_name()  # SIGKILL where memory runs out
+        say(f"error: process {rank} was ended by {name}; to go on from what it has saved:")
         print(f"  {how_to_resume('auto')}", file=sys.stderr, flush=True)
         return 1
     except (ConnectionError, torch.distributed.DistError) as failed:  # nobody was launched

@@ -1,10 +1,14 @@
-"""What a run reports while it trains: progress bar, log lines, metrics.jsonl and trackers."""
+"""What a run measures and reports: mean loss, speed, log lines, metrics.jsonl and trackers."""
 
 import json
 import sys
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -13,60 +17,147 @@ from common.progress import progress_bar
 from report.history import number, read_rows
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
 from training.engine.memory import peak_memory_bytes
-from training.meter import LossMeter, StepClock
 
-ABOVE_IN_A_ROW = 3  # reports with a loss above the first one's that make a warning
+ABOVE_IN_A_ROW = 3  # reports with a loss above the first one that make a warning
 
 
+class LossMeter:
+    """Collect losses on the device, because asking for a number waits for a GPU.
+
+    A step whose gradient norm is not finite changes no weights. It counts as skipped and is left
+    out of the means.
+
+    Args:
+        parts: names of further means that each micro-batch has besides its loss.
+    """
+
+    def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
+        self.accelerator = accelerator
+        self.names = ("loss", *parts, "weight")
+        device = accelerator.device
+        # Weighted sums of the loss and the parts, and the sum of the weights: of the step under
+        # way, and of the steps since the last report.
+        self._step = torch.zeros(len(self.names), device=device)
+        self._sums = torch.zeros_like(self._step)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
+        self._bad_in_row = torch.zeros_like(self._skipped)
+
+    def add(self, weight: float, **means: Tensor) -> None:
+        """Add a micro-batch.
+
+        Args:
+            weight: its targets that count, as a share of a full micro-batch's.
+            means: detached mean of the loss and of each part over these targets.
+        """
+        self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
+        self._step[-1] += weight
+
+    def end_step(self, grad_norm: float | Tensor) -> None:
+        """Count the step, or skip it where its gradient norm is not finite."""
+        good = torch.as_tensor(grad_norm, device=self._step.device).isfinite()
+        self._sums += self._step.where(good, 0.0)
+        self._bad_in_row = (self._bad_in_row + 1).where(~good, 0)
+        self._skipped += ~good
+        self._step.zero_()
+
+    def bad_in_row(self) -> int:
+        """Return the number of steps skipped since the last one that counted; wait for a GPU."""
+        return int(self._bad_in_row)
+
+    def skipped_steps(self) -> int:
+        """Return the number of steps skipped in the whole run; wait for a GPU."""
+        return int(self._skipped)
+
+    def take(self, tokens: int) -> tuple[dict[str, float | None], float]:
+        """Return the means over all processes since the last call, and the sum of `tokens`.
+
+        A mean is None where every step was skipped. Every process must call it.
+        """
+        tokens_here = torch.tensor([tokens], device=self._sums.device)
+        sums = self.accelerator.reduce(torch.cat([self._sums, tokens_here]))
+        *totals, weight, tokens = sums.tolist()
+        self._sums.zero_()
+        means = [total / weight if weight else None for total in totals]
+        return dict(zip(self.names[:-1], means, strict=True)), tokens
+
+    def state(self) -> dict[str, float]:
+        """Return what a resumed run goes on with."""
+        sums = dict(zip(self.names, self._sums.tolist(), strict=True))
+        return sums | {"skipped_steps": self.skipped_steps()}
+
+    def load_state(self, states: list[dict[str, float]], rank: int) -> None:
+        """Go on with the states that the ranks of a checkpoint saved.
+
+        Another number of processes shares their sum equally.
+        """
+        processes = self.accelerator.num_processes
+        if len(states) == processes:
+            states, processes = [states[rank]], 1
+        sums = [sum(state[name] for state in states) / processes for name in self.names]
+        self._sums.copy_(torch.tensor(sums))
+        self._skipped.fill_(int(states[0]["skipped_steps"]))
+
+
+class StepClock:
+    """Time since its making; a new one is made at each report."""
+
+    def __init__(self):
+        self.steps = 0
+        self.tokens = 0  # of this process, without padding
+        self.paused = 0.0  # seconds
+        self.began = time.perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds, with pauses."""
+        return time.perf_counter() - self.began
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, without pauses."""
+        return self.elapsed - self.paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the time in here out of `seconds`."""
+        start = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - start
+
+
+@dataclass
 class TrainingLog:
     """Report every `log_interval` steps, at the first and at the last step.
 
     Throughput leaves out pauses and the first step of a start, which compiles and fills caches.
-
-    Args:
-        accelerator: as prepared; only its main process writes.
-        path: metrics.jsonl; `open` drops the rows of `first_step` and later.
-        tokens_per_step: of all processes together, on average.
-        flops_per_token: see `Transformer.flops_per_token`.
-        total_steps: of the run.
-        first_step: of this start.
-        parts: names of the means that each micro-batch has besides its loss.
-        name: begins every line, where several runs have a log; there is no progress bar then.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        path: Path,
-        *,
-        log_interval: int,
-        tokens_per_step: float,
-        flops_per_token: float,
-        total_steps: int,
-        first_step: int,
-        parts: tuple[str, ...] = (),
-        name: str = "",
-    ):
-        self.accelerator = accelerator
-        self.path = path
-        self.log_interval = log_interval
-        self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
-        self.total_steps = total_steps
-        self.first_step = first_step
-        self.prefix = f"{name}  " if name else ""
-        self.meter = LossMeter(accelerator, parts)
-        self.divergence = DivergenceWatch(path, first_step)
+    accelerator: Accelerator  # as prepared; only its main process writes
+    path: Path  # metrics.jsonl; `open` drops the rows of `first_step` and later
+    _: KW_ONLY
+    log_interval: int
+    tokens_per_step: float  # of all processes together, on average
+    flops_per_token: float
+    total_steps: int  # of the run
+    first_step: int  # of this start
+    parts: tuple[str, ...] = ()  # names of the means that each micro-batch has besides its loss
+    name: str = ""  # begins every line, where several runs have a log and no progress bar
+
+    def __post_init__(self):
+        self.meter = LossMeter(self.accelerator, self.parts)
+        before = (row.get("loss") for row in read_rows(self.path) if row["step"] < self.first_step)
+        self.first_loss = next((loss for loss in before if loss is not None), None)  # of the run
+        self.above = 0  # reports in a row with a loss above the first one
         self.clock = StepClock()
         self.bar = progress_bar(
             self.total_steps,
             "step",
             "step",
-            initial=first_step - 1,
-            disable=bool(name) or not accelerator.is_main_process,
+            initial=self.first_step - 1,
+            disable=bool(self.name) or not self.accelerator.is_main_process,
         )
-        precision = matrix_precision(accelerator.mixed_precision)
-        self._peak = peak_flops(device_name(accelerator.device), precision)
+        precision = matrix_precision(self.accelerator.mixed_precision)
+        self._peak = peak_flops(device_name(self.accelerator.device), precision)
         self._file = None
         self._unwritten = b""
 
@@ -94,11 +185,11 @@ class TrainingLog:
         seconds, per_step = self.clock.seconds, self.clock.seconds / self.clock.steps
         left = self.clock.elapsed / self.clock.steps * (self.total_steps - step)
         means, tokens = self.meter.take(self.clock.tokens)
-        speed = utilisation = None
+        skipped, speed, utilisation = self.meter.skipped_steps(), None, None
         timing = f"{per_step:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            processes = self.accelerator.num_processes
             speed = round(tokens / seconds, 1)
+            processes = self.accelerator.num_processes
             utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
             shown = "" if utilisation is None else f"MFU {utilisation:.1%}  "
             timing = f"{speed:,.0f} tokens/s  {shown}left {as_time(left)}"
@@ -109,7 +200,7 @@ class TrainingLog:
             **means,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "skipped_steps": self.meter.skipped_steps(),
+            "skipped_steps": skipped,
             "tokens_per_second": speed,
             "step_seconds": round(per_step, 4),
             "mfu": utilisation,
@@ -117,15 +208,24 @@ class TrainingLog:
         }
         self._write(values, "train")
         shown = "  ".join(f"{name} {_show(mean)}" for name, mean in means.items())
-        if means["loss"] is not None:
-            self.bar.set_postfix_str(f"loss {means['loss']:.3f}", refresh=False)
+        self.bar.set_postfix_str(f"loss {_show(means['loss'])}", refresh=False)
         self.say(
             f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
-            f"grad_norm {grad_norm:.3f}  {timing}"
-            + (f"  skipped {values['skipped_steps']}" if values["skipped_steps"] else "")
+            f"grad_norm {grad_norm:.3f}  {timing}" + f"  skipped {skipped}" * bool(skipped)
         )
-        if warning := self.divergence.check(step, means["loss"], step == self.total_steps):
-            self.say(warning)
+        self._warn(step, means["loss"])
+
+    def _warn(self, step: int, loss: float | None) -> None:
+        """Warn where the loss, None of skipped steps, stays above the first one."""
+        if self.first_loss is None:
+            self.first_loss = loss
+            return
+        self.above = self.above + 1 if loss is None or not loss <= self.first_loss else 0
+        if self.above == ABOVE_IN_A_ROW:
+            self.say(
+                f"WARNING: the loss is {_show(loss)} at step {step} and was {self.first_loss:.4f} "
+                "at first: try lower rates (--learning_rate, --muon_learning_rate)"
+            )
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -145,7 +245,7 @@ class TrainingLog:
             with suppress(OSError):  # a log file on a full disk must not end the run
                 if sys.stderr.isatty():
                     self.bar.clear()
-                print(f"{self.prefix}{text}", flush=True)
+                print(f"{self.name}  {text}" if self.name else text, flush=True)
 
     def close(self) -> None:
         self.bar.close()
@@ -164,43 +264,11 @@ class TrainingLog:
         except OSError as error:
             self.say(f"NOT WRITTEN: {error}; kept in memory until there is room in {self.path}")
         step = values.pop("step")
-        known = {k.removeprefix("val_"): v for k, v in values.items() if v is not None}
+        known = {f"{section}/{k.removeprefix('val_')}": v for k, v in values.items()}
         try:
-            self.accelerator.log({f"{section}/{k}": v for k, v in known.items()}, step=step)
+            self.accelerator.log({k: v for k, v in known.items() if v is not None}, step=step)
         except OSError as error:
             self.say(f"NOT LOGGED to the trackers: {error}")
-
-
-class DivergenceWatch:
-    """Warn once where the loss stays above the first loss of the run.
-
-    Args:
-        path: metrics.jsonl, in which a resumed run finds its first loss.
-        first_step: of this start; rows from it on do not count.
-    """
-
-    def __init__(self, path: Path, first_step: int):
-        losses = [row.get("loss") for row in read_rows(path) if row["step"] < first_step]
-        self.first_loss = next((loss for loss in losses if loss is not None), None)
-        self.above = 0  # reports in a row above the first loss
-        self.warning: str | None = None
-
-    def check(self, step: int, loss: float | None, is_last: bool) -> str | None:
-        """Look at a reported loss, None where every step was skipped; return a new warning."""
-        if self.first_loss is None:
-            self.first_loss = loss
-            return None
-        self.above = self.above + 1 if loss is None or not loss <= self.first_loss else 0
-        # A run of very few steps has not had the time to learn.
-        enough = self.above >= ABOVE_IN_A_ROW or (is_last and self.above and step > 2)
-        if self.warning or not enough:
-            return None
-        self.warning = (
-            f"WARNING: the loss is {_show(loss)} at step {step} and was {self.first_loss:.4f} at "
-            "first: the model does not learn; try lower rates (--learning_rate, "
-            "--muon_learning_rate)"
-        )
-        return self.warning
 
 
 def _show(loss: float | None) -> str:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from training.engine.partition import Part, Partition
 from training.engine.state import state_of
@@ -54,97 +53,58 @@ class Update(NamedTuple):
     inside: slice  # their place in the flattened matrix
 
 
-class Muon(torch.optim.Optimizer):
-    """Step groups with "algorithm": "muon" by Muon, overwriting their gradients, and the others as
-    torch.optim.AdamW(fused=True) does, to the bit.
+class Muon(torch.optim.AdamW):
+    """Step groups with "algorithm": "muon" by Muon, and drop their gradients; step the others as
+    torch.optim.AdamW(fused=True).
 
     Args:
         groups: parameter groups. Muon's hold matrices, "momentum" and "weight_decay", the others
             "betas", "eps" and "weight_decay". Weight decay is decoupled in both.
         lr: learning rate of groups without a learning rate.
         dtype: precision in which to orthogonalise.
-
-    Raises ValueError: a parameter for Muon is not a matrix.
     """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
-        super().__init__(groups, {"lr": lr, "algorithm": "adamw"})
+        super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
         self.dtype = dtype
         self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → what lies in it
-        for group in self.param_groups:
-            for p in group["params"]:
-                if group["algorithm"] == "muon" and p.dim() != 2:
-                    raise ValueError(f"Muon steps matrices, not a tensor of shape {tuple(p.shape)}")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step all groups. Under ZeRO every process must call it.
 
-        Nothing changes where the tensor `found_inf` is set and not zero, as with AdamW. (AdamW's
-        kernel reads the tensor; here asking waits for the GPU. Kernels that left out a step would
-        have to keep NaN out of every momentum.)
+        Nothing changes where the tensor `found_inf` is set and not zero, as with AdamW; asking
+        waits for the GPU.
         """
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf:
+        if getattr(self, "found_inf", False):
             return
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
             if stepped and group["algorithm"] == "muon":
                 self._step_muon(group, stepped)
-            elif stepped:
-                self._step_adamw(group, stepped)
-
-    def _step_adamw(self, group: dict, stepped: list[Tensor]) -> None:
-        states = [state_of(self, group, p) for p in stepped]
-        beta1, beta2 = group["betas"]
-        adamw(
-            stepped,
-            [p.grad for p in stepped],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+                for p in stepped:
+                    p.grad = None
+        super().step()
 
     def _step_muon(self, group: dict, stepped: list[Tensor]) -> None:
         momenta = [state_of(self, group, p)["momentum_buffer"] for p in stepped]
         gradients = [p.grad for p in stepped]
-        if any(p.dim() != 2 and p not in self.layout for p in stepped):
-            # Versions of DeepSpeed have stepped once with zeros while they set themselves up.
-            if any(gradient.any() for gradient in gradients):
-                raise RuntimeError("Muon steps a flat tensor and was not told what lies in it")
-            return
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         torch._foreach_lerp_(gradients, momenta, group["momentum"])  # Nesterov's momentum
         if group["weight_decay"]:
             torch._foreach_mul_(stepped, 1 - group["lr"] * group["weight_decay"])
         for batch in _batches([update for p in stepped for update in self._updates(p)]):
-            rows, cols = shape = batch[0].matrix.shape
+            rows, cols = batch[0].matrix.shape
             # torch's "original" scale: rows of a tall result have a root mean square of 1, too
             scale = max(1, rows / cols) ** 0.5
-            x = batch[0].matrix.new_empty((len(batch), *shape), dtype=self.dtype)
-            torch._foreach_copy_(list(x.unbind()), [update.matrix for update in batch])
-            torch._foreach_add_(
-                [update.weights for update in batch],
-                [
-                    matrix.flatten()[update.inside]
-                    for matrix, update in zip(orthogonalize(x), batch, strict=True)
-                ],
-                alpha=-group["lr"] * scale,
-            )
+            x = torch.stack([update.matrix.to(self.dtype) for update in batch])
+            for update, matrix in zip(batch, orthogonalize(x), strict=True):
+                direction = matrix.flatten()[update.inside]
+                update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
         """Yield the updates of matrices in p of which this process steps any weights."""
-        weights = p.view(-1)
-        gradient = p.grad
+        weights, gradient = p.view(-1), p.grad
         if p not in self.layout:
             yield Update(gradient, weights, slice(None))
             return
@@ -175,7 +135,6 @@ def _batches(updates: list[Update]) -> Iterator[list[Update]]:
     for update in updates:
         by_shape[update.matrix.shape].append(update)
     for shape, same in by_shape.items():
-        device = same[0].matrix.device.type
-        count = max(1, BATCH_ELEMENTS.get(device, BATCH_ELEMENTS["cuda"]) // shape.numel())
+        count = max(1, BATCH_ELEMENTS[same[0].matrix.device.type] // shape.numel())
         for first in range(0, len(same), count):
             yield same[first : first + count]

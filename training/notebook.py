@@ -9,19 +9,13 @@ from contextlib import contextmanager
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from runs.lock import release_locks
-
-_active = False
-
-
-def in_notebook() -> bool:
-    """Return whether this process lives on after the run."""
-    return _active
+from runs.folder import release_locks
+from training.interruption import SIGNALS
 
 
 @contextmanager
 def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
-    """Leave the process as it was found, so that it can do other things, another run among them.
+    """Leave the process so that another run can begin in it.
 
     Accelerate keeps one state per process and refuses another precision; torch.compile stops after
     eight models; a run folder stays locked while its process lives; signals would still go to the
@@ -30,31 +24,22 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     In here sys.argv is the command of the same run at a terminal. With argv None the flags came
     from the command line: the process ends with the run, and nothing is changed.
     """
-    global _active
     if argv is None:
         yield
         return
     command, sys.argv = sys.argv, [program, *argv]
     environ = os.environ.copy()
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    _forget_models()
-    _active = True
-    try:
-        yield
-    finally:
-        _active = False
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-        _forget_models()
-        release_locks()
-        os.environ.clear()
-        os.environ.update(environ)
-        sys.argv = command
-
-
-def _forget_models() -> None:
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if "torch._dynamo" in sys.modules:  # loading it takes seconds, and nothing has been compiled
         torch.compiler.reset()
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        release_locks()
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.argv = command

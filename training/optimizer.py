@@ -36,24 +36,13 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
-def orthogonalizing_dtype(dtype: str) -> torch.dtype:
-    """Return Muon's precision for a --dtype: bf16, or fp32 where training is in fp32.
-
-    A GPU without bf16 (V100, T4) takes fp32, which costs time alone: in fp16 small gradients would
-    be gone before they are normalised.
-    """
-    if dtype == "float32" or (torch.cuda.is_available() and not has_bf16()):
-        return torch.float32
-    return torch.bfloat16
-
-
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer of --optimizer for `accelerator.prepare`; call `tell_layout` after it.
 
     AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Where DeepSpeed's file holds an
     "optimizer", a placeholder carries the parameter groups to it.
     """
-    betas = (args.beta1, args.beta2)
+    adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     if args.optimizer == "muon":
         matrices = muon_matrices(model)
         by_muon = {
@@ -64,12 +53,14 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
             "lr_factor": args.muon_learning_rate / args.learning_rate,
         }
         by_adamw = parameter_groups(model, args.weight_decay, without=matrices)
-        groups = [by_muon, *({**group, "betas": betas, "eps": ADAM_EPS} for group in by_adamw)]
-        return Muon(groups, args.learning_rate, orthogonalizing_dtype(args.dtype))
+        # A GPU without bf16 takes fp32: in fp16 small gradients would be gone before they count.
+        in_fp32 = args.dtype == "float32" or (torch.cuda.is_available() and not has_bf16())
+        dtype = torch.float32 if in_fp32 else torch.bfloat16
+        return Muon([by_muon, *(group | adam for group in by_adamw)], args.learning_rate, dtype)
     groups = parameter_groups(model, args.weight_decay)
     if "optimizer" in (engine.deepspeed or {}):
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=ADAM_EPS, fused=True)
+    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
 
 
 def tell_layout(model: nn.Module, engine: Engine) -> None:
@@ -77,12 +68,9 @@ def tell_layout(model: nn.Module, engine: Engine) -> None:
 
     `model` is as prepared.
     """
-    if engine.deepspeed is None:
-        return
-    zero = model.optimizer
-    if isinstance(zero.optimizer, Muon):
-        for partition in partitions(zero, engine.accelerator.process_index):
-            zero.optimizer.layout[partition.fp32] = partition
+    if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
+        for partition in partitions(model.optimizer, engine.accelerator.process_index):
+            muon.layout[partition.fp32] = partition
 
 
 def set_learning_rate(optimizer, value: float) -> None:

@@ -4,7 +4,8 @@
 
 The training program makes the same checks; but once processes run, a launcher adds a page of its
 own to every error. If SEQUENCES is not 0, the flags are printed that divide so many sequences of a
-process and step into micro-batches which fit into the GPUs' memory: stdout has nothing else.
+process and step into micro-batches which fit into the GPUs' memory; if it is "cpu", the flags that
+suit a CPU (training/cpu_steps.py). Stdout has nothing else.
 """
 
 import os
@@ -18,20 +19,20 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
-from training.arguments import TrainingArguments, parse_arguments
-from training.checkpointing import require_same_adapters
-from training.distillation_arguments import DistillationArguments
+from training.arguments import TrainingArguments, build_parser, parse_arguments
+from training.cpu_steps import cpu_flags
 from training.engine.device import require_usable_gpu
-from training.engine.estimate import estimate, largest_batch
+from training.engine.estimate import largest_batch
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
 from training.engine.memory import GIB, available_memory
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import DistillationArguments, SFTArguments
 from training.trackers import require_trackers
 
 KINDS = TrainingArguments, SFTArguments, DistillationArguments
+MICRO_BATCH = "batch_size", "accumulation_steps"
 PROGRAMS = {kind.program: kind for kind in KINDS}
 
 
@@ -46,33 +47,55 @@ def check_launch(
 
     Raises UsageError, ConfigError or DataError: it cannot work.
     """
-    if not processes.isdigit() or int(processes) < 1:
-        raise UsageError(f"the number of processes must be at least 1, not {processes}")
     args, model_settings = parse_arguments(flags, kind)
     require_trackers(args.trackers)
     require_usable_gpu()
     check_precision(args, torch.cuda.is_available())
     if sequences:  # of all of them the global batch is made, however they are divided
         args = replace(args, batch_size=sequences, accumulation_steps=1)
-    uses_deepspeed = read_launch(config_file, args)
-    deepspeed = None
-    if uses_deepspeed:
-        os.environ["WORLD_SIZE"] = processes
-        deepspeed = deepspeed_plugin(args).deepspeed_config
+    deepspeed = read_deepspeed(config_file, processes, args)
     prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
     args, start = prepared.args, prepared.start
-    if start.checkpoint:
-        lora = prepared.shapes.lora
-        require_same_adapters(start.state.get("lora"), lora, str(start.checkpoint))
-    elif prepared.initial.source:
+    if prepared.initial.source and not start.checkpoint:
         prepared.initial.load()
     if not sequences:
         return args
-    size = saved_micro_batch(prepared) or fitting_micro_batch(prepared, deepspeed, int(processes))
-    args = replace(args, batch_size=size, accumulation_steps=sequences // size)
-    if uses_deepspeed:
+    saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
+    if saved and sequences % saved == 0:  # sums in another order would end in other bits
+        print(f"micro-batch: {saved} of {sequences} sequences, as saved")
+    else:
+        saved = fitting_micro_batch(prepared, deepspeed, int(processes))
+    args = replace(args, batch_size=saved, accumulation_steps=sequences // saved)
+    if deepspeed:
         deepspeed_plugin(args)  # its file may hold a micro-batch as well
     return args
+
+
+def flags_for_cpu(
+    config_file: str, processes: str, flags: list[str], kind: type[TrainingArguments]
+) -> list[str]:
+    """Return flags that suit a CPU and this engine, as far as they are not among `flags`.
+
+    Raises UsageError, ConfigError or DataError: these flags cannot work.
+    """
+    args, _ = parse_arguments(flags, kind)
+    engine = kind_of(read_deepspeed(config_file, processes, args))
+    typed = vars(build_parser(kind).parse_args(flags))
+    decided = cpu_flags(typed, engine.takes_muon)
+    if "max_steps" in decided:
+        print(f"steps: {decided['max_steps']}, which suits a CPU (--max_steps overrides it)")
+    return [f"--{name}={value}" for name, value in decided.items()]
+
+
+def read_deepspeed(config_file: str, processes: str, args: TrainingArguments) -> dict | None:
+    """Return DeepSpeed's configuration of this launch, None without DeepSpeed. Raises UsageError:
+    the launch cannot work."""
+    if not processes.isdigit() or int(processes) < 1:
+        raise UsageError(f"the number of processes must be at least 1, not {processes}")
+    if not read_launch(config_file, args):
+        return None
+    os.environ["WORLD_SIZE"] = processes
+    return deepspeed_plugin(args).deepspeed_config
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
@@ -100,25 +123,9 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
-def saved_micro_batch(prepared: Prepared) -> int | None:
-    """Return the micro-batch of a run that goes on, whatever memory is free now: sums in another
-    order would end in other bits. None for a new run, and where it does not divide the sequences.
-    """
-    start, sequences = prepared.start, prepared.args.batch_size * prepared.args.accumulation_steps
-    size = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
-    if not isinstance(size, int) or size < 1 or sequences % size:
-        return None
-    print(f"micro-batch: {size} of {sequences} sequences, as saved")
-    return size
-
-
 def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
     """Return the largest divisor of a process's sequences that fits on the GPU with the least free
-    memory, as --batch_size.
-
-    Args:
-        deepspeed: its configuration; None without DeepSpeed.
-    """
+    memory, as --batch_size."""
     sequences = prepared.args.batch_size
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
@@ -127,11 +134,9 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     work = prepared.workload(processes, gpus[0], compiled)
     most = max(1, largest_batch(kind, work, room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
-    needed = estimate(kind, replace(work, args=replace(work.args, batch_size=size))).peak
     print(
         f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
-        f"(up to {needed / GIB:.1f} of {room / GIB:.1f} GiB on a GPU; --batch_size and "
-        "--accumulation_steps override it)"
+        f"({room / GIB:.1f} GiB on a GPU; --batch_size and --accumulation_steps override it)"
     )
     return size
 
@@ -140,7 +145,11 @@ if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
         program, config_file, processes, sequences, *flags = sys.argv[1:]
         with redirect_stdout(sys.stderr):
-            kind = PROGRAMS[program]
-            args = check_launch(config_file, processes, flags, int(sequences), kind)
+            kind, decided = PROGRAMS[program], []
+            if sequences == "cpu":
+                decided = flags_for_cpu(config_file, processes, flags, kind)
+                sequences = 0
+            args = check_launch(config_file, processes, [*flags, *decided], int(sequences), kind)
         if int(sequences):
-            print(f"--batch_size {args.batch_size} --accumulation_steps {args.accumulation_steps}")
+            decided = [f"--{name}={getattr(args, name)}" for name in MICRO_BATCH]
+        print(*decided)

@@ -13,12 +13,11 @@ import torch
 
 from common.errors import SaidError, UsageError
 from data.dataset import TokenStream
+from data.errors import NothingFitsError
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
-from model.transformer import flops_per_token
 from runs.find import data_of
 from training.arguments import TrainingArguments
-from training.engine.compilation import Compilation, decide_compilation
 from training.engine.deepspeed_config import file_of, read_config
 from training.engine.deepspeed_schedule import take_schedule
 from training.engine.estimate import Workload
@@ -30,11 +29,10 @@ from training.resume import (
     find_starting_point,
     resumed_arguments,
     run_identity,
-    starting_weights,
-    with_own_teacher,
+    with_own_weights,
 )
 from training.schedule import count_steps
-from training.sft_arguments import SFTArguments
+from training.stage_arguments import SFTArguments
 from training.teacher import TeacherWeights
 
 # Paths, which may differ between machines, and what the main process decides for all.
@@ -47,7 +45,6 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    asked: TrainingArguments  # as typed
     args: TrainingArguments  # with data, teacher and the accumulation of a resumed run filled in
     start: StartingPoint
     initial: InitialWeights
@@ -76,82 +73,71 @@ class Prepared:
             teacher=self.teacher and self.teacher.beside,
         )
 
-    def compilation(self, engine: Engine) -> Compilation:
-        """Decide whether to compile. Raises UsageError: --compile on, and it does not work."""
-        args, seq_len = self.args, self.train_set.tokens_per_sample
-        tokens = args.batch_size * args.accumulation_steps * self.total_steps * seq_len
-        return decide_compilation(
-            args.compile,
-            self.start.state.get("compiled"),
-            flops_per_token(self.config) * tokens,
-            engine,
-        )
-
 
 def prepare(
     args: TrainingArguments,
     model_settings: dict,
     engine: Engine | None,
     *,
-    processes: int,
-    deepspeed: dict | None,
+    processes: int = 1,
+    deepspeed: dict | None = None,
 ) -> Prepared:
     """Find and check everything that a run needs. With an engine all processes must call this.
 
     Args:
         model_settings: those that were typed.
         engine: None for the check before a launch.
-        deepspeed: its configuration; None without DeepSpeed.
+        processes: of the launch that is checked.
+        deepspeed: the configuration of that launch; None without DeepSpeed.
 
     Raises UsageError, ConfigError, DataError: this cannot be trained.
     """
+    if engine:
+        processes, deepspeed = engine.processes, engine.deepspeed
 
     def decide() -> tuple:
         start = find_starting_point(args, quiet=engine is None)
-        initial = InitialWeights.find(starting_weights(args, start), model_settings)
-        teacher = TeacherWeights.find(with_own_teacher(args, start))
+        own = with_own_weights(args, start)
+        initial = InitialWeights.find(own.init_from, model_settings)
+        teacher = TeacherWeights.find(own)
         data = prepared_data(args, initial, teacher)
         return start, initial, teacher, data
 
     def open_data() -> tuple:
         train_set = filled.dataset(filled.data, "train", initial.max_seq_len)
-        if engine is None or engine.accelerator.is_local_main_process:
-            train_set.scan()
-        has_val = filled.dataset.fits(filled.data, "val", initial.max_seq_len)
-        val_set = filled.dataset(filled.data, "val", initial.max_seq_len) if has_val else None
-        config = initial.config(train_set)
-        shapes_of(config, filled)  # a shape that cannot be built is refused here
+        try:
+            val_set = filled.dataset(filled.data, "val", initial.max_seq_len)
+        except NothingFitsError:
+            val_set = None
+        shapes = shapes_of(initial.config(train_set), filled)
         if teacher:
             teacher.require_fit(train_set, engine)
-        return train_set, val_set, config, teacher and teacher.source.sha256()
+        return train_set, val_set, shapes, teacher and teacher.source.sha256()
 
     start, initial, teacher, data = on_main_process(engine, decide)
-    named = deepspeed and file_of(args) != "none"
-    file = read_config(file_of(args)) if named else None
-    filled, schedule_note = take_schedule(file, args, source=file_of(args))
+    source = file_of(args)
+    file = read_config(source) if deepspeed and source != "none" else None
+    filled, schedule_note = take_schedule(file, args, source=source)
     filled = replace(filled, data=args.data or data)  # each process keeps its own path
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
-    train_set, val_set, config, sha256 = on_every_process(engine, open_data)
+    train_set, val_set, shapes, sha256 = on_every_process(engine, open_data)
     identity = run_identity(train_set, filled, processes, sha256)
     if engine:
         flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
-        require_the_same(
-            engine,
-            {"engine": engine.name} | flags | config.shape() | identity | (deepspeed or {}),
-        )
+        facts = {"engine": engine.name} | flags | shapes.config.shape() | identity
+        require_the_same(engine, facts | (deepspeed or {}))
     if start.checkpoint:
-        filled, identity = resumed_arguments(start, filled, config, identity, processes)
+        filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
     return Prepared(
-        asked=args,
         args=filled,
         start=start,
         initial=initial,
         teacher=teacher,
         train_set=train_set,
         val_set=val_set,
-        config=config,
-        shapes=shapes_of(config, filled),
+        config=shapes.config,
+        shapes=shapes,
         identity=identity,
         total_steps=count_steps(filled, len(train_set), processes),
         schedule_note=schedule_note,
@@ -171,8 +157,8 @@ def prepared_data(
         tokenizer = initial.source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-        flags += ["--overwrite", *args.prepare_words()]
-    elif isinstance(args, SFTArguments) and args.says_how_to_prepare():
+        flags += ["--overwrite", f"--flags={args.prepare_flags}"]
+    elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
         raise UsageError(
             "--data is a folder that has been prepared, --conversations and --prepare_flags "
             "prepare one: give either"

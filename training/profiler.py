@@ -1,6 +1,7 @@
 """Where the time of a step goes: waiting for data, forward, backward, optimizer."""
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
-TOP_OPERATORS = 10
 KEPT_TRACES = 10  # newest traces of a rank: a long run would fill the disk
 
 
@@ -32,21 +32,22 @@ class StepProfiler:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, folder: Path, args: TrainingArguments
     ):
-        self.accelerator, self.model, self.folder, self.args = accelerator, model, folder, args
+        self.accelerator, self.folder, self.args = accelerator, folder, args
         self.seconds: dict[str, float] | None = None  # of the step being measured
         self._began = self._since = 0.0  # when the step and the phase began
+        self._phase: str | None = None
         self._micro_batches = 0
-        self._phase = self._mark = self._recording = self._trace = self._engine_step = None
+        self._mark, self._recording = ExitStack(), ExitStack()
+        self._trace: torch.profiler.profile | None = None
+        if args.profile and hasattr(model, "get_global_grad_norm"):  # a DeepSpeed engine
+            self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:
         """Begin to measure, if this step is due."""
-        if not self.args.profile or step % self.args.profile_interval:
-            return
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._micro_batches = 0
-        if hasattr(self.model, "get_global_grad_norm"):  # a DeepSpeed engine
-            self._engine_step, self.model.step = self.model.step, self._timed_engine_step
-        self._began = self._now()
+        if self.args.profile and step % self.args.profile_interval == 0:
+            self.seconds = dict.fromkeys(PHASES, 0.0)
+            self._micro_batches = 0
+            self._began = self._now()
 
     def phase(self, name: str) -> None:
         """End the phase before and begin this one; "forward" begins a micro-batch.
@@ -56,13 +57,11 @@ class StepProfiler:
         if self.seconds is None:
             return
         self._end_phase()
-        if name == "forward":
-            self._micro_batches += 1
-            if self._micro_batches == self.args.accumulation_steps:
-                self._recording = self.accelerator.profile(ProfileKwargs())
-                self._trace = self._recording.__enter__()
-        self._mark = torch.profiler.record_function(name)
-        self._mark.__enter__()
+        self._micro_batches += name == "forward"
+        if name == "forward" and self._micro_batches == self.args.accumulation_steps:
+            profile = self.accelerator.profile(ProfileKwargs())
+            self._trace = self._recording.enter_context(profile)
+        self._mark.enter_context(torch.profiler.record_function(name))
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
@@ -72,18 +71,15 @@ class StepProfiler:
         self._end_phase()
         seconds, self.seconds = self.seconds, None
         total = seconds["step"] = self._now() - self._began
-        self._recording.__exit__(None, None, None)
-        if self._engine_step:
-            del self.model.step
-            self._engine_step = None
+        self._recording.close()
         shares = (f"{name} {seconds[name]:.3f} s ({seconds[name] / total:.1%})" for name in PHASES)
         line = f"profile of step {step}: {total:.3f} s  {'  '.join(shares)}  {self._export(step)}"
         return seconds, line
 
     def _end_phase(self) -> None:
-        if self._phase is not None:
+        if self._phase:
             self.seconds[self._phase] += self._now() - self._since
-            self._mark.__exit__(None, None, None)
+            self._mark.close()
             self._phase = None
 
     def _now(self) -> float:
@@ -91,35 +87,20 @@ class StepProfiler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed_engine_step(self, *args, **kwargs):
-        before = self._phase
+    def _timed_engine_step(self) -> None:
         self.phase("optimizer")
-        result = self._engine_step(*args, **kwargs)
-        self.phase(before)
-        return result
+        self._engine_step()
+        self.phase("backward")
 
     def _export(self, step: int) -> str:
-        """Write the trace and the table of operators, delete old ones, and return their paths."""
+        """Write the trace, delete old ones, and return its path."""
         rank = f"rank{self.accelerator.process_index}"
-        path = self.folder / f"step-{step:08d}-{rank}"
-        on_gpu = self.accelerator.device.type == "cuda"
-        table = self._trace.key_averages().table(
-            sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
-            row_limit=TOP_OPERATORS,
-            max_name_column_width=40,
-            max_src_column_width=0,
-        )
-        about = (
-            f"Step {step}, its last micro-batch and the optimizer alone: shares are of what was "
-            f"recorded of these, not of the step.\n\n"
-        )
+        path = self.folder / f"step-{step:08d}-{rank}.json.gz"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(f"{path}.json.gz")
-            path.with_suffix(".txt").write_text(about + table, encoding="utf-8")
-            for kind in (".json.gz", ".txt"):
-                for old in sorted(self.folder.glob(f"step-*-{rank}{kind}"))[:-KEPT_TRACES]:
-                    old.unlink()
+            self._trace.export_chrome_trace(str(path))
+            for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
+                old.unlink()
         except OSError as error:
             return f"TRACE NOT WRITTEN: {error}"
-        return f"operators: {path}.txt  trace: {path}.json.gz"
+        return f"trace: {path}"

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import UsageError
-from common.numbers import counted
 from data.dataset import TokenStream
-from model import LMConfig
-from report.history import read_rows
+from model import LMConfig, Transformer
 from runs.checkpoint import STATE, damage, newest_sound, read_state
 from runs.find import program_of, run_to_resume
-from runs.folder import RunFolder, step_of
-from runs.lock import lock
+from runs.folder import RunFolder, lock, step_of
 from training.arguments import TrainingArguments
 from training.settings import changed_arguments, saved_arguments
 
@@ -41,45 +38,22 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
     Raises UsageError: nothing to resume at the path given, a damaged checkpoint was named, or a new
     run would fall on an old one.
     """
-    try:
-        if args.resume == "auto":
-            return _newest(args, quiet) or _new_run(args, may_exist=True)
-        if args.resume is None:
-            return _new_run(args, may_exist=False)
+    name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
+    start = None
+    if args.resume == "auto":
+        start = _newest(args, quiet)
+    elif args.resume:
         start = _named(Path(args.resume))
-        _require_program(start.folder, args, "that goes on with it, in run_accelerate.sh by STAGE")
-        return start
-    except OSError as error:
-        raise UsageError(f"the run folder cannot be used: {error}") from error
-
-
-def claim(start: StartingPoint) -> None:
-    """Make the run folder and lock it. Raises UsageError: another process writes there, or the
-    system refuses."""
-    try:
-        start.folder.path.mkdir(parents=True, exist_ok=True)
-        lock(start.folder.lock)
-    except OSError as error:
-        raise UsageError(f"the run folder cannot be used: {error}") from error
-
-
-def starting_weights(args: TrainingArguments, start: StartingPoint) -> str | None:
-    """Return the weights that give the model's shape and tokenizer; None: drawn at random.
-
-    A run that goes on has its own base or checkpoint: the weights of --init_from may be gone, and
-    'auto' may be another run by now.
-    """
-    if args.init_from is None or start.checkpoint is None:
-        return args.init_from
-    return str(start.folder.base if start.folder.base.exists() else start.checkpoint)
-
-
-def with_own_teacher(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return the arguments of a run that goes on with the teacher that it had, where --teacher is
-    'auto': the newest run may be another one by now."""
-    own = saved_arguments(start.folder).get("teacher") if start.checkpoint else None
-    named = args.teacher == "auto" and isinstance(own, str)
-    return dataclasses.replace(args, teacher=own) if named else args
+    start = start or StartingPoint(RunFolder(Path(args.out_dir) / name))
+    run = start.folder
+    if run.settings.exists() and (program := program_of(run)) != args.program:
+        raise UsageError(
+            f"{run.path} holds a run of {program}: choose another run_name, or that program (in "
+            "run_accelerate.sh by STAGE)"
+        )
+    if run.metrics.exists() and not args.resume:
+        raise UsageError(f"{run.path} holds a run: pass --resume auto, or another run_name")
+    return start
 
 
 def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
@@ -87,9 +61,10 @@ def _newest(args: TrainingArguments, quiet: bool) -> StartingPoint | None:
     out = Path(args.out_dir)
     run = run_to_resume(out, args.program, args.run_name)
     if run is None:
-        where = out / args.run_name if args.run_name else out
         if not quiet:
-            print(f"--resume auto: no checkpoint in {where}, a new run starts", flush=True)
+            print(
+                f"--resume auto: no checkpoint in {out / (args.run_name or '')}, a new run starts"
+            )
         return None
     sound, problems = newest_sound(run)
     for path, problem in problems.items():
@@ -110,36 +85,39 @@ def _named(path: Path) -> StartingPoint:
     run = RunFolder(path.relative_to(here) if here in path.parents else path)  # as --out_dir is
     checkpoint = run.path / checkpoint.parent.name / checkpoint.name
     if problem := damage(checkpoint):
-        sound, _ = newest_sound(run)
-        advice = f"the newest sound one is {sound}" if sound else "no other is sound"
+        advice = "--resume auto takes the newest sound one"
         raise UsageError(f"checkpoint {checkpoint} is damaged: {problem}; {advice}")
     return StartingPoint(run, checkpoint, read_state(checkpoint))
 
 
-def _require_program(run: RunFolder, args: TrainingArguments, otherwise: str) -> None:
-    if run.settings.exists() and (program := program_of(run)) != args.program:
-        raise UsageError(f"{run.path} holds a run of {program}: {otherwise}")
+def claim(start: StartingPoint) -> None:
+    """Make the run folder and lock it. Raises UsageError: another process writes there, or the
+    system refuses."""
+    try:
+        start.folder.path.mkdir(parents=True, exist_ok=True)
+        lock(start.folder.lock)
+    except OSError as error:
+        raise UsageError(f"the run folder cannot be used: {error}") from error
 
 
-def _new_run(args: TrainingArguments, may_exist: bool) -> StartingPoint:
-    run = RunFolder(Path(args.out_dir) / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
-    _require_program(run, args, "choose another run_name")
-    if run.metrics.exists() and not may_exist:
-        raise UsageError(
-            f"{run.path} holds a run: pass --resume auto to go on with it, or another run_name"
+def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
+    """Return the arguments by which a run that goes on finds its own shape, tokenizer and teacher:
+    the weights of --init_from may be gone, and 'auto' may be another run by now."""
+    own = {}
+    if start.checkpoint and args.init_from:
+        own["init_from"] = str(
+            start.folder.base if start.folder.base.exists() else start.checkpoint
         )
-    return StartingPoint(run)
+    if start.checkpoint and args.teacher == "auto":
+        own["teacher"] = saved_arguments(start.folder).get("teacher", "auto")
+    return dataclasses.replace(args, **own)
 
 
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """Return what a run must have in common with the run that it resumes, besides the model's
-    shape.
-
-    Args:
-        teacher: hash of the teacher's weights, if there is a teacher.
-    """
+    """Return what a run must have in common with the run that it resumes, besides the model;
+    `teacher` is the hash of the teacher's weights."""
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
@@ -151,15 +129,19 @@ def run_identity(
 
 
 def resumed_arguments(
-    start: StartingPoint, args: TrainingArguments, config: LMConfig, identity: dict, processes: int
+    start: StartingPoint,
+    args: TrainingArguments,
+    shapes: Transformer,
+    identity: dict,
+    processes: int,
 ) -> tuple[TrainingArguments, dict]:
     """Return the arguments and the identity with which this run equals the run that saved: on
     another number of processes --accumulation_steps changes, so that the global batch stays.
 
-    Raises UsageError: another model, tokenizer, data set, global batch, seed, optimizer or teacher;
-    lists the differences.
+    Raises UsageError: another model, adapters, tokenizer, data set, global batch, seed, optimizer
+    or teacher; lists the differences.
     """
-    saved = start.state["identity"]
+    saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     batch = saved["global_batch"]
     if processes != start.state["processes"] and batch != identity["global_batch"]:
         steps, rest = divmod(batch, args.batch_size * processes)
@@ -171,66 +153,39 @@ def resumed_arguments(
             )
         args = dataclasses.replace(args, accumulation_steps=steps)
         identity = identity | {"global_batch": batch}
-    saved = LMConfig.from_dict(start.state["model"]).shape() | saved
-    if lines := _differences(start, args, saved, config.shape() | identity):
-        raise UsageError(f"cannot resume {start.checkpoint}: {'; '.join(lines)}")
+    saved["lora"] = start.state.get("lora")
+    now = shapes.config.shape() | identity | {"lora": shapes.lora and vars(shapes.lora)}
+    different = [
+        f"{key}: {saved.get(key)} in the checkpoint, {now.get(key)} now"
+        for key in sorted(saved | now)
+        if saved.get(key) != now.get(key)
+    ]
+    if different:
+        raise UsageError(
+            f"cannot resume {start.checkpoint}: {'; '.join(different)}; the flags that go on with "
+            f"it stand in {start.folder.settings}"
+        )
     return args, identity
 
 
-def _differences(
-    start: StartingPoint, args: TrainingArguments, saved: dict, current: dict
-) -> list[str]:
-    """Return where two runs differ, and what to type instead; empty if they are the same."""
-    before = saved_arguments(start.folder)
-    different = [k for k in sorted(saved | current) if saved.get(k) != current.get(k)]
-    lines, advice = [], [f"the flags that go on with it stand in {start.folder.settings}"]
-    for key in different:
-        there, now = saved.get(key), current.get(key)
-        if key in ("data", "teacher") and before.get(key):  # paths say more than checksums
-            there, now = f"{before[key]} ({there})", f"{getattr(args, key)} ({now})"
-        lines.append(f"{key}: {there} in the checkpoint, {now} now")
-    if "data" in different and before.get("data"):
-        advice = [f"--data {before['data']} goes on with it"]
-    if "optimizer" in different and saved["optimizer"] == "muon":
-        advice = ["--optimizer muon goes on with it, under every engine but ZeRO-3 and offload"]
-    if args.resume == "auto":
-        advice.append("--resume out/runs/NAME names another run")
-    return [*lines, *advice] if lines else []
-
-
 def say_what_changed(
-    start: StartingPoint,
-    asked: TrainingArguments,
-    args: TrainingArguments,
-    *,
-    processes: int,
-    engine: str,
+    start: StartingPoint, args: TrainingArguments, *, processes: int, engine: str
 ) -> None:
-    """Print what differs from the run when it was stopped, asked for or not."""
-    if args.accumulation_steps != asked.accumulation_steps:
-        print(
-            f"{counted(processes, 'processes')} instead of {start.state['processes']}: "
-            f"--accumulation_steps is {args.accumulation_steps} now, the global batch stays",
-            flush=True,
-        )
-    for line in changed_arguments(start.folder, args, engine):
+    """Print what differs from the run when it was stopped."""
+    lines = changed_arguments(start.folder, args, engine)
+    if processes != start.state["processes"]:
+        lines.append(f"processes {start.state['processes']} → {processes}, the global batch stays")
+    for line in lines:
         print(f"changed since the run was stopped: {line}", flush=True)
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename files of the steps that are trained again; the main process does it at the start.
-
-    They are checkpoints after the one that is resumed (damaged ones, or the run goes back), and the
-    weights of a finished run, which get the last logged step as their name. The record of a run
-    that gave up is deleted.
-    """
-    run, aside = start.folder, f".aside-{int(time.time())}"
-    if run.weights.exists():
-        last = max((row["step"] for row in read_rows(run.metrics)), default=start.step)
-        kept = run.path / f"weights-step-{last:08d}"
-        run.weights.rename(kept.with_name(kept.name + aside) if kept.exists() else kept)
-    for path in run.all_checkpoints():
-        if step_of(path) > start.step:
-            path.rename(path.with_name(path.name + aside))
+    """Rename what a run goes back behind: later or damaged checkpoints, and the weights of a
+    finished run. The main process does it at the start."""
+    run = start.folder
+    old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
+    for path in [*old, run.weights]:
+        if path.exists():
+            path.rename(f"{path}.aside-{int(time.time())}")
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
     run.bad_samples.unlink(missing_ok=True)

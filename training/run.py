@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -25,31 +26,23 @@ from training.teacher import Teacher
 from training.validation import validate, validation_loader
 
 
+@dataclass(eq=False)
 class Run:
     """One step is `begin`; a forward pass and `backward` for each of the `micro_batches`;
     `clip_gradients` and the optimizer's step; and `end`. The training pages spell it out.
-
-    Args:
-        prepared: what is trained on which data; a checkpoint that it names is loaded.
-        built: the model with its initial weights, and the optimizer.
-        stop: knows when the run is asked to stop.
-        teacher: whose logits the loss compares, if any.
-        name: begins every log line, where several runs are trained side by side.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        engine: Engine,
-        built: BuiltModel,
-        stop: StopRequest,
-        teacher: Teacher | None = None,
-        name: str = "",
-    ):
-        self.prepared, self.engine, self.built = prepared, engine, built
-        self.stop, self.teacher = stop, teacher
-        args, start, train_set = prepared.args, prepared.start, prepared.train_set
-        self.args = args
+    prepared: Prepared  # what is trained on which data; a checkpoint that it names is loaded
+    engine: Engine
+    built: BuiltModel  # the model with its initial weights, and the optimizer
+    stop: StopRequest
+    teacher: Teacher | None = None  # whose logits the loss compares
+    name: str = ""  # begins every log line, where several runs are trained side by side
+
+    def __post_init__(self):
+        prepared, engine, built = self.prepared, self.engine, self.built
+        start, train_set = prepared.start, prepared.train_set
+        args = self.args = prepared.args
         self.accelerator = engine.accelerator
         self.folder = start.folder
         self.first_step = start.step + 1
@@ -58,8 +51,9 @@ class Run:
         self.learning_rate = LearningRate.from_arguments(args, self.total_steps)
         self.batches = StepBatches(train_set, args, engine, start.step)
         flops = prepared.shapes.flops_per_token(train_set.tokens_per_sample)
-        if teacher:
-            flops += teacher.found.flops_per_token(train_set.tokens_per_sample)
+        if self.teacher:
+            forward = self.teacher.found.shapes.flops_per_token(train_set.tokens_per_sample) / 3
+            flops += forward  # a third of what training takes
         self.log = TrainingLog(
             self.accelerator,
             self.folder.metrics,
@@ -69,7 +63,7 @@ class Run:
             total_steps=self.total_steps,
             first_step=self.first_step,
             parts=args.logged,
-            name=name,
+            name=self.name,
         )
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, built.state, self.log.meter)
@@ -77,12 +71,9 @@ class Run:
         self.val_loader = prepared.val_set and validation_loader(
             prepared.val_set, args.batch_size, args.eval_samples, self.accelerator
         )
+        prompt_from = prepared.val_set or train_set
         self.samples = SampleWriter(
-            args,
-            self.folder.samples,
-            built.state.whole_model,
-            prepared.val_set or train_set,
-            self.log,
+            args, self.folder.samples, built.state.whole_model, prompt_from, self.log
         )
         self.checkpointer = Checkpointer(prepared, engine, built, self.log)
 
@@ -144,19 +135,13 @@ class Run:
         return norm if getattr(norm, "is_cuda", False) else float(norm)
 
     def end(self, step: int, grad_norm: float | Tensor) -> bool:
-        """Log the step; validate, write a sample and save where it is time.
-
-        Returns whether the run was asked to stop; it is saved then. Raises UsageError: too many
-        steps in a row had a gradient that is not finite.
-        """
+        """Do as `report` does, and save where it is time. Return whether the run was asked to stop;
+        it is saved then. Raises UsageError: see `report`."""
         val_loss = self.report(step, grad_norm)
-        if self.gives_up(step):
-            raise UsageError(self.give_up(step))
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
             self.save(step, val_loss)
             self.stop.saved()
-        self.checkpointer.poll()
         if reason is None or step == self.total_steps:
             return False
         saved = self.close()
@@ -167,13 +152,18 @@ class Run:
 
     def report(self, step: int, grad_norm: float | Tensor) -> float | None:
         """Log the step; validate and write a sample where it is time. Return the validation loss,
-        None without a validation."""
+        None without a validation.
+
+        Raises UsageError: --max_bad_steps steps in a row had a gradient that is not finite.
+        """
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
         epoch = step * self.batches.samples_per_step / len(self.prepared.train_set)
         self.log.step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
+        if step % self.args.max_bad_steps == 0:  # seldom, because it waits for a GPU
+            self._require_good_steps(step)
         is_due = self._is_time(step, self.args.eval_interval)
         val_loss = self.validate(step) if is_due else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
@@ -216,47 +206,41 @@ class Run:
         """Return True every `interval` steps (0: never) and at the last step."""
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
-    def gives_up(self, step: int) -> bool:
-        """Return True after max_bad_steps steps in a row with a non-finite gradient.
-
-        It looks only every max_bad_steps steps, because looking waits for a GPU.
-        """
-        most = self.args.max_bad_steps
-        return step % most == 0 and self.log.meter.bad_in_row() >= most
-
-    def give_up(self, step: int) -> str:
-        """Write down the samples of the last bad step; return why the run ends."""
+    def _require_good_steps(self, step: int) -> None:
+        """Raise UsageError, and write down the samples of this step, after max_bad_steps steps in a
+        row whose gradient was not finite."""
+        count = self.log.meter.bad_in_row()
+        if count < self.args.max_bad_steps:
+            return
         self.checkpointer.wait()
         size = self.batches.samples_per_step
         samples = self.batches.sampler.indices(np.arange((step - 1) * size, step * size)).tolist()
         if self.engine.is_main:
-            row = json.dumps({"step": step, "samples": samples})
-            self.folder.bad_samples.write_text(row + "\n", encoding="utf-8")
-        shown = ", ".join(map(str, samples[:16])) + (", ..." if len(samples) > 16 else "")
-        return (
-            f"{self.log.meter.bad_in_row()} steps in a row had a non-finite gradient and changed "
-            f"nothing; the batch of step {step} was samples {shown} (all in the run's "
-            "bad_samples.json); the last checkpoint is as it was: try a lower --learning_rate"
+            row = {"step": step, "samples": samples}
+            self.folder.bad_samples.write_text(json.dumps(row) + "\n", encoding="utf-8")
+        raise UsageError(
+            f"{count} steps in a row had a non-finite gradient and changed nothing; the batch of "
+            f"step {step} was samples {', '.join(map(str, samples[:16]))} (all in "
+            f"{self.folder.bad_samples}); try a lower --learning_rate"
         )
 
     def finish(self) -> None:
-        """Leave weights, a sample and the report of a run that came to its end.
+        """Leave weights, a sample and the report of a run that came to its end. Raises UsageError:
+        see `leave_results`."""
+        self.leave_results()
+        self.accelerator.end_training()
+
+    def leave_results(self) -> None:
+        """Write weights, sample and report.
 
         Raises UsageError: the weights are there, but the last checkpoint is not.
         """
-        if not self.leave_results():
-            path = self.folder.path
-            raise UsageError(f"{path}: the weights are there, the last checkpoint is not")
-        self.accelerator.end_training()
-
-    def leave_results(self) -> bool:
-        """Write weights, sample and report; return whether the last checkpoint was saved."""
         weights = self.built.state.weights()
         saved = self.close()
         if self.engine.is_main:
             config, lora = self.prepared.config, self.prepared.shapes.lora
             prompt_from, say = self.samples.prompt_from, self.log.say
             finish(self.args, self.folder, config, weights, lora, prompt_from, say)
-            if self.log.divergence.warning:
-                say(f"\n{self.log.divergence.warning}")
-        return saved
+        if not saved:
+            path = self.folder.path
+            raise UsageError(f"{path}: the weights are there, the last checkpoint is not")

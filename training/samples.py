@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from textwrap import indent
 
 import torch
 
@@ -77,29 +77,22 @@ class SampleWriter:
         if self.log.accelerator.is_main_process:
             drop_rows_from(self.path, self.log.first_step)
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The run's own copy, because --data may be prepared anew meanwhile."""
-        return open_tokenizer(self.path.parent)
-
     def write(self, step: int) -> None:
         """Write a sample; every process must call this. A full disk does not stop training."""
         model = self.whole_model()
         if not self.log.accelerator.is_main_process:  # the others wait at their next exchange
             return
         decoder = Decoder(model, getattr(torch, self.args.dtype))
+        tokenizer = open_tokenizer(self.path.parent)  # --data may be prepared anew meanwhile
         with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
-            prompt, text = prompt_and_continuation(
-                decoder, self.args, self.tokenizer, self.prompt_from
-            )
+            prompt, text = prompt_and_continuation(decoder, self.args, tokenizer, self.prompt_from)
         row = {"step": step, "prompt": prompt, "text": text}
-        markdown = "\n".join(f"    {line}" for line in (prompt + text).splitlines())
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
             for tracker in self.log.accelerator.trackers:
                 if tracker.name == "tensorboard":
-                    tracker.log({"sample": markdown}, step=step)
+                    tracker.log({"sample": indent(prompt + text, "    ")}, step=step)
         except OSError as error:
             self.log.say(f"SAMPLE NOT WRITTEN: {error}")
         self.log.say(f"step {step}/{self.log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")

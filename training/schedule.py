@@ -52,16 +52,10 @@ class LearningRate:
     @classmethod
     def from_arguments(cls, args: TrainingArguments, total_steps: int) -> "LearningRate":
         """Return the schedule of a run. Raises UsageError: warm-up beyond the last step."""
-        warmup = args.warmup_steps
+        warmup, schedule = args.warmup_steps, args.lr_schedule or "cosine"
         if warmup is None:
             warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
         if warmup > total_steps:
             raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
-        return cls(
-            args.learning_rate,
-            total_steps,
-            warmup,
-            args.lr_schedule or "cosine",
-            args.min_lr_ratio,
-            args.decay_fraction,
-        )
+        end = args.min_lr_ratio, args.decay_fraction
+        return cls(args.learning_rate, total_steps, warmup, schedule, *end)

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.atomic import write_whole
 from data.chat_template import PLAIN_JINJA
 from data.shards import CONVERSATIONS
-from data.tokenizer import TOKENIZER_FILES, tokenizer_files
+from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from model import LMConfig
 from runs.folder import RunFolder, read_settings
 from training.arguments import TrainingArguments
@@ -34,14 +34,11 @@ def write_settings(
         "packages": packages,
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    files = tokenizer_files(tokenizer)
+    for name in (*TOKENIZER_FILES, run.template.name):  # of another run that was begun here
+        (run.path / name).unlink(missing_ok=True)
+    copy_tokenizer(tokenizer, run.path)
     if args.dataset.kind == CONVERSATIONS:
-        files[run.template.name] = f"{PLAIN_JINJA}\n".encode()
-    for name in (*TOKENIZER_FILES, run.template.name):
-        if name in files:
-            write_whole(run.path / name, files[name])
-        else:  # left by another run that was begun here
-            (run.path / name).unlink(missing_ok=True)
+        run.template.write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
 
 
 def saved_arguments(run: RunFolder) -> dict:
@@ -54,6 +51,5 @@ def changed_arguments(run: RunFolder, args: TrainingArguments, engine: str) -> l
     """Return a line for each flag of training that differs from settings.json, and the engine."""
     before = saved_arguments(run) | {"resume": args.resume, "run_name": args.run_name}  # no matter
     lines = [f"--{k} {before[k]} → {v}" for k, v in vars(args).items() if before.get(k, v) != v]
-    last = str(read_settings(run.settings).get("engine", engine))
-    last = last.partition(" (")[0]  # earlier versions had a hint there
+    last = read_settings(run.settings).get("engine", engine)
     return lines if last == engine else [*lines, f"engine {last} → {engine}"]

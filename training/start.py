@@ -1,18 +1,19 @@
 """From the command line of a training program to a run that can begin."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from runs.checkpoint import write_base
-from training.arguments import Arguments, TrainingArguments, parse_arguments
+from training.arguments import TrainingArguments, parse_arguments
 from training.build import BuiltModel, build_model
 from training.engine.failures import one_line_failures
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process
-from training.interruption import StopRequest
+from training.interruption import StopRequest, leave
 from training.notebook import leave_as_found
 from training.prepare import Prepared, prepare
 from training.resume import claim, say_what_changed, set_aside
@@ -23,17 +24,33 @@ from training.teacher import Teacher
 from training.trackers import require_trackers, start_trackers
 
 
+@contextmanager
+def one_program(name: str, argv: list[str] | None) -> Iterator[None]:
+    """End a user's mistake in one line, and with it this rank.
+
+    Args:
+        argv: flags of a run in a process that lives on, such as a notebook's kernel. The process is
+            left as it was found. None: they came from the command line.
+    """
+    try:
+        with one_line_errors(name, UsageError, ConfigError), leave_as_found(name, argv):
+            yield
+    finally:
+        if argv is None:
+            leave()
+
+
 def run_program(
-    kind: type[Arguments], train: Callable[[Arguments, dict], None], argv: list[str] | None
+    kind: type[TrainingArguments],
+    train: Callable[[TrainingArguments, dict], None],
+    argv: list[str] | None,
 ) -> None:
-    """Call `train` with the arguments in argv; a mistake of the user becomes one line.
+    """Call `train` with the arguments in argv, see `one_program`.
 
     Args:
         train: takes the arguments, of this kind, and the settings of the model that were typed.
-        argv: None takes the flags of the command line, and the process ends with the run. Else the
-            process is afterwards as it was before.
     """
-    with one_line_errors(kind.program, UsageError, ConfigError), leave_as_found(kind.program, argv):
+    with one_program(kind.program, argv):
         args, model_settings = parse_arguments(argv, kind)
         with one_line_failures(args, model_settings):
             train(args, model_settings)
@@ -50,9 +67,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     started = time.monotonic()  # --time_limit counts from here
     require_trackers(args.trackers)
     engine = build_engine(args)
-    prepared = prepare(
-        args, model_settings, engine, processes=engine.processes, deepspeed=engine.deepspeed
-    )
+    prepared = prepare(args, model_settings, engine)
     stop = StopRequest(engine, args.time_limit, args.save_minutes, since=started)
     run = start_run(prepared, engine, stop)
     if run is None:
@@ -76,8 +91,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str =
     on_main_process(engine, partial(claim, start))
     engine.set_accumulation(args.accumulation_steps)
     if start.checkpoint and engine.is_main:
-        asked = prepared.asked
-        say_what_changed(start, asked, args, processes=engine.processes, engine=engine.name)
+        say_what_changed(start, args, processes=engine.processes, engine=engine.name)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
         engine.accelerator.print(
@@ -100,8 +114,7 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str =
 
 
 def settle(run: Run) -> None:
-    """Write down what is in use, once nothing can be refused any more. Every process must call
-    it."""
+    """Write down what is in use, once nothing can be refused. Every process must call it."""
     prepared, engine = run.prepared, run.engine
     if engine.is_main:
         set_aside(prepared.start)

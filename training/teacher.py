@@ -48,10 +48,7 @@ class TeacherWeights:
         if path := args.teacher_config:
             config = read_config(path)
             if (stage := config["zero_optimization"].get("stage")) != 3:
-                raise UsageError(
-                    f'{path}: "zero_optimization.stage" is {stage!r}, but only stage 3 divides a '
-                    "teacher: see configs/zero3_inference.json"
-                )
+                raise UsageError(f"{path}: a teacher is divided by ZeRO stage 3, not {stage!r}")
             # DeepSpeed would otherwise replace PyTorch's linear function, the student's too.
             config["zero_optimization"]["memory_efficient_linear"] = False
             zero = ZeroInference.of_config(config, path, args.dtype)
@@ -68,30 +65,21 @@ class TeacherWeights:
         with torch.device("meta"):
             return Transformer(self.config)
 
-    def flops_per_token(self, seq_len: float) -> float:
-        """Return the FLOPs of a forward pass, a third of what training takes."""
-        return self.shapes.flops_per_token(seq_len) / 3
-
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
         """Raise UsageError where the teacher cannot read what the student reads, or would have to
         be divided without a launcher. Before a launch there is no engine."""
-        path = self.source.path
         if self.zero and engine and not torch.distributed.is_initialized():
             raise UsageError(
                 "--teacher_config divides the teacher among the processes of a launcher: leave it "
                 "out, or accelerate launch --config_file accelerate_config.yaml"
             )
         if not self.source.tokenizer.is_file():
-            raise UsageError(
-                f"the teacher in {path} has no tokenizer beside it: nothing tells whether it is "
-                f"that of {data.folder}"
-            )
-        require_same_tokenizer(self.source, self.config, data)
+            raise UsageError(f"the teacher in {self.source.path} has no tokenizer beside it")
+        require_same_tokenizer(self.source, data)
         if self.config.max_seq_len < data.seq_len:
             raise UsageError(
-                f"the teacher in {path} reads {self.config.max_seq_len} tokens at most, the "
-                f"student {data.seq_len}: pass --max_seq_len {self.config.max_seq_len}, or another "
-                "--teacher"
+                f"the teacher in {self.source.path} reads {self.config.max_seq_len} tokens at "
+                f"most, the student {data.seq_len}: pass --max_seq_len {self.config.max_seq_len}"
             )
 
 
@@ -111,8 +99,8 @@ class Teacher:
         if found.zero:
             model = found.zero.load(found.source)
         else:
-            device = engine.accelerator.device
-            model = on_every_process(engine, lambda: whole(found.source, dtype, device))
+            model = on_every_process(engine, found.source.load)
+            model.to(engine.accelerator.device, getattr(torch, dtype))
         self.model = model.requires_grad_(False).eval()
 
     @torch.no_grad()
@@ -125,17 +113,3 @@ class Teacher:
         """Return the bytes of weights that this process holds."""
         shares = (getattr(p, "ds_tensor", p) for p in self.model.parameters())
         return sum(share.numel() * share.element_size() for share in shares)
-
-
-def whole(source: WeightsFolder, dtype: str, device: torch.device) -> Transformer:
-    """Load a model onto the device; it is never there in another precision. Raises ConfigError:
-    files that are damaged or do not fit each other."""
-    weights, config = source.sound_tensors(), source.config()
-    with torch.device("meta"):
-        model = Transformer(config).to(getattr(torch, dtype))
-    model.to_empty(device=device)
-    if config.tie_embeddings:  # `to_empty` has made two of one
-        model.output.weight = model.tok_embeddings.weight
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights[name])
-    return model

@@ -15,7 +15,7 @@ from training.arguments import TrainingArguments
 def require_trackers(names: list[str]) -> None:
     """Raise UsageError where a tracker's package is not installed."""
     for name in names:
-        if name != "none" and importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")
 
 
@@ -26,10 +26,9 @@ def start_trackers(
 
     TensorBoard forgets what an interrupted run wrote for `first_step` and later.
     """
-    names = [name for name in args.trackers if name != "none"]
-    if not names:
+    if not args.trackers:
         return
-    accelerator.log_with = filter_trackers(names, str(run))
+    accelerator.log_with = filter_trackers(args.trackers, str(run))
     accelerator.project_configuration.logging_dir = str(run)
     # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
     number = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]
@@ -39,11 +38,9 @@ def start_trackers(
         "wandb": {"name": run.name, "dir": str(run), **same_run},
         "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **same_run},
     }
-    # TensorBoard would make a folder of "hyperparameters" per start; settings.json has them all.
-    config = None
-    if names != ["tensorboard"]:
-        settings = (vars(args) | model.to_dict()).items()
-        plain = bool | int | float | str
-        config = {k: v if isinstance(v, plain) else str(v) for k, v in settings}
-    project = "pretrain" if config else "tensorboard"
-    accelerator.init_trackers(project, config, {name: options[name] for name in names})
+    settings, plain = vars(args) | model.to_dict(), bool | int | float | str
+    config = {k: v if isinstance(v, plain) else str(v) for k, v in settings.items()}
+    project = "pretrain"
+    if args.trackers == ["tensorboard"]:  # it would make a folder of "hyperparameters" per start
+        project, config = "tensorboard", None
+    accelerator.init_trackers(project, config, options)

@@ -17,7 +17,7 @@ def validation_loader(
 ) -> DataLoader:
     """Return this process's batches of at most max_samples sequences (0: all), evenly spread."""
     chosen = spread(len(dataset), max_samples)
-    if getattr(dataset, "lengths", None) is not None:  # equal lengths need little padding
+    if dataset.lengths is not None:  # equal lengths need little padding
         chosen.sort(key=lambda i: dataset.lengths[i])
     loader = DataLoader(
         Subset(dataset, chosen),
@@ -44,8 +44,7 @@ def validate(
 
     Returns:
         "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 /
-        bytes_per_token, which compares models with different tokenizers, and "samples", the number
-        of sequences.
+        bytes_per_token, which compares models with different tokenizers, and "samples".
     """
     model.eval()
     total, weight, samples = 0.0, 0, 0
@@ -53,8 +52,7 @@ def validate(
         # A second compilation would cost more than it gains here.
         with torch.compiler.set_stance("force_eager"):
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
-        counted = (targets != IGNORE_INDEX).sum(dim=1)
-        per_sample = per_token.sum(dim=1), counted  # (B,) each
+        per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
         # It drops the samples that were repeated to give every process a whole batch.
         losses, counts = accelerator.gather_for_metrics(per_sample)
         total += losses.double().sum().item()

@@ -1,27 +1,31 @@
-"""OpenAI's interface as an application: its paths, and how answers go out."""
+"""OpenAI's interface as an application: its paths, and how answers and errors go out."""
 
 import asyncio
 import html
+import json
+import socket
+import time
+import uuid
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import uvicorn
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
+from common.errors import UsageError
 from data.tokenizer import Tokenizer
+from inference.generation import StreamedText
 from inference.sampling import Sampling
-from inference.server.listen import Gate
-from inference.server.replies import FAILED, ApiError, Reply, as_json, in_openai_form, json_response
 from inference.server.requests import Asked, ChatAsked, CompletionAsked
-from inference.text_stream import StreamedText
-from inference.worker import BusyError, Worker
+from inference.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -36,147 +40,196 @@ class Served:
     name: str
     sampling: Sampling  # where a request does not say
     max_bytes: int  # of a request's body
-    hosts: tuple[str, ...] = ()  # names under which the server answers; () for any
+    hosts: tuple[str, ...] = ("*",)  # names under which the server answers; "*" for any
+
+
+class ApiError(HTTPException):
+    """A request that is refused; `param` is the field to blame, `code` tells programs why."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        kind = "server_error" if status == 500 else "invalid_request_error"
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        super().__init__(status, {"error": error})
+
+
+FAILED = ApiError(500, "the server could not write this; its terminal shows the reason")
 
 
 def make_app(served: Served) -> FastAPI:
-    """Return the application; its paths are OpenAI's, "/health" and the page at "/"."""
+    """Return the application; its paths are OpenAI's, and the page at "/"."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, max_bytes=served.max_bytes, hosts=served.hosts)
-    for kind in (RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, in_openai_form)
-    model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
-    page = PAGE.read_text(encoding="utf-8")
-    page = page.replace("{{name}}", html.escape(served.name))
-    page = page.replace("{{temperature}}", str(served.sampling.temperature))
+    # A page on the web could let its own name lead to this machine (DNS rebinding).
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=served.hosts)
+    page = PAGE.read_text(encoding="utf-8").replace("{{name}}", html.escape(served.name))
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.detail, str):  # one of Starlette's own, such as 404
+            error = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
+        return JSONResponse(error.detail, error.status_code)
 
     @app.get("/")
     async def talk() -> Response:
         return HTMLResponse(page)
 
-    @app.get("/health")
-    async def health() -> Response:
-        return json_response(served.worker.load)
-
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [model]})
-
-    @app.get("/v1/models/{name:path}")  # which may have slashes
-    async def one_model(name: str) -> Response:
-        require_model(served, name)
-        return json_response(model)
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
+        return JSONResponse({"object": "list", "data": [model]})
 
     @app.post("/v1/chat/completions")
-    async def chat(asked: ChatAsked, request: Request) -> Response:
-        return await answer(served, asked, request)
+    async def chat(request: Request) -> Response:
+        return await answer(served, ChatAsked, request)
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionAsked, request: Request) -> Response:
-        return await answer(served, asked, request)
+    async def completions(request: Request) -> Response:
+        return await answer(served, CompletionAsked, request)
 
     return app
 
 
-def require_model(served: Served, name: str | None) -> None:
-    """Raises ApiError: another model than the one that is served."""
-    if name not in (None, served.name):
-        message = f"there is no model {name!r} here, only {served.name!r}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
-async def answer(served: Served, asked: Asked, request: Request) -> Response:
-    """Have a prompt continued, and send what comes. Raises ApiError: it cannot be."""
-    require_model(served, asked.model)
-    loop, inbox = asyncio.get_running_loop(), asyncio.Queue()
-
-    def deliver(*piece: str | None) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it the program
-            loop.call_soon_threadsafe(inbox.put_nowait, piece)
-
+async def read(form: type[Asked], request: Request, max_bytes: int) -> Asked:
+    """Return what a request asks for. Raises ApiError: it is too large, or not of this form."""
+    # A page of a stranger may send other types without asking the browser.
+    if not request.headers.get("content-type", "").startswith("application/json"):
+        raise ApiError(400, "the Content-Type has to be application/json")
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise ApiError(413, f"a request may have {max_bytes:,} bytes at most")
     try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        wrong = error.errors()
+        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong]
+        raise ApiError(400, "; ".join(told).removeprefix(": "), *wrong[0]["loc"][:1]) from error
+
+
+async def answer(served: Served, form: type[Asked], request: Request) -> Response:
+    """Have a prompt continued, and send what comes. Raises ApiError: it cannot be."""
+    asked = await read(form, request, served.max_bytes)
+    if asked.model not in (None, served.name):
+        message = f"there is no model {asked.model!r} here, only {served.name!r}"
+        raise ApiError(404, message, "model", "model_not_found")
+    try:
+        sampling = asked.sampling(served.sampling)
         prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=asked.prompt_field) from error
+    except ValueError as error:  # whose message begins with the field's name
+        raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     room = served.context - len(prompt)
     if room < 1:
-        raise ApiError(
-            400,
-            f"{len(prompt)} tokens leave no room for an answer: the context of this model has "
-            f"{served.context}",
-            param=asked.prompt_field,
-            code="context_length_exceeded",
-        )
-    try:
-        text = StreamedText(
-            prompt=prompt,
-            max_new_tokens=min(asked.max_completion_tokens or asked.max_tokens or room, room),
-            sampling=asked.sampling(served.sampling),
-            next_ids=next_ids,
-            tokenizer=served.tokenizer,
-            deliver=deliver,
-            stop=tuple(asked.stop),
-        )
-        served.worker.submit(text)
-    except ValueError as error:  # a setting outside its limits, which the message begins with
-        raise ApiError(400, str(error), param=str(error).split()[0]) from error
-    except BusyError as error:
-        raise ApiError(429, str(error)) from error
-    reply = Reply(isinstance(asked, ChatAsked), served.name)
+        message = f"{len(prompt)} tokens leave no room for an answer in {served.context}"
+        raise ApiError(400, message, code="context_length_exceeded")
+    reply = Reply(form is ChatAsked, served.name)
+    loop = asyncio.get_running_loop()
+    text = StreamedText(
+        prompt=prompt,
+        max_new_tokens=min(asked.max_completion_tokens or asked.max_tokens or room, room),
+        sampling=sampling,
+        next_ids=next_ids,
+        tokenizer=served.tokenizer,
+        deliver=lambda *piece: loop.call_soon_threadsafe(reply.inbox.put_nowait, piece),
+        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+    )
+    served.worker.submit(text)
     if not asked.stream:
-        return await whole(inbox, text, reply, request)
+        return await reply.whole(text, request)
     return StreamingResponse(
-        events(inbox, text, reply, asked.stream_options.include_usage),
+        reply.events(text, asked.stream_options.include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
         background=BackgroundTask(text.cancel),  # the client may have left
     )
 
 
-async def events(
-    inbox: asyncio.Queue, text: StreamedText, reply: Reply, with_usage: bool
-) -> AsyncIterator[bytes]:
-    """Yield the text as it comes, as server-sent events."""
+class Reply:
+    """The answer to one request in OpenAI's form, whole or in chunks.
 
-    def event(value: dict) -> bytes:
-        return b"data: " + as_json(value) + b"\n\n"
+    Args:
+        chat: whether it is an answer in a conversation.
+        model: the model's name.
+    """
 
-    if reply.chat:
-        yield event(reply.chunk(role="assistant", content=""))
-    finish_reason = None
-    while not finish_reason:
-        piece, finish_reason = await inbox.get()
-        if piece:
-            yield event(reply.chunk(content=piece))
-    if finish_reason == "error":
-        yield event(FAILED.body)
-        return
-    yield event(reply.chunk(finish_reason))
-    if with_usage:
-        yield event(reply.usage_chunk(text))
-    yield b"data: [DONE]\n\n"
+    def __init__(self, chat: bool, model: str):
+        self.chat = chat
+        self.inbox = asyncio.Queue()  # what the text delivers
+        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": number, "created": int(time.time()), "model": model}
 
-
-async def whole(
-    inbox: asyncio.Queue, text: StreamedText, reply: Reply, request: Request
-) -> Response:
-    """Return the text when it has ended; cancel it when the client leaves. Raises ApiError: it
-    failed."""
-
-    async def notice_leaving() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        inbox.put_nowait(("", "cancelled"))
-
-    leaving, finish_reason = asyncio.create_task(notice_leaving()), None
-    try:
+    async def whole(self, text: StreamedText, request: Request) -> Response:
+        """Return the text when it has ended; cancel it when the client leaves. Raises ApiError: it
+        failed."""
+        finish_reason = None
         while not finish_reason:
-            _, finish_reason = await inbox.get()
-    finally:
-        leaving.cancel()
-        text.cancel()
-    if finish_reason == "cancelled":
-        return Response(status_code=499)  # which nobody reads
-    if finish_reason == "error":
-        raise FAILED
-    return json_response(reply.whole(text))
+            _, finish_reason = await self.inbox.get()  # at every token
+            if await request.is_disconnected():
+                text.cancel()
+                return Response(status_code=499)  # which nobody reads
+        if finish_reason == "error":
+            raise FAILED
+        message = {"role": "assistant", "content": text.text, "refusal": None}
+        said = {"message": message} if self.chat else {"text": text.text}
+        return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
+
+    async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
+        """Yield the text as it comes, as server-sent events."""
+        if self.chat:
+            yield event(self._chunk(role="assistant", content=""))
+        finish_reason = None
+        while not finish_reason:
+            piece, finish_reason = await self.inbox.get()
+            if piece:
+                yield event(self._chunk(content=piece))
+        if finish_reason == "error":
+            yield event(FAILED.detail)
+            return
+        yield event(self._chunk(finish_reason))
+        if with_usage:
+            yield event(self._chunk() | {"choices": []} | usage(text))
+        yield "data: [DONE]\n\n"
+
+    def _chunk(self, finish_reason: str | None = None, **delta: str) -> dict:
+        said = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
+        return self._form("chat.completion.chunk", said, finish_reason)
+
+    def _form(self, kind: str, said: dict, finish_reason: str | None) -> dict:
+        choice = said | {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+        kind = kind if self.chat else "text_completion"
+        return self._head | {"object": kind, "choices": [choice]}
+
+
+def event(value: dict) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"
+
+
+def usage(text: StreamedText) -> dict:
+    """Count the tokens of prompt and answer."""
+    read, written = len(text.prompt), text.n_tokens
+    counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    return {"usage": counts}
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket on which connections wait. Raises UsageError: nobody can listen there."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--host {host} --port {port}: {error}") from error
+
+
+class Server(uvicorn.Server):
+    """Answers until SIGINT or SIGTERM; answers that are being written then end with an error."""
+
+    def __init__(self, served: Served):
+        app = make_app(served)
+        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
+        self._worker = served.worker
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all answers, for which uvicorn would wait."""
+        self._worker.close()
+        await super().shutdown(sockets)

@@ -6,9 +6,9 @@ field that is not known is refused, and so is a value that this server could onl
 
 import random
 from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from data.chat_template import encode_chat_prompt
 from data.conversations import USER, Turn, check_turns
@@ -16,53 +16,15 @@ from data.tokenizer import Tokenizer
 from inference.prompts import require_text
 from inference.sampling import Sampling
 
-ONLY = {  # field: the only value that this server can give it
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "functions": [],
-    "logit_bias": {},
-    "logprobs": False,
-    "n": 1,
-    "presence_penalty": 0,
-    "response_format": {"type": "text"},
-    "suffix": "",
-    "tools": [],
-}
 WITHOUT_EFFECT = (  # on the answer of any server, or where there are no tools
     *("metadata", "name", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
     *("include_obfuscation", "service_tier", "store", "tool_choice", "user"),
 )
-
-
-def text_of_parts(content: Any) -> Any:
-    """Return the text of [{"type": "text", "text": "…"}, …], or what is no list as it is."""
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("this model reads text alone")
-    return "".join(texts)
-
-
-def one_of_list(prompt: Any) -> Any:
-    """Return the prompt of a list with one."""
-    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-
-
-def as_list(stop: Any) -> Any:
-    return [stop] if isinstance(stop, str) else stop
-
-
-def is_idle(name: str, value: Any) -> bool:
-    """Return whether a field asks for no more than what is done anyway."""
-    only = ONLY.get(name)
-    same = value == only and isinstance(value, bool) == isinstance(only, bool)  # 0 is not False
-    return value is None or same or name in WITHOUT_EFFECT
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Form(BaseModel):
-    """A JSON object. Null says the same as a field that is left out."""
+    """A JSON object. Null and false say the same as a field that is left out."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -71,22 +33,32 @@ class Form(BaseModel):
     def without_idle_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if not is_idle(name, value)}
+        asked = [key for key, value in body.items() if value is not None and value is not False]
+        return {key: body[key] for key in asked if key not in WITHOUT_EFFECT}
 
 
 class StreamOptions(Form):
     include_usage: bool = False
 
 
+class TextPart(Form):
+    type: Literal["text"]
+    text: str
+
+
 class Message(Form):
     role: str
-    content: Annotated[str, BeforeValidator(text_of_parts)]
+    content: str | list[TextPart]
+
+    @property
+    def turn(self) -> Turn:
+        if isinstance(self.content, str):
+            return Turn(self.role, self.content)
+        return Turn(self.role, "".join(part.text for part in self.content))
 
 
 class Asked(Form):
-    """The fields of both kinds of request."""
-
-    prompt_field: ClassVar[str]  # the field that holds the prompt
+    """The fields of both kinds of request. Those with one allowed value ask for what is done."""
 
     model: str | None = None
     stream: bool = False
@@ -99,7 +71,11 @@ class Asked(Form):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], Field(max_length=4), BeforeValidator(as_list)] = []
+    stop: str | Annotated[list[str], Field(max_length=4)] = []
+    n: Literal[1] = 1
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
+    logit_bias: dict = Field({}, max_length=0)
 
     def sampling(self, default: Sampling) -> Sampling:
         """Return the settings, with a random seed unless one is given. Raises ValueError: see
@@ -110,16 +86,15 @@ class Asked(Form):
 
 
 class ChatAsked(Asked):
-    prompt_field = "messages"
-
     messages: list[Message] = Field(min_length=1)
+    tools: list = Field([], max_length=0)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the prompt's ids, and the ids that may come next, [] for all.
 
         Raises ValueError: messages that are no conversation with a question at its end.
         """
-        turns = [Turn(message.role, message.content) for message in self.messages]
+        turns = [message.turn for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
             raise ValueError("messages: the last has to be the user's")
@@ -127,10 +102,8 @@ class ChatAsked(Asked):
 
 
 class CompletionAsked(Asked):
-    prompt_field = "prompt"
-
-    prompt: Annotated[str, BeforeValidator(one_of_list)]
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the same of a text. Raises ValueError: it is empty, or no text."""
-        return tokenizer.encode_prompt(require_text(self.prompt))
+        return tokenizer.encode_prompt(require_text("".join(self.prompt)))

@@ -14,7 +14,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, distributed
 
-from formats.portable import TensorFile, save_tensors
+from formats.portable import load_tensors, save_tensors
 from model import LMConfig, Transformer
 from training.arguments import TrainingArguments
 from training.build import build_model
@@ -106,7 +106,7 @@ class Trainee:
         distributed.barrier()
 
     def load(self, path: Path) -> None:
-        tensors = TensorFile(path / "weights"), TensorFile(path / "moments")
+        tensors = load_tensors(path / "weights"), load_tensors(path / "moments")
         self.state.load(*tensors, json.loads((path / "scalars").read_text()), str(path))
 
     def goes_on(self, path: Path, end: Path) -> dict:
@@ -118,7 +118,7 @@ class Trainee:
             "weights": self.state.weights(),
             "moments": self.state.moments(),
         }.items():
-            for name, expected in TensorFile(end / file).items() if tensors else ():
+            for name, expected in load_tensors(end / file).items() if tensors else ():
                 scale = 1.0 if file == "weights" else expected.abs().max().item()
                 here = (tensors[name] - expected).abs().max().item() / scale
                 difference = max(difference, here)

@@ -22,4 +22,3 @@ if __name__ == "__main__":
     loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     TrainingArguments.dataset = MaskedDataset
     train_pretrain_accelerate.main()
-    train_pretrain_accelerate.leave()

@@ -126,11 +126,8 @@ import os, sys
 sys.path.insert(0, {repository!r})
 if os.environ["RANK"] == "1":
     os.chdir({folder!r})
-from train_pretrain_accelerate import leave, main
-try:
-    main()
-finally:
-    leave()
+from train_pretrain_accelerate import main
+main()
 """
 
 

@@ -2,7 +2,6 @@
 teacher stays as it is; runs go on to the bit."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from data.order import LengthSampler, MicroBatchSampler
 from data.tokenizer import copy_tokenizer
 from formats.portable import load_portable, save_portable
 from model import IGNORE_INDEX, LMConfig, Transformer
-from runs.weights import WeightsFolder, load_trained
+from runs.weights import load_trained
 from training.arguments import TrainingArguments
 from training.optimizer import parameter_groups
 
@@ -64,11 +63,10 @@ def by_hand(
     data: PackedDataset | ConversationSet,
     teacher: Transformer,
     kl: str = "forward",
-    student: Transformer | None = None,
 ) -> list[dict]:
     """Both models whole in one process, and every global batch at once."""
     torch.manual_seed(TrainingArguments.seed)
-    student = student or Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size))
+    student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     place = {"rank": 0, "world_size": 1, "seed": TrainingArguments.seed, "start": 0}
@@ -81,11 +79,10 @@ def by_hand(
     for _, samples in zip(range(STEPS), batches, strict=False):
         tokens, targets = collate([data[i] for i in samples])
         counts = targets != IGNORE_INDEX
-        ours, wanted = student(tokens).logits[counts], targets[counts]  # (targets, its vocab_size)
+        ours, wanted = student(tokens).logits[counts], targets[counts]  # (targets, vocab_size)
         with torch.no_grad():
             theirs = teacher(tokens).logits[counts]
-        both = (theirs, ours[:, : data.vocab_size])
-        p, q = (F.softmax(x / TEMPERATURE, -1) for x in both)
+        p, q = (F.softmax(x / TEMPERATURE, -1) for x in (theirs, ours))
         if kl == "reverse":
             p, q = q, p
         soft = TEMPERATURE**2 * (p * (p / q).log()).sum(-1).mean()
@@ -106,7 +103,6 @@ def by_hand(
 PAIRS = {
     "ZeRO-2 and ZeRO-3": ("zero2", "zero3_inference", 1, 4, ""),
     "ZeRO-2 and ZeRO-3 of answers": ("zero2", "divided", 1, 4, "of answers"),
-    "ZeRO-1 and ZeRO-3 on the CPU": ("zero1", "on_cpu", 2, 2, ""),
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
     "ZeRO-2 and a whole one": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("zero3", "divided", 4, 1, ""),
@@ -123,8 +119,6 @@ def found(packed, conversations, teacher, tmp_path_factory) -> dict:
     # This teacher is so small that of ours nothing would be let go of.
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
     (folder / "divided.json").write_text(json.dumps(file))
-    zero["offload_param"]["device"] = "cpu"
-    (folder / "on_cpu.json").write_text(json.dumps(file))
     runs = {}
     for name, (student, config, batch_size, accumulation, more) in PAIRS.items():
         data = conversations if more == "of answers" else packed
@@ -166,13 +160,6 @@ def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
     assert_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
 
 
-def test_the_loops_by_hand_differ(expected):
-    forward, reverse, answers = ([row["loss"] for row in rows] for rows in expected.values())
-    for other in (reverse, answers):
-        assert all(abs(a - b) > 0.01 for a, b in zip(forward, other, strict=True))
-    assert all(0.1 < row["agreement"] < 1 for row in expected[""])
-
-
 def test_the_teacher_ends_as_it_began_and_two_processes_hold_half_of_it_each(found):
     for name in (*PAIRS, "whole", "resumed"):
         assert all(each["unchanged"] and not each["trained"] for each in found[name])
@@ -205,7 +192,7 @@ def distilled(packed, teacher, tmp_path_factory) -> Trained:
     return train([sys.executable, DISTIL], 1, packed, path, flags)
 
 
-def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected, teacher, packed):
+def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected, teacher):
     assert_the_same(distilled, expected[""])
     student = load_trained(str(distilled.path)).model
     assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()
@@ -216,61 +203,13 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
     assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
-    # Validation is that of pretraining.
-    val = PackedDataset(packed, "val", SHAPE["max_seq_len"])
-    tokens, targets = torch.utils.data.default_collate([val[i] for i in range(len(val))])
-    loss = student(tokens, targets).loss.item()
-    assert distilled.rows("val_loss")[-1]["val_loss"] == pytest.approx(loss, abs=1e-4)
 
 
-def test_a_student_with_room_for_more_pieces_learns_the_same(teacher, packed, tmp_path):
-    """As --init_from may bring one along."""
-    roomy = opinionated(448, SHAPE["max_seq_len"])
-    source = save(tmp_path / "roomy", roomy, packed)
-    flags = f"{FLAGS} --init_from {source} --teacher {teacher} --batch_size {BATCH}"
-    run = train([sys.executable, DISTIL], 1, packed, tmp_path / "run", flags)
-    data = PackedDataset(packed, "train", SHAPE["max_seq_len"])
-    assert_the_same(run, by_hand(data, load_portable(teacher), student=roomy.train()))
-
-
-def refused(flags: str) -> str:
-    """The one line that a start which cannot work ends in."""
+def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher, tmp_path):
+    flags = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
+    flags += " --teacher_config configs/zero3_inference.json"
     ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
     assert ended.code == 2, ended.out
     (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    return line
-
-
-def test_a_run_goes_on_with_its_own_teacher_alone(distilled, teacher, packed, tmp_path):
-    other = shutil.copytree(teacher, tmp_path / "weights")
-    weights = dict(WeightsFolder.find(str(other)).tensors())
-    weights["norm.weight"][0] += 1e-3
-    save_portable(other, load_portable(teacher).config, weights)
-    flags = f"{FLAGS} --batch_size {BATCH} --data {packed} --resume {distilled.path} "
-    line = refused(f"{flags} --teacher {other}")
-    there, now = (WeightsFolder.find(str(path)).sha256()[:16] for path in (teacher, other))
-    assert f"teacher: {teacher} ({there}) in the checkpoint, {other} ({now}) now" in line
-
-
-def test_a_run_may_teach_the_next_one_what_it_was_trained_on(distilled, packed, tmp_path):
-    """And how much the student listens may change on the way."""
-    flags = (
-        f"{FLAGS} --teacher {distilled.path} --out_dir {tmp_path} --run_name next --batch_size 8"
-    )
-    command = [sys.executable, DISTIL, *TINY, *flags.split(), "--dim", "16"]
-    ended = run_warm(command)
-    assert ended.code == 0, ended.out
-    assert f"teacher: {distilled.path}/weights: " in ended.out
-    assert f"data: {packed}: " in ended.out
-    ended = run_warm([*command, "--alpha", "0.9", "--max_steps", "5", "--resume", "auto"])
-    assert ended.code == 0, ended.out
-    assert f"changed since the run was stopped: --alpha {ALPHA} → 0.9" in ended.out
-
-
-def test_mistakes_are_one_line(packed, teacher, tmp_path):
-    out = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
-    assert "--alpha must be between 0 and 1, not 2.0" in refused(f"{out} --alpha 2")
-    assert f"{teacher}s: no such folder" in refused(f"{out} --teacher {teacher}s")
-    divided = refused(f"{out} --teacher_config configs/zero3_inference.json")
-    assert "--teacher_config divides the teacher among the processes of a launcher" in divided
+    assert "--teacher_config divides the teacher among the processes of a launcher" in line
     assert list(tmp_path.iterdir()) == []

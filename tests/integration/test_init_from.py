@@ -1,7 +1,5 @@
 """Runs that start from the weights of another."""
 
-import shutil
-
 import pytest
 import torch
 from conftest import Trained, train
@@ -35,24 +33,3 @@ def test_the_first_step_is_where_the_finished_run_ended(
     assert started.column("loss")[0] == pytest.approx(learned, abs=0.5)
     assert started.rows("val_loss")[-1]["val_loss"] == pytest.approx(learned, abs=2e-3)
     assert_equal_bits(started.tensors(), load_file(finished.path / "weights/model.safetensors"))
-
-
-def test_the_same_command_starts_from_weights_and_later_from_its_checkpoint(
-    finished, packed, tmp_path
-):
-    flags = (
-        f"--init_from {finished.path} --resume auto --max_steps 6 --save_interval 3 --dropout 0.1 "
-        "--max_seq_len 48 --batch_size 8 --learning_rate 1e-3"
-    )
-    whole = train("plain", 1, packed, tmp_path / "whole", flags)
-    assert "a new run starts" in whole.out
-    assert f"starts from: {finished.path}/weights" in whole.out
-    assert "max_seq_len is 48 now and 32 there" in whole.out
-    stopped = tmp_path / "stopped"
-    shutil.copytree(whole.checkpoint(3), stopped / "checkpoints" / "step-00000003")
-    shutil.copy(whole.path / "metrics.jsonl", stopped)
-    resumed = train("plain", 1, packed, stopped, flags)
-    assert "starts from: step-00000003, not again --init_from" in resumed.out
-    assert resumed.column("loss") == whole.column("loss")
-    for file in ("weights", "optimizer", "random"):
-        assert_equal_bits(resumed.tensors(file), whole.tensors(file))

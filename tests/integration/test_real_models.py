@@ -2,7 +2,6 @@
 weights and a tokenizer.json."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,7 @@ from json_tokenizers import write_tokenizer
 from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from data.chat_template import encode_chat_prompt
-from data.conversations import ROLES, Turn
 from data.tokenizer import open_tokenizer
-from runs.weights import load_trained
 from scripts import export_gguf, export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
@@ -76,20 +72,6 @@ def train_whole(command: list[str], data: Path, path: Path, weights: Path, flags
     return Trained(path, ended.out)
 
 
-def test_the_imported_model_computes_what_transformers_does(somebodys, imported):
-    ours = load_trained(str(imported))
-    assert ours.model.config.head_dim == 64
-    assert {path.name for path in imported.iterdir()} == {
-        *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    }
-    tokens = torch.randint(520, (2, 64), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(somebodys)(tokens).logits
-        logits = ours.model(tokens).logits
-    assert theirs.std() > 0.1
-    torch.testing.assert_close(logits, theirs, atol=1e-5, rtol=0)
-
-
 def test_it_trains_on(trained, imported, data):
     losses = trained.column("loss")
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
@@ -120,28 +102,6 @@ def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_
         ids = [tokenizer.bos_token_id, *tokenizer(prompt).input_ids]
         written = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
         assert tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True) == text
-
-
-def test_it_is_fine_tuned_and_goes_back_with_a_template(imported, somebodys, tmp_path):
-    asked = [{"prompt": f"{i} + 1 = ?", "response": f"{i + 1}"} for i in range(40)]
-    chat, data = tmp_path / "chat.jsonl", tmp_path / "data"
-    chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
-    flags = ["--tokenizer", str(somebodys), "--out", str(data), "--val_fraction", "0.2"]
-    prepare_data.main(["--conversations", str(chat), *flags])
-    flags = "--max_steps 2 --batch_size 4 --max_seq_len 64 --learning_rate 1e-2 --lora_dim 4"
-    command = [sys.executable, "train_sft_accelerate.py"]
-    tuned = train_whole(command, data, tmp_path / "tuned", imported, flags)
-    before, *_, after = tuned.rows("val_loss")
-    assert after["val_loss"] < before["val_loss"]
-    kept = (tuned.path / "base" / "tokenizer.json").read_bytes()
-    assert kept == (imported / "tokenizer.json").read_bytes()
-    export_hf.main([str(tuned.path), str(tmp_path / "hf")])
-    ours, theirs = open_tokenizer(tuned.path), AutoTokenizer.from_pretrained(tmp_path / "hf")
-    for text in (*NASTY.values(), *theirs.all_special_tokens):
-        turns = [Turn(role, text) for role in ROLES]
-        messages = [turn._asdict() for turn in turns]
-        how = {"return_dict": False, "add_generation_prompt": True}
-        assert theirs.apply_chat_template(messages, **how) == encode_chat_prompt(ours, turns)
 
 
 def test_gguf_is_refused_in_one_line(trained, tmp_path, capsys):

@@ -142,10 +142,3 @@ def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_2(
     assert "Traceback" not in ended.out
     (line,) = [line for line in ended.out.splitlines() if "error:" in line]
     assert all(keyword in line for keyword in keywords), line
-
-
-def test_auto_with_nothing_to_resume_starts_a_run(packed, tmp_path):
-    path = tmp_path / "runs" / "new"
-    started = train("plain", 1, packed, path, "--max_steps 1 --resume auto")
-    assert "no checkpoint" in started.out
-    assert started.column("step") == [1]

@@ -16,6 +16,7 @@ from small_model import opinionated
 
 from data.tokenizer_training import EOS_ID
 from formats.portable import save_portable
+from inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +27,9 @@ HELLO = [{"role": "user", "content": "1 + 1"}]
 
 @pytest.fixture
 def server(packed, request):
-    """A server of the parameter's context."""
-    started = LiveServer("mine", packed / "tokenizer.model", request.param)
+    """A server of the parameter's context, greedy unless a request says otherwise."""
+    greedy = Sampling(temperature=0)
+    started = LiveServer("mine", packed / "tokenizer.model", request.param, greedy)
     yield started
     started.close()
 
@@ -46,11 +48,6 @@ def is_busy(browser: Browser) -> bool:
     return browser.run("getComputedStyle(document.querySelector('#stop')).display") != "none"
 
 
-def set_temperature(browser: Browser, value: float) -> None:
-    slide = "const t = document.querySelector('input'); t.value = '%s';"
-    browser.run("{" + slide % value + "t.dispatchEvent(new Event('input'))}")
-
-
 @pytest.mark.parametrize("server", [LONG], indirect=True)
 @pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
 def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, dark):
@@ -58,7 +55,6 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
     browser.open(server.url, width, dark)
     paper = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(paper.partition("(")[2].partition(",")[0]) < 128) == dark
-    set_temperature(browser, 0)
     ask(browser, "1 + 1")
     wait_until(lambda: len("".join(texts(browser, "assistant"))) > len(expected))
     assert is_busy(browser)
@@ -71,7 +67,7 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
     assert texts(browser, "note") == ["Stopped."]
     place = "document.querySelector('.note').getBoundingClientRect().bottom"
     assert browser.run(f"{place} < innerHeight")  # the end is what one sees
-    wait_until(lambda: server.worker.load == {"running": 0, "waiting": 0})
+    wait_until(lambda: server.n_running == 0)
 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True)
@@ -79,20 +75,18 @@ def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, 
     ids = server.asked("1 + 1")
     says = server.continues(ids, SHORT - len(ids))
     browser.open(server.url, 375)
-    set_temperature(browser, 0)
     said = [*HELLO, {"role": "assistant", "content": LONG_TEXT}]
-    browser.run(f"history.push(...{json.dumps(said)})")
+    browser.run(f"messages.push(...{json.dumps(said)})")
     for question in ("1 + 1", LONG_TEXT):
         ask(browser, question)
         wait_until(lambda: not is_busy(browser))
     assert texts(browser, "assistant") == [says]
     forgotten, full, refused = texts(browser, "note")
-    assert "does not see the oldest 2 messages" in forgotten
-    assert full.startswith("The context is full: the answer ends here. From here on")
-    assert full.endswith("does not see the oldest 2 messages.")
+    assert "no longer sees the oldest 2 messages" in forgotten
+    assert full == "The context is full: the answer ends here."
     assert "no room for an answer" in refused
     browser.run("document.querySelector('#new').click()")
-    assert texts(browser, "user") == []
+    wait_until(lambda: texts(browser, "user") == [])
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 

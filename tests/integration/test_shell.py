@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from conftest import (
-    REPOSITORY,
     SAFETY_NET_SECONDS,
     Finished,
     clean_environment,
@@ -56,20 +54,6 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     return run(command, cwd=clone, **settings(text, **environ))
 
 
-def test_a_script_started_by_its_path_finds_the_rooms_from_any_folder(tmp_path):
-    ended = run([sys.executable, str(REPOSITORY / "scripts" / "report.py"), "-h"], cwd=tmp_path)
-    assert ended.code == 0
-    assert ended.out.startswith("usage: python -m scripts.report ")
-
-
-def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
-    shutil.copy(corpus, clone.parent / "here.jsonl")
-    script = str(clone / "run_accelerate.sh")
-    typed = settings(Path("here.jsonl"))
-    ended = run(["bash", script, "--dim", "7"], cwd=clone.parent, **typed)
-    assert "dim 7 is not divisible" in ended.out
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "says"),
     [
@@ -78,12 +62,10 @@ def test_text_is_found_in_the_folder_where_it_is_typed(clone, corpus):
         ("", {"ENGINE": "zero4"}, "no ENGINE is called zero4: there are ddp fp16"),
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
         ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
-        ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA: DATA names text"),
-        ("", {"TEACHER": "out/runs/my"}, "STAGE=pretrain does not use TEACHER: "),
-        ("", {"MASTER_PORT": "70000"}, "MASTER_PORT must be a number below 65536, not 70000"),
-        ("", {"NUM_MACHINES": "two"}, "NUM_MACHINES must be a number from 1 on, not two"),
+        ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA"),
+        ("", {"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
         ("", {"MACHINE_RANK": "0"}, "say how many by NUM_MACHINES"),
-        ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "to NUM_MACHINES - 1 = 0, not 1"),
+        ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "which 'no name' is not here"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],

@@ -3,13 +3,10 @@ would. That they compute the same: test_launch.py."""
 
 import json
 import os
-import signal
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, SAFETY_NET_SECONDS, run, run_warm, start_warm
+from conftest import REPOSITORY, run, run_warm
 
 pytestmark = pytest.mark.slow
 
@@ -43,78 +40,47 @@ facts |= {
 }
 with open(os.environ["TOLD"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(facts, file)
-os.write(1, sys.stdin.read().encode() + b"out\n")
-os.write(2, b"on the other stream\n")
 """
+# A port that was free, files of torchrun's own, and where the facts go.
+DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TOLD")
+VARIANTS = dict.fromkeys(("DDP", "python -m"), pytest.mark.variant)
 
 
-def told(start, how: str, script: Path, path: Path) -> tuple[list[dict], list[str]]:
-    """What a program says about itself, per rank, and what was seen of it."""
-    name = script.stem if how == "python -m" else str(script)
-    search = f"{script.parent}{os.pathsep}{REPOSITORY}"
-    more = {"TOLD": f"{path}/{start.__name__}-", "PYTHONPATH": search, "OTHER": "x y"}
-    ended = start([*STARTS[how], name, "a b", "--flag", ""], **more)
-    assert ended.code == 0, ended.out
-    lines = [line for line in ended.out.splitlines() if line.startswith(("out", "on the"))]
-    files = sorted(path.glob(f"{start.__name__}-*"))
-    return [json.loads(file.read_text()) for file in files], sorted(lines)
-
-
-LIKE_OTHERS = dict.fromkeys(("DDP", "python -m"), pytest.mark.variant)
-HOW = [pytest.param(how, marks=LIKE_OTHERS.get(how, ())) for how in STARTS]
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=VARIANTS.get(how, ())) for how in STARTS])
 def test_a_forked_program_finds_what_a_fresh_interpreter_does(how, tmp_path):
-    script = tmp_path / "tells.py"
+    script, told, numbers = tmp_path / "tells.py", [], []
     script.write_text(TELLS)
-    (fresh, seen_fresh), (forked, seen) = (
-        told(start, how, script, tmp_path) for start in (run, run_warm)
-    )
-    assert seen == seen_fresh
-    assert len(seen) == 2 * len(forked) == 2 * (1 if how.startswith("python") else 2)
-    for facts in (*fresh, *forked):
-        # a port that was free, files of torchrun's own, and where the facts go
-        for name in ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TOLD"):
-            facts["environment"].pop(name, None)
-    numbers = [number for facts in (*fresh, *forked) for number in facts.pop("numbers")]
+    for start in (run, run_warm):
+        name = script.stem if how == "python -m" else str(script)
+        search = f"{script.parent}{os.pathsep}{REPOSITORY}"
+        more = {"TOLD": f"{tmp_path}/{start.__name__}-", "PYTHONPATH": search, "OTHER": "x y"}
+        ended = start([*STARTS[how], name, "a b", "--flag", ""], **more)
+        assert ended.code == 0, ended.out
+        told.append(
+            [json.loads(file.read_text()) for file in sorted(tmp_path.glob(f"{start.__name__}-*"))]
+        )
+        for facts in told[-1]:
+            numbers += facts.pop("numbers")
+            for key in DIFFERENT:
+                facts["environment"].pop(key, None)
+    fresh, forked = told
+    assert len(forked) == (1 if how.startswith("python") else 2)
+    assert forked == fresh
     assert len(set(numbers)) == len(numbers)  # nobody has seeded anything
-    for mine, expected in zip(forked, fresh, strict=True):
-        for fact, value in expected.items():
-            assert mine[fact] == value, fact
 
 
-def test_the_end_of_a_forked_program_is_known(tmp_path):
-    ends = tmp_path / "ends.py"
-    for statement, code in {
-        "raise SystemExit(7)": 7,
-        "raise ValueError": 1,
-        "import os; os._exit(3)": 3,
-        "import os; os.kill(os.getpid(), 9)": -signal.SIGKILL,
-        "pass": 0,
-    }.items():
-        ends.write_text(statement)
-        ended = run_warm([sys.executable, str(ends)])
-        assert ended.code == code
-        assert ("Traceback" in ended.out) == (statement == "raise ValueError")
-
-
-def test_when_a_forked_rank_fails_the_other_is_ended(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text("import os, time\nif os.environ['RANK'] == '1': 1 / 0\ntime.sleep(86400)")
-    ended = run_warm([*STARTS["DDP"], str(script)])
-    assert ended.code == 1
-    assert "ZeroDivisionError" in ended.out
-
-
-def test_what_nobody_waits_for_is_ended(tmp_path):
-    script = tmp_path / "sleeps.py"
-    script.write_text("import time\ntime.sleep(86400)")
-    with open(tmp_path / "log", "w") as log:
-        process = start_warm([*STARTS["DDP"], str(script)], log)
-    assert [os.kill(pid, 0) for pid in process.ranks] == [None, None]
-    process.abandon()
-    end = time.monotonic() + SAFETY_NET_SECONDS
-    while any(Path(f"/proc/{pid}").exists() for pid in process.ranks):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+@pytest.mark.parametrize(
+    ("how", "statement", "code"),
+    [
+        ("python", "raise SystemExit(7)", 7),
+        ("python", "raise ValueError", 1),
+        ("python", "import os; os.kill(os.getpid(), 9)", -9),
+        ("DDP", "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(86400)", 1),
+    ],
+)
+def test_the_end_of_a_forked_program_is_known(tmp_path, how, statement, code):
+    """A launcher ends the other ranks when one fails."""
+    (tmp_path / "ends.py").write_text(statement)
+    ended = run_warm([*STARTS[how], str(tmp_path / "ends.py")])
+    assert ended.code == code
+    assert ("Traceback" in ended.out) == (code == 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import UsageError
 from model import Transformer
-from runs.lock import lock
+from runs.folder import lock
 from training.engine.deepspeed_config import nvme_folders, offload_device
 from training.engine.kinds import NVME, Kind
 from training.engine.launch import Engine

@@ -6,12 +6,15 @@ is refused here: a precision that is ignored, a process that is missing, DeepSpe
 
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -39,6 +42,7 @@ ALONE = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
     **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
 }
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # Warnings of libraries that call each other; a user can do nothing about them.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -120,6 +124,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     Raises UsageError: as `build_engine`, or DeepSpeed is there for some alone.
     """
     take_launch(*models)
+    name_interface()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpu()
     args, has_gpu = models[0], torch.cuda.is_available()
@@ -310,3 +315,22 @@ def skip_compiled_communication() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def name_interface() -> None:
+    """On several machines, name the network interface to gloo where it would take the loopback one.
+
+    Gloo listens at the address of the machine's own name, which Debian and Ubuntu give as
+    127.0.1.1: other machines would then look for this one on themselves.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", processes) == processes or INTERFACE in os.environ:
+        return
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # looks for a route and sends nothing
+        here = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if here in {each.address for each in addresses}:
+                os.environ[INTERFACE] = name

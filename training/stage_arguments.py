@@ -1,23 +1,21 @@
-"""The flags of train_sft_accelerate.py; those of adapters have DeepSpeed-Chat's names."""
+"""The flags that fine-tuning and distillation add to those of pretraining.
 
-import shlex
+Flags of adapters have DeepSpeed-Chat's names.
+"""
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 from common.errors import UsageError
 from data.conversation_set import ConversationSet
+from data.dataset import PackedDataset, TokenStream
+from data.shards import read_description
 from model import Transformer
 from model.config import setting
 from model.lora import add_lora
-from training.arguments import AT_LEAST_1, FILE_NAME, POSITIVE, TrainingArguments, changed
-
-# Flags of scripts.prepare_data that --prepare_flags cannot hold, and why.
-GIVEN = {
-    "--data": "--conversations names what is prepared",
-    "--conversations": "it is a flag of its own",
-    "--tokenizer": "it is that of the weights in --init_from",
-    "--out": "the folder is named after the conversations; scripts.prepare_data takes any",
-}
+from runs.find import DISTILLATION
+from training.arguments import AT_LEAST_1, FILE_NAME, POSITIVE, SHARE, TrainingArguments, changed
+from training.distillation_loss import KL
 
 
 @dataclass
@@ -82,20 +80,47 @@ class SFTArguments(TrainingArguments):
                 only_lora=self.only_optimize_lora,
             )
 
-    def says_how_to_prepare(self) -> bool:
-        """Return whether conversations or flags for them were given."""
-        return (self.conversations, self.prepare_flags) != ("builtin", "")
 
-    def prepare_words(self) -> list[str]:
-        """Split --prepare_flags as a shell would.
+@dataclass
+class DistillationArguments(TrainingArguments):
+    """The flags of pretraining, and these. Raises UsageError: as there."""
 
-        Raises UsageError: a quote is not closed, or this program gives one of the flags itself.
-        """
-        try:
-            words = shlex.split(self.prepare_flags)
-        except ValueError as error:
-            raise UsageError(f"--prepare_flags {self.prepare_flags!r}: {error}") from error
-        for word in words:
-            if (name := word.partition("=")[0]) in GIVEN:
-                raise UsageError(f"--prepare_flags {name}: leave it out, {GIVEN[name]}")
-        return words
+    program: ClassVar[str] = DISTILLATION
+    about: ClassVar[str] = "Train a model to expect what a trained, larger one expects."
+    logged: ClassVar[tuple[str, ...]] = ("hard_loss", "soft_loss", "agreement")
+
+    data: str | None = setting(
+        None,
+        "folder made by scripts.prepare_data, of text or of conversations, with the teacher's "
+        "tokenizer (default: what the teacher was trained on)",
+        group="data and output",
+    )
+    teacher: str = setting(
+        "auto",
+        "run, checkpoint or folder of weights, ours or Hugging Face's, to learn from, or 'auto' "
+        "for the newest run of pretraining (RUN@best: at its lowest validation)",
+        FILE_NAME,
+        group="distillation",
+    )
+    teacher_config: str | None = setting(
+        None,
+        "DeepSpeed file for the teacher, ZeRO-3 as in configs/zero3_inference.json (default: every "
+        "process has all of it)",
+        FILE_NAME,
+    )
+    alpha: float = setting(0.5, "share of the hard loss, that of the data's own tokens", SHARE)
+    temperature: float = setting(
+        2.0, "both models' logits are divided by it in the soft loss", POSITIVE
+    )
+    kl: str = setting(
+        "forward",
+        "divergence of the soft loss: forward, for which the student covers all that the teacher "
+        "expects, or reverse, for which it says only what the teacher would",
+        choices=KL,
+    )
+
+    @property
+    def dataset(self) -> type[TokenStream]:
+        """For the kind of data that --data holds. Raises DataError: it holds none."""
+        kinds = {each.kind: each for each in (PackedDataset, ConversationSet)}
+        return kinds[read_description(self.data)["kind"]]

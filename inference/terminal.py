@@ -1,0 +1,175 @@
+"""Writing in the terminal: continuations of prompts, and a conversation."""
+
+import json
+import time
+from dataclasses import dataclass
+
+from common.errors import UsageError
+from data.chat_template import encode_chat_prompt
+from data.conversations import Turn
+from data.tokenizer import Tokenizer
+from inference.decoder import Decoder
+from inference.generation import StreamedText, write
+from inference.prompts import converse, say
+from inference.sampling import Sampling
+
+
+@dataclass(kw_only=True)
+class TextGenerator:
+    """A model with its tokenizer, and how it is to continue prompts."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    sampling: Sampling  # continuation number i, of all, draws with seed + i
+    max_new_tokens: int
+    num_samples: int  # continuations of each prompt
+    batch_size: int  # continuations computed together
+    stop: tuple[str, ...]  # texts that end a continuation
+    slide: bool  # at the end of the context: read the later half anew and go on
+    jsonl: bool  # print JSON objects
+
+    def write(self, prompts: list[str]) -> None:
+        """Print num_samples continuations of each prompt; say how fast they were written.
+
+        A text that is computed alone is printed as it comes, the others when their batch has ended.
+
+        Raises UsageError: a prompt that does not fit into the context.
+        """
+        asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
+        n_together = min(self.batch_size, len(asked))
+        streams = n_together == 1 and not self.jsonl
+        texts = [self._text(i, prompt, streams) for i, prompt in enumerate(asked)]
+        started = time.perf_counter()
+        for first in range(0, len(texts), n_together):
+            batch = texts[first : first + n_together]
+            if streams:
+                print(_heading(first, asked), end="", flush=True)
+            write(self.decoder, batch)
+            for i, text in enumerate(batch, first):
+                row = {"prompt": asked[i], "text": text.text}
+                shown = "" if streams else _heading(i, asked) + text.text
+                print(json.dumps(row, ensure_ascii=False) if self.jsonl else shown, flush=True)
+        seconds, n_tokens = time.perf_counter() - started, sum(len(text.ids) for text in texts)
+        limits = [text.max_new_tokens for text in texts if text.finish_reason == "length"]
+        if cut := sum(limit < self.max_new_tokens for limit in limits):
+            say(
+                f"{cut} of {len(texts)} ended with the context of "
+                f"{self.decoder.config.max_seq_len} tokens; --beyond_context slide goes on"
+            )
+        say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
+
+    def converse(self) -> None:
+        """Continue what is typed until the input ends."""
+        say("A prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
+        converse(lambda prompt: self.write([prompt]))
+
+    def _text(self, i: int, prompt: str, streams: bool) -> StreamedText:
+        """Return continuation i. Raises UsageError: the prompt is too long, and nothing slides."""
+        ids, next_ids = self.tokenizer.encode_prompt(prompt)
+        room, context = self.max_new_tokens, self.decoder.config.max_seq_len
+        if not self.slide:
+            room = min(room, context + 1 - len(ids))  # a full context predicts one more token
+        if room < 1:
+            raise UsageError(
+                f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
+                "it, or pass --beyond_context slide to go on from its end"
+            )
+        return StreamedText(
+            prompt=ids,
+            max_new_tokens=room,
+            sampling=self.sampling.numbered(i),
+            next_ids=next_ids,
+            tokenizer=self.tokenizer,
+            deliver=print_piece if streams else lambda *_: None,
+            stop=self.stop,
+        )
+
+
+def print_piece(text: str, finish_reason: str | None) -> None:
+    """Print a piece of text as it comes. (`deliver` of a StreamedText.)"""
+    print(text, end="", flush=True)
+
+
+def _heading(i: int, prompts: list[str]) -> str:
+    """Return the prompt of continuation i, below a line with its number if there are several."""
+    number = f"--- {i + 1} of {len(prompts)} ---\n" if len(prompts) > 1 else ""
+    return number + prompts[i]
+
+
+@dataclass(kw_only=True)
+class Chat:
+    """Answers go to stdout as they come, remarks to stderr.
+
+    Where the conversation no longer fits into the context, the oldest questions and their answers
+    are forgotten; the system message stays.
+    """
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+    sampling: Sampling  # answer i draws with seed + i
+    max_new_tokens: int | None  # of an answer; None for as many as the context has room for
+    system: str  # a message that stands before all others; "" for none
+
+    def __post_init__(self):
+        self.context = self.decoder.config.max_seq_len
+        self.turns: list[Turn] = []
+        self.n_answers = 0
+
+    def converse(self) -> None:
+        """Answer until the input ends."""
+        say("Enter asks. /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program.")
+        converse(self.answer)
+
+    def ask(self, question: str) -> list[int]:
+        """Append a question; return the ids after which the model answers.
+
+        Raises UsageError: the question is too long by itself; then nothing is changed.
+        """
+        reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
+        before = [Turn("system", self.system)] if self.system else []
+        turns = [*self.turns, Turn("user", question)]
+        for forgotten in range(0, len(turns), 2):
+            ids = encode_chat_prompt(self.tokenizer, before + turns[forgotten:])
+            if len(ids) + reserve <= self.context:
+                break
+        else:
+            raise UsageError(
+                f"this is {len(ids)} tokens and the context of this model has {self.context}, of "
+                f"which {reserve} are kept for the answer: shorten it"
+            )
+        self.turns = turns[forgotten:]
+        if forgotten:
+            say(f"(The context is full: the model no longer sees the oldest {forgotten} messages.)")
+        return ids
+
+    def answer(self, line: str) -> None:
+        """Print the answer to what was typed, up to Ctrl-C. Without one the question is forgotten.
+
+        Raises UsageError: the question is too long.
+        """
+        if line.strip() == "/reset":
+            self.turns.clear()
+            say("Forgotten.")
+            return
+        prompt = self.ask(line.strip())
+        room = self.context - len(prompt)
+        answer = StreamedText(
+            prompt=prompt,
+            max_new_tokens=min(self.max_new_tokens or room, room),
+            sampling=self.sampling.numbered(self.n_answers),
+            tokenizer=self.tokenizer,
+            deliver=print_piece,
+        )
+        self.n_answers += 1
+        try:
+            write(self.decoder, [answer])
+        except KeyboardInterrupt:
+            answer.cancel()
+        print(flush=True)
+        if answer.text.strip():
+            self.turns.append(Turn("assistant", answer.text))
+        else:
+            self.turns.pop()
+            say("(There is no answer: the question is forgotten.)")
+        if answer.finish_reason == "length" and answer.n_tokens != self.max_new_tokens:
+            say("(The context is full: the answer ends here.)")
