@@ -18,11 +18,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
 
 
-def free_memory() -> int | None:
-    """Return the bytes of RAM that can still be taken, within a container's limit.
+def available_memory(device: torch.device, processes: int) -> int | None:
+    """Return the bytes that this process can have in all, with those that it has already.
 
-    None where the system does not say.
+    The processes of a machine share its RAM, within a container's limit. None where the system does
+    not say.
     """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
@@ -32,19 +35,6 @@ def free_memory() -> int | None:
     if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
         stat = dict(line.split() for line in used.read_text().splitlines())
         free = min(free, int(text) - int(stat["anon"]))  # the rest can be reclaimed
-    return free
-
-
-def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can have in all, with those that it has already.
-
-    The processes of a machine share its RAM. None where the system does not say.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    free = free_memory()
-    if free is None:
-        return None
     resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return free // sharing + (resident - shared) * resource.getpagesize()

@@ -40,7 +40,8 @@ class ZeroInference:
         own = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", own):
             raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
-        return cls.of_config(config, path, dtype or ("bfloat16" if own == "cuda" else "float32"))
+        source = "accelerate launch" if path == "none" else path
+        return cls.of_config(config, source, dtype or ("bfloat16" if own == "cuda" else "float32"))
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
