@@ -96,12 +96,15 @@ class Engine:
             zero = self.deepspeed["zero_optimization"]
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
+    def largest(self, value: int) -> int:
+        """Return the largest of all processes' values. All must call this."""
+        return self._exchange(value, ReduceOp.MAX)
+
     def total(self, value: int) -> int:
         """Return the sum of all processes' values. All must call this."""
-        return self.largest(value, ReduceOp.SUM)
+        return self._exchange(value, ReduceOp.SUM)
 
-    def largest(self, value: int, operation=ReduceOp.MAX) -> int:
-        """Return the largest of all processes' values. All must call this."""
+    def _exchange(self, value: int, operation) -> int:
         everyone = torch.tensor([value])
         if self.cpu_group is not None:
             torch.distributed.all_reduce(everyone, operation, self.cpu_group)
