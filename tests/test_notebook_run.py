@@ -101,7 +101,7 @@ def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     said, found, command = capsys.readouterr().out.partition(stopped)
     assert found
     assert f"report: {run / 'report.html'}" in said
-    assert "<dd>not finished</dd>" in (run / "report.html").read_text(encoding="utf-8")
+    assert ">not finished</td>" in (run / "report.html").read_text(encoding="utf-8")
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
     main(flags("a", "--max_steps", "4", "--resume", str(run)))
     assert saved_steps(run) == 4

@@ -67,7 +67,7 @@ def test_a_resumed_run_has_each_sample_once_in_file_and_tensorboard(resumed):
 
 def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):
     page = (resumed.path / "report.html").read_text(encoding="utf-8")
-    assert "<dd>finished</dd>" in page
+    assert ">finished</td>" in page
     assert f"report:     {resumed.path / 'report.html'}" in resumed.out
     for script in ("generate", "evaluate", "export_hf"):
         assert f"python -m scripts.{script} {resumed.path}" in resumed.out
