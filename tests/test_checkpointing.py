@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import UsageError
-from model import LMConfig
+from model import ConfigError, LMConfig
 from runs.checkpoint import RANDOM, damage, read_state, write_checkpoint
 from runs.folder import RunFolder, step_of
 from training import checkpointing
@@ -270,6 +270,6 @@ def test_files_that_are_sound_but_foreign_are_one_clear_line(run, file, content)
     """Past the manifest, a loader still meets only what it knows how to refuse."""
     save(run, 1)
     (run.checkpoint(1) / file).write_bytes(content)
-    with pytest.raises(UsageError, match=r"checkpoint .* cannot be used: |no readable weights") as error:
+    with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:
         load(run, 1)
     assert "\n" not in str(error.value)

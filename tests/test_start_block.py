@@ -90,7 +90,7 @@ def test_offloading_spares_the_memory_of_a_gpu_alone(run_of):
 
 def test_the_process_with_the_least_counts(run_of, monkeypatch):
     enough = enough_for(run_of())
-    monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, -(enough - 2)))
+    monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))
     assert len(start_block.warnings(run_of(2 * enough))) == 1
 
 
