@@ -30,16 +30,21 @@ def leave_as_found(program: str, argv: list[str] | None) -> Iterator[None]:
     command, sys.argv = sys.argv, [program, *argv]
     environ = os.environ.copy()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    if "torch._dynamo" in sys.modules:  # loading it takes seconds, and nothing has been compiled
-        torch.compiler.reset()
+    _forget_models()
     try:
         yield
     finally:
+        _forget_models()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         release_locks()
         os.environ.clear()
         os.environ.update(environ)
         sys.argv = command
+
+
+def _forget_models() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if "torch._dynamo" in sys.modules:  # loading it takes seconds, and nothing has been compiled
+        torch.compiler.reset()

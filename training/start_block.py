@@ -1,5 +1,7 @@
 """The block printed at start: everything that is in use, so that nothing is in use silently."""
 
+import os
+
 import torch
 
 from common.numbers import counted
@@ -16,7 +18,7 @@ from training.run import Run
 from training.teacher import Teacher
 
 FEW_STEPS = 50
-ZERO_2 = " (for ZeRO-2: --use_deepspeed --deepspeed_config_file ds_config.json)"
+ZERO_2 = " (for ZeRO-2: --deepspeed ds_config.json, behind any launcher)"
 
 
 def start_block(run: Run) -> str:
@@ -35,11 +37,14 @@ def start_block(run: Run) -> str:
     if run.val_loader:
         held_out = f"validation on {len(run.val_loader.dataset):,}"
     keeps_attention = args.gradient_checkpointing == "selective" and not keeps_scores
+    # run_accelerate.sh was told which engine to take.
+    is_chosen = "RESUME_WITH" in os.environ
+    hint = ZERO_2 if engine.name.startswith("DDP") and not is_chosen else ""
     work, _ = _needs(run)
     fields = {
         "run folder": str(run.folder.path),
         "starts from": origin,
-        "engine": engine.name + ZERO_2 * engine.name.startswith("DDP"),
+        "engine": engine.name + hint,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": _precision(run),

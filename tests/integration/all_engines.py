@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import yaml
@@ -18,8 +19,7 @@ from formats.portable import load_tensors, save_tensors
 from model import LMConfig, Transformer
 from training.arguments import TrainingArguments
 from training.build import build_model
-from training.engine.compilation import Compilation
-from training.engine.launch import Engine, build_engine, plain_module
+from training.engine.launch import build_engine, plain_module
 from training.interruption import leave
 from training.optimizer import set_learning_rate
 
@@ -38,9 +38,8 @@ class Known:
         with torch.device("meta"):
             self.shapes = Transformer(CONFIG)
         self.n_trained = self.shapes.num_parameters()
-
-    def compilation(self, engine: Engine) -> Compilation:
-        return Compilation(False, "of no matter")
+        self.total_steps, self.start = STEPS, SimpleNamespace(state={})
+        self.train_set = SimpleNamespace(tokens_per_sample=CONFIG.max_seq_len)
 
 
 class Trainee:
@@ -61,6 +60,7 @@ class Trainee:
             accumulation_steps=ACCUMULATION,
             dtype=dtype,
             grad_clip=0.1,
+            compile="off",
         )
         self.stepped = set()  # dtypes of weights and gradients that the optimizer steps
         self.engine = build_engine(args)

@@ -277,7 +277,7 @@ def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
 @pytest.mark.parametrize("name", [variant(PLAIN), variant(DDP), variant(ZERO_1), ZERO_2])
 def test_muon_resumes_bit_for_bit(name, runs, packed, tmp_path):
     whole = runs("muon", name)
-    assert "optimizer: Muon on 14 matrices (0.03 million parameters)" in whole.out
+    assert "optimizer: Muon on 14 matrices at learning rate" in whole.out
     more = moved(whole, tmp_path / "moved")
     assert_same_bits(start("muon", name, packed, tmp_path / "moved", more), whole)
 

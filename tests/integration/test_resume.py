@@ -124,7 +124,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud_and_the_end_is_the_sam
 @pytest.mark.parametrize(
     ("damaged", "flags", "keywords"),
     [
-        ("random.safetensors", "", ["is damaged: random.safetensors is"]),
+        ("random.safetensors", "", ["is damaged: the checksum of random.safetensors is"]),
         ("", "--dim 64 --n_layers 3", ["dim: 32 in the checkpoint", "n_layers: 2 in the"]),
         ("", "--optimizer muon --batch_size 64", ["optimizer: adamw in the checkpoint, muon now"]),
     ],

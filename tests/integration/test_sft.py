@@ -208,7 +208,7 @@ def test_mistakes_are_one_line(base, data, packed, tmp_path):
     given = f"{out} --init_from {base.path} --data {data}"
     missing = tmp_path / "none.jsonl"
     for script, flags, keyword in (
-        (PRETRAIN, f"{out} --data {data}", "train_sft_accelerate.py"),
+        (PRETRAIN, f"{out} --data {data}", "holds conversations"),
         (SFT, f"{out} --init_from {base.path} --data {packed}", "train_pretrain"),
         (SFT, f"{given} --conversations {missing}", "give either"),
         (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
