@@ -209,7 +209,7 @@ def test_mistakes_are_one_line(base, data, packed, tmp_path):
     missing = tmp_path / "none.jsonl"
     for script, flags, keyword in (
         (PRETRAIN, f"{out} --data {data}", "holds conversations"),
-        (SFT, f"{out} --init_from {base.path} --data {packed}", "train_pretrain"),
+        (SFT, f"{out} --init_from {base.path} --data {packed}", "holds text"),
         (SFT, f"{given} --conversations {missing}", "give either"),
         (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
     ):
