@@ -17,7 +17,7 @@ from data.packing import PackingOptions, prepare
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
-from data.validation_split import hash_of
+from data.validation_split import ValidationSplit, hash_of
 
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
@@ -255,3 +255,8 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
     counts = Counter(text[0] for text in taken)
     assert set(counts) == set("abc")
     assert min(counts.values()) > max(counts.values()) / 2
+
+
+def test_a_document_is_held_out_where_its_hash_lies_below_the_share():
+    split = ValidationSplit(0.25)
+    assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
