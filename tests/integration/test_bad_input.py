@@ -85,7 +85,7 @@ def test_damaged_data(refused, packed, tmp_path):
     shard.write_bytes(content)
     assert re.search("token id 400 .*vocabulary of 400", refused("", data=folder))
     (folder / "dataset.json").write_text('{"features": []}', encoding="utf-8")
-    assert "dataset.json" in refused("", data=folder)
+    assert "dataset.json" in refused("--run_name third", data=folder)
 
 
 @pytest.mark.parametrize("tracker", ["swanlab"])

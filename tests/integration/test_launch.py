@@ -89,7 +89,7 @@ def test_flags_with_multi_gpu_start_ddp_which_says_so_and_what_to_type_instead(p
     )
     trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2", start=run)
     assert said(trained, "engine").startswith("DDP, not DeepSpeed")
-    assert "--use_deepspeed --deepspeed_config_file ds_config.json" in said(trained, "engine")
+    assert "--deepspeed ds_config.json" in said(trained, "engine")
     assert said(trained, "processes").startswith("2 ")
     assert trained.column("step") == [1, 2]
 
