@@ -3,6 +3,7 @@
 A path has one writer at a time; what a killed one has left goes when the next one writes.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -110,6 +111,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some file systems cannot sync folders, such as Windows' under WSL
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 

@@ -8,6 +8,7 @@ Alpaca, see data/conversations.py.
 """
 
 import argparse
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     more = "more of these flags in one word, as PREPARE_FLAGS and --prepare_flags have them"
     add("--flags", default="", metavar="WORDS", help=more)
     given = parser.parse_args(argv)
-    words = given.flags.split()
+    try:
+        words = shlex.split(given.flags)
+    except ValueError as error:
+        parser.error(f"--flags {given.flags!r}: {error}")
     also = parser.parse_args(words)
     for name in ("data", "conversations", "tokenizer", "out"):
         if None not in (getattr(given, name), getattr(also, name)):

@@ -1,7 +1,9 @@
 """Whatever goes wrong: the old file or folder or the new one, whole, and nothing beside it."""
 
+import errno
 import os
 import shutil
+import stat
 import threading
 import time
 from pathlib import Path
@@ -95,6 +97,24 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_p
     all_of_it = (partial, partial / "file", partial / "inside", partial / "inside" / "file")
     assert sorted(before) == sorted((path, False) for path in all_of_it)
     assert after == (tmp_path, True)
+
+
+def test_a_file_system_that_cannot_sync_folders_will_do_and_a_failing_disk_will_not(
+    tmp_path, monkeypatch
+):
+    real, refusal = os.fsync, OSError(errno.EINVAL, "not for folders")
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise refusal
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_whole(tmp_path / "new", "whole")
+    assert text_of(tmp_path / "new") == "whole"
+    refusal.errno = errno.EIO
+    with pytest.raises(OSError, match="not for folders"):
+        write_whole(tmp_path / "new", "more")
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):

@@ -227,6 +227,7 @@ REFUSED = {
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
     f"{SUMS} --flags=--data=a.csv": "--data is given already",
+    f"{SUMS} --flags='": "No closing quotation",
     "--conversations sums.jsonl": "pass --tokenizer",
     f"{CHAT_MODEL} --data sums.jsonl": "--data is for text",
     f"{CHAT_MODEL} --flags=--tokenizer=t": "--tokenizer is given already",

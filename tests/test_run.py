@@ -296,6 +296,15 @@ def test_a_run_gives_up_after_too_many_bad_steps_and_names_the_samples(run_of, t
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+def test_a_run_that_ends_between_two_looks_gives_up_too(run_of):
+    run = run_of(ALL * 2, max_bad_steps=3)
+    run.total_steps = 4
+    for step, norm in ((1, 1.0), (2, NAN), (3, NAN)):
+        run.end(step, norm)
+    with pytest.raises(UsageError, match="3 steps in a row"):
+        run.end(4, NAN)
+
+
 def test_another_rank_or_seed_draws_other_numbers():
     draws = []
     for seed, rank in ((42, 0), (42, 1), (42, 7), (43, 0), (42, 0)):

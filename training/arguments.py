@@ -99,8 +99,8 @@ class TrainingArguments:
     grad_clip: float = setting(1.0, "largest norm of the gradient; 0 leaves it as is", NOT_NEGATIVE)
     max_bad_steps: int = setting(
         20,
-        "stop after so many steps in a row with a non-finite gradient; float16's search for a "
-        "loss scale counts",
+        "stop after so many steps in a row with a non-finite gradient, looked at every so many "
+        "steps; float16's search for a loss scale counts",
         AT_LEAST_1,
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)

@@ -154,7 +154,8 @@ class Run:
         """Log the step; validate and write a sample where it is time. Return the validation loss,
         None without a validation.
 
-        Raises UsageError: --max_bad_steps steps in a row had a gradient that is not finite.
+        Raises UsageError: --max_bad_steps steps in a row had a gradient that is not finite, which
+        is looked at every so many steps.
         """
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
@@ -162,7 +163,8 @@ class Run:
         self.log.step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
-        if step % self.args.max_bad_steps == 0:  # seldom, because it waits for a GPU
+        # Seldom, because looking waits for a GPU.
+        if self._is_time(step, self.args.max_bad_steps):
             self._require_good_steps(step)
         is_due = self._is_time(step, self.args.eval_interval)
         val_loss = self.validate(step) if is_due else None
