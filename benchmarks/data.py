@@ -18,8 +18,8 @@ from statistics import median
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import heading, new_parser, numbers, say, table
-from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
+from common.numbers import available_cores
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError

@@ -31,10 +31,10 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file by way of `whole_file`."""
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file by way of `whole_file`."""
     with whole_file(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_text(content, encoding="utf-8")
 
 
 @contextmanager
@@ -46,10 +46,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for folder, _, names in os.walk(partial):
-            for name in names:
-                sync(Path(folder, name))
-            sync(Path(folder))
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         if out.exists():
             remove(old)
             out.rename(old)
@@ -70,8 +68,8 @@ def new_folder(
     must not be replaced without `overwrite`.
     """
     out = out.resolve()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if not out.is_dir() or not is_one(out):
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        if out.is_file() or not is_one(out):
             raise UsageError(f"{out} exists and is no {what}: choose another folder")
         if not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite to replace it")
@@ -119,13 +117,12 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder or a file, as far as the system permits. A folder is renamed first: killed
+    """Delete a folder, as far as the system permits, or a file. A folder is renamed first: killed
     halfway, nothing of the old name is there."""
     with suppress(OSError):
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
-            return
-        if path.suffix != DELETING:
+        if path.is_file():
+            path.unlink()
+        elif path.suffix != DELETING:
             doomed = path.with_name(path.name + DELETING)
             shutil.rmtree(doomed, ignore_errors=True)
             path = path.rename(doomed)

@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser that raises a UsageError and names the known flag that is most like a wrong one."""
 
     def __init__(self, **settings):
-        super().__init__(**{"formatter_class": HelpFormatter} | settings)
+        super().__init__(formatter_class=HelpFormatter, **settings)
 
     def error(self, message: str):
         raise UsageError(f"{message} (see --help)")
@@ -44,8 +44,8 @@ class OneLineParser(argparse.ArgumentParser):
         """Return the word with the flag that it may have been meant for, if one is close."""
         # Without the dashes, which would make any two short flags look alike.
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-        close = difflib.get_close_matches(name, set(flags) - {"help"}, n=1)
+        flags = {flag[2:] for flag in self._option_string_actions if flag.startswith("--")}
+        close = difflib.get_close_matches(name, flags - {"help"}, n=1)
         return f"{word}: did you mean --{close[0]}?" if close else word
 
 

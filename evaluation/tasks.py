@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from common.errors import UsageError
-from common.progress import progress_bar
+from common.numbers import progress_bar
 from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records

@@ -4,7 +4,7 @@ import sys
 
 from tqdm import tqdm
 
-from common.progress import progress_bar
+from common.numbers import progress_bar
 
 
 class Clock:
