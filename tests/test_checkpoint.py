@@ -169,8 +169,6 @@ def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned)
 def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, tuned, harm, message):
     assert damage(run.checkpoint(3)) is None
     harm(run.base)
-    problem = damage(run.checkpoint(3))
-    assert str(run.base) in problem
-    assert message in problem
+    assert message in damage(run.checkpoint(3))
     with pytest.raises(UsageError, match=r"every checkpoint .* is damaged"):
         WeightsFolder.find(str(run.path))
