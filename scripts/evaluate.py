@@ -49,10 +49,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def score(args: argparse.Namespace) -> None:
-    from evaluation.result import report
-    from evaluation.scoring import build_scorer
-    from evaluation.tasks import check_flags, detect_task, evaluate
+@one_line_errors("evaluate", UsageError, OSError)
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+
+    from evaluation.scoring import build_scorer  # these import torch, which takes seconds
+    from evaluation.tasks import check_flags, detect_task, evaluate, report
     from runs.find import data_of
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
@@ -70,19 +72,9 @@ def score(args: argparse.Namespace) -> None:
         results.append(evaluate(args, trained, scorer) | {"zero_stage": 3 if zero else None})
         scorer.accelerator.print(f"{report(results[-1])}\n")
     if args.json and scorer.accelerator.is_main_process:
-        content = results if len(results) > 1 else results[0]
-        text = json.dumps(content, indent=2, ensure_ascii=False)
+        text = json.dumps(results if len(results) > 1 else results[0], indent=2, ensure_ascii=False)
         args.json.write_text(f"{text}\n", encoding="utf-8")
     scorer.accelerator.end_training()
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("evaluate", UsageError):
-        args = parse_arguments(argv)
-    from model.config import ConfigError  # not above: --help need not wait seconds for torch
-
-    with one_line_errors("evaluate", UsageError, ConfigError, OSError):
-        score(args)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from evaluation.result import ratio
+from evaluation.scoring import ratio
 
 
 def test_the_interval_of_a_ratio_by_hand():
