@@ -27,8 +27,7 @@ def size(n_bytes: float) -> str:
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """Lay out rows, each of cells by the same column titles; all but the first column are
-    right-aligned."""
+    """Lay out rows of cells by column titles; all but the first column are right-aligned."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     form = "  ".join(f"{{:{'>' if at else '<'}{width}}}" for at, width in enumerate(widths))

@@ -120,10 +120,9 @@ def ratio(
     """Return total over total, as "value", and its 95% interval, "low" to "high": None for fewer
     than LEAST_UNITS units, which are documents, conversations or questions.
 
-    Tokens of one document resemble each other, so the units count, not the tokens. Both totals are
-    random: with R the ratio and n units, the variance of R is about
-    n / (n - 1) · Σ (top - R · bottom)² / (Σ bottom)² (Cochran, Sampling Techniques, 3rd ed. 1977,
-    section 6.4). The interval is R ± 1.96 standard errors, and does not reach below 0.
+    Tokens of one document resemble each other, so the units count. With R the ratio and n units,
+    the variance of R is about n / (n - 1) · Σ (top - R · bottom)² / (Σ bottom)² (Cochran, Sampling
+    Techniques, 3rd ed. 1977, section 6.4). The interval does not reach below 0.
 
     Args:
         tops, bottoms: float64 of shape (units,), none negative.
@@ -133,6 +132,5 @@ def ratio(
     r = sum(tops) / total
     if n < LEAST_UNITS:
         return {"value": scale(r), "low": None, "high": None}
-    squares = np.square(tops - r * bottoms).sum()
-    half = 1.96 * math.sqrt(n / (n - 1) * squares) / total
+    half = 1.96 * math.sqrt(n / (n - 1) * np.square(tops - r * bottoms).sum()) / total
     return {"value": scale(r), "low": scale(max(0.0, r - half)), "high": scale(r + half)}

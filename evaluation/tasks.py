@@ -1,4 +1,4 @@
-"""The kinds of data that can be scored: prepared data, raw text, conversations and questions."""
+"""The kinds of data that can be scored, and what is said of their scores."""
 
 import time
 from argparse import Namespace

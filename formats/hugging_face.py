@@ -61,7 +61,7 @@ def join_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """Return the number of heads of wq or wk by its name (ours); None for any other weight."""
+    """Return the number of heads of wq or wk by its name; None for any other weight."""
     return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
 
 
@@ -248,8 +248,8 @@ def write_model(
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
-    """Write tokenizer.json, what transformers wants beside it, and a SentencePiece model itself;
-    with `chat` the template too. Raises DataError: no tokenizer.json gives equal ids."""
+    """Write tokenizer.json and what transformers wants beside it, with `chat` the template too.
+    Raises DataError: no tokenizer.json gives equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
         own = Path(tokenizer.path).read_text(encoding="utf-8")
         written = without_escapes(own) if chat else own

@@ -119,13 +119,9 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         raise WeightsError(f"{path}: no state dict, or it holds code, which is not run") from error
     if isinstance(content.get("model"), dict):  # of a training file, as llama2.c's
         content = content["model"]
-    weights = {}
-    for name, tensor in content.items():
-        if not isinstance(tensor, Tensor):
-            raise WeightsError(f"{path}: no state dict: {name} is no tensor")
-        if is_learned(name):
-            weights[PREFIX.sub("", name)] = tensor
-    return weights
+    if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
+        raise WeightsError(f"{path}: no state dict: {others[0]} is no tensor")
+    return {PREFIX.sub("", name): content[name] for name in content if is_learned(name)}
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
@@ -136,15 +132,13 @@ def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) 
         if name not in weights or weights[name].dim() != 2:
             raise WeightsError(f"{name} is missing or no matrix: not a Llama")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
-    n_heads = settings["n_heads"]
+    n_heads, output = settings["n_heads"], weights.get("output.weight")
     if n_heads < 1 or wq.shape[0] % n_heads:
         raise WeightsError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
     head_dim = wq.shape[0] // n_heads
-    output = weights.get("output.weight")
-    layers = {int(n.split(".")[1]) for n in weights if re.match(r"layers\.\d+\.", n)}
     config = {
         "dim": embedding.shape[1],
-        "n_layers": len(layers),
+        "n_layers": len({n.split(".")[1] for n in weights if n.startswith("layers.")}),
         "n_kv_heads": max(1, wk.shape[0] // head_dim),
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],

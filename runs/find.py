@@ -1,7 +1,7 @@
 """Finding a run again: by its path, or the newest one."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.errors import UsageError
@@ -14,7 +14,7 @@ BEST = "@best"  # behind a run: as it was at its lowest validation
 
 
 def newest_run(
-    paths: list[Path], program: str | None, sign: Callable[[RunFolder], Path | None]
+    paths: Iterable[Path], program: str | None, sign: Callable[[RunFolder], Path | None]
 ) -> RunFolder | None:
     """Return the run of this program whose sign of life, a path that it writes, is the youngest."""
     ages = {}
@@ -32,7 +32,7 @@ def program_of(run: RunFolder) -> str:
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
     """Return the run of this program in `out` that saved last, or the one with this name."""
-    paths = [out / name] if name else list(out.glob("*"))
+    paths = [out / name] if name else out.glob("*")
     return newest_run(paths, program, lambda run: max(run.all_checkpoints(), default=None))
 
 
@@ -52,16 +52,14 @@ def data_of(name: str) -> str:
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """Return the folder that was named; 'auto' is the run, of this program, written to last. Raises
     UsageError: there is no such folder; names one that is spelled like it."""
-    folders = [path for path in runs.glob("*") if path.is_dir()]
     if name == "auto":
-        if newest := newest_run(folders, program, lambda run: run.metrics):
+        if newest := newest_run(runs.glob("*"), program, lambda run: run.metrics):
             return newest.path
         where = runs.absolute()
         raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")
-    path = Path(name)
-    if not path.is_dir():
-        names = {"auto": "auto"} | {folder.name: str(folder) for folder in folders}
-        close = difflib.get_close_matches(path.name, names, n=1)
+    if not Path(name).is_dir():
+        names = {"auto": "auto"} | {path.name: str(path) for path in runs.glob("*")}
+        close = difflib.get_close_matches(Path(name).name, names, n=1)
         guess = f": did you mean '{names[close[0]]}'?" if close else ""
         raise UsageError(f"{name}: no such folder{guess}")
-    return path
+    return Path(name)

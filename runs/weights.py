@@ -140,8 +140,8 @@ def load_trained(
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
-    pieces = trained.tokenizer.vocab_size
-    if pieces > (room := trained.model.config.vocab_size):
+    pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
+    if pieces > room:
         raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model {folder.path} {room}")
     return trained
 

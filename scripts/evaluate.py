@@ -3,13 +3,11 @@
     python -m scripts.evaluate RUN                          # on the validation split of the run
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window
     python -m scripts.evaluate RUN --data questions.jsonl   # {"question", "choices", "answer"}
-    python -m scripts.evaluate RUN --data chat.jsonl        # conversations: the answers in them
-    python -m scripts.evaluate BASE TUNED --data chat.jsonl # one below the other
+    python -m scripts.evaluate BASE TUNED --data chat.jsonl # answers, of one below the other
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN   # GPUs, and CPUs too
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
-Processes share the work and do not change the numbers. The last command is for a model that is
-larger than a GPU.
+Processes share the work. The last command is for a model that is larger than a GPU.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 python -m scripts.import_weights SOURCE out/imported/NAME
 
-SOURCE is a Hugging Face folder with safetensors, or a state dict (.pth, .pt, .bin, .safetensors)
-with the names of Llama, llama2.c, MiniMind or Hugging Face.
+SOURCE is a Hugging Face folder, or a state dict (.pth, .pt, .bin, .safetensors) with the names of
+Llama, llama2.c, MiniMind or Hugging Face.
 """
 
 from pathlib import Path
