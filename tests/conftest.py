@@ -156,7 +156,7 @@ def refusal(capsys):
         said = capsys.readouterr().err  # progress bars of libraries may stand before the line
         line = said.splitlines()[-1]
         assert "Traceback" not in said
-        assert line.startswith(f"{script.__name__.rpartition('.')[2]}: error: ")
+        assert f"{script.__name__.rpartition('.')[2]}: error: " in line
         return line
 
     return refusal
