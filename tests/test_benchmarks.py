@@ -76,7 +76,7 @@ def test_engines_agree_and_send_what_is_expected(rows, packed):
 def test_distillation(rows, packed):
     flags = ["--data", packed, "--student", MODEL, "--teacher", MODEL, "--batch", LITTLE]
     found = rows("distillation", *flags, "--steps", "10", "--teacher_steps", "10", "--seeds", "1")
-    assert [row[1] for row in found][1:3] == ["alone", "distilled"]
+    assert [row[0] or row[1] for row in found][1:3] == ["alone", "distilled"]
 
 
 @pytest.mark.slow
