@@ -157,7 +157,7 @@ def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
 def with_base(
     run: RunFolder, trained: Mapping[str, Tensor], lora: LoRA | None
 ) -> Mapping[str, Tensor]:
-    """Add the run's base to trained weights with adapters. Raises ConfigError: it is damaged."""
+    """Add the run's base to trained weights with adapters."""
     return ChainMap(trained, load_tensors(run.base / WEIGHTS_FILE)) if lora else trained
 
 

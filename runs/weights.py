@@ -55,10 +55,10 @@ class Trained:
     @property
     def name(self) -> str:
         """NAME of out/runs/NAME/weights, NAME@step-N of a checkpoint, else the folder's name."""
-        *_, run, parent, name = self.folder.resolve().parts
-        if parent == "checkpoints":
-            return f"{run}@{name}"
-        return parent if name == "weights" else name
+        folder = self.folder.resolve()
+        if folder.parent.name == "checkpoints":
+            return f"{folder.parent.parent.name}@{folder.name}"
+        return (folder.parent if folder.name == "weights" else folder).name
 
 
 @dataclass
@@ -75,10 +75,8 @@ class WeightsFolder:
         UsageError: nothing sound there, or a Hugging Face folder without `foreign`."""
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name, program=program)
-        if at_best:
-            path = best(RunFolder(path).all_checkpoints())
-            if path is None:
-                raise UsageError(f"{name}: none of its checkpoints was saved at a validation")
+        if at_best and not (path := best(RunFolder(path).all_checkpoints())):
+            raise UsageError(f"{name}: none of its checkpoints was saved at a validation")
         if (path / "weights").is_dir():
             path = path / "weights"
         config = path / CONFIG_FILE
@@ -154,8 +152,8 @@ def find_checkpoint(path: Path) -> Path:
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
     checkpoint, problems = newest_sound(RunFolder(path))
-    if problems and not checkpoint:
-        raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")
     if not checkpoint:
-        raise UsageError(f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder")
+        damaged = f"every checkpoint of {path} is damaged: {', '.join(problems.values())}"
+        nothing = f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder"
+        raise UsageError(damaged if problems else nothing)
     return checkpoint
