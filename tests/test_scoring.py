@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,12 +82,12 @@ def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, 
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
-def test_bfloat16_runs_under_autocast_and_is_close_but_not_equal(scorer):
-    exact = sum(scores[:, 0].sum() for _, scores in scorer.units(random_rows(12)))
-    scorer.dtype = torch.bfloat16
-    rounded = sum(scores[:, 0].sum() for _, scores in scorer.units(random_rows(12)))
-    assert rounded != exact
-    assert rounded == pytest.approx(exact, rel=0.02)
+def test_bfloat16_is_close_but_not_equal(scorer):
+    exact, rounded = (
+        sum(scores[:, 0].sum() for _, scores in replace(scorer, dtype=dtype).units(random_rows(12)))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact != rounded == pytest.approx(exact, rel=0.02)
 
 
 def naive_nll(model, ids: list[int], stride: int) -> float:
@@ -120,14 +121,10 @@ def test_documents_score_as_they_do_one_token_at_a_time(scorer, tokenizer, strid
 
 
 def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
-    conversations = [["23"], ["4" * 40], ["56", "7" * 40]]
     records = []
-    for answers in conversations:
-        turns = [
-            {"role": role, "content": content}
-            for answer in answers
-            for role, content in (("user", "1"), ("assistant", answer))
-        ]
+    for answers in (["23"], ["4" * 40], ["56", "7" * 40]):
+        said = [("user", "1"), ("assistant", answers[0]), ("user", "1"), ("assistant", answers[-1])]
+        turns = [{"role": role, "content": text} for role, text in said[: 2 * len(answers)]]
         records.append(Record("c.jsonl", 1, json.dumps({"messages": turns}).encode()))
     counts = Counter()
     rows = list(conversation_rows(records, tokenizer, 2 * SEQ_LEN, counts))

@@ -92,9 +92,6 @@ def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, monke
     assert seed_of(run) == 30
     monkeypatch.setattr("runs.find.find_run.__defaults__", (run.parent, None))
     assert seed_of("auto@best") == 10
-    (run / "checkpoints" / "step-00000010" / "weights.safetensors").write_bytes(b"cut")
-    with pytest.raises(UsageError, match=r"step-00000010 is damaged"):
-        load_trained(f"{run}@best")
 
 
 def test_a_damaged_checkpoint_is_passed_over_but_refused_when_named(run):
