@@ -47,8 +47,8 @@ def _nobody_reads() -> bool:
 
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2. Where
-    the reader of stdout has gone, as `head` does, end without a word."""
+    """Turn the expected exceptions and a full disk into one line and exit code 2; end without a
+    word where the reader of stdout has gone, as `head` does."""
     try:
         yield
         print(end="", flush=True)  # sys.stdout is None where a shell has closed it

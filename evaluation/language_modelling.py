@@ -74,8 +74,7 @@ def prepared_rows(
 
 
 def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
-    """Return how much was scored, and loss in nats per token, perplexity, bits per byte and top-1
-    accuracy."""
+    """Return amounts, and loss in nats per token, perplexity, bits per byte, accuracy."""
     nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
     metrics = {
         "loss": ratio(nll, tokens),

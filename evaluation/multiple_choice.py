@@ -20,8 +20,7 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return a question, its choices and the index of the right one. Raises DataError: there is
-    none."""
+    """Return question, choices and index of the right one. Raises DataError: there is none."""
     fields = load_json(record)
     fields = fields if isinstance(fields, dict) else {}
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))

@@ -78,8 +78,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
 
 
 def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score a model; return all numbers, and what was scored with what. Raises UsageError: there is
-    nothing to score, or the model is broken."""
+    """Score a model; return all numbers. Raises UsageError: no data, or a broken model."""
     began = time.perf_counter()
     rows, total, facts = to_score(args, trained)
     hidden = not scorer.accelerator.is_main_process

@@ -159,8 +159,7 @@ COMPUTED = {
 
 
 def read_llama_config(folder: Path) -> LMConfig:
-    """Undo `llama_config`; missing settings have the defaults of transformers' LlamaConfig. Raises
-    WeightsError: no config, or a setting that this model cannot compute."""
+    """Undo `llama_config`, with transformers' defaults. Raises WeightsError: other arithmetic."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
         raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
@@ -189,8 +188,7 @@ def read_llama_config(folder: Path) -> LMConfig:
 
 
 def read_llama_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a Hugging Face folder, in its precision, by our names and with our
-    rows. Raises WeightsError: no Llama, or a file that is missing or damaged."""
+    """Return the weights of a Hugging Face folder by our names, with our rows."""
     config, weights = read_llama_config(folder), {}
     for part in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]:
         for name, weight in load_tensors(part).items():

@@ -63,8 +63,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, which are read when they are used. Raises
-    WeightsError: no such file, or a damaged one."""
+    """Map the tensors of a safetensors file. Raises WeightsError: missing or damaged."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -86,14 +85,12 @@ def build_config(values: dict, source: Path) -> LMConfig:
 
 
 def load_portable(folder: Path) -> Transformer:
-    """Load the model of such a folder, see `build_model`. Raises WeightsError: files are missing,
-    damaged, or do not fit each other."""
+    """Load such a folder, see `build_model`. Raises WeightsError: missing or damaged."""
     return build_model(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
-    """Build a model with these weights: on the CPU, in fp32, in evaluation mode. Raises
-    WeightsError: they do not fit."""
+    """Build a model: on the CPU, in fp32, in evaluation mode. Raises WeightsError: no fit."""
     require_fit(without_memory(config), weights, source)  # a damaged config may ask for any size
     model = Transformer(config)
     for name, parameter in model.named_parameters():

@@ -77,8 +77,7 @@ def without_escapes(tokenizer_json: str) -> str:
 
 
 def read_exact(tokenizer: Tokenizer) -> ModelProto:
-    """Return the model in a SentencePiece file. Raises DataError: other programs would give other
-    ids."""
+    """Return a SentencePiece model. Raises DataError: other programs would give other ids."""
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     charsmaps = normalizer.precompiled_charsmap, model.denormalizer_spec.precompiled_charsmap

@@ -44,8 +44,7 @@ def read_history(path: Path) -> History:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return the JSON lines of a file that have a step; none if there is no file. A line that was
-    cut short is left out."""
+    """Return the whole JSON lines of a file that have a step; none if there is no file."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         with suppress(ValueError, KeyError, TypeError):

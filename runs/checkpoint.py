@@ -58,8 +58,7 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 def write_base(
     run: RunFolder, config: LMConfig, weights: dict[str, Tensor], tokenizer: Path
 ) -> None:
-    """Keep the weights that a run with adapters begins with. Raises UsageError: the disk is full
-    or refuses."""
+    """Keep the weights that adapters begin with. Raises UsageError: it cannot be written."""
     try:
         with whole_folder(run.base) as folder:
             save_portable(folder, config, weights)
@@ -148,8 +147,7 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return all parameters by name, adapters apart from their base. Raises ConfigError: a file
-    that cannot be read."""
+    """Return all parameters by name, adapters apart. Raises ConfigError: damaged."""
     trained = load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 

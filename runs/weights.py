@@ -94,8 +94,7 @@ class WeightsFolder:
         return (self.path / STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights by name, each read when it is asked for, with adapters added. Raises
-        ConfigError: a file that cannot be read, or no Llama."""
+        """Return the weights, with adapters added. Raises ConfigError: damaged, or no Llama."""
         if self.is_foreign:
             return read_llama_weights(self.path)
         if self.is_checkpoint:
@@ -145,8 +144,7 @@ def load_trained(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint itself, or the newest sound one of a run folder. Raises UsageError:
-    nothing sound there."""
+    """Return a checkpoint, or the newest sound one of a run. Raises UsageError: none."""
     if (path / STATE).exists():
         if problem := damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")

@@ -12,8 +12,7 @@ from runs.find import BEST
 
 
 def add_model_flags(add: Callable) -> None:
-    """Add the run, --device, --dtype and the fields of `Sampling` but the seed, by a parser's
-    `add_argument`."""
+    """Add the run, --device, --dtype and the fields of `Sampling` but the seed to a parser."""
     runs = "run folder, RUN@best (at its lowest validation), checkpoint or weights; 'auto' is the "
     add("run", metavar="RUN", help=runs + "newest run")
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
@@ -41,8 +40,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder of the model that the flags name, and its `Trained`. Raises UsageError: no
-    such device or run, or damaged weights or tokenizer."""
+    """Return the Decoder and `Trained` that the flags name. Raises UsageError: there is none."""
     import torch
 
     from inference.decoder import Decoder
@@ -65,8 +63,7 @@ def load(args: argparse.Namespace):
 
 
 def load_to_talk(args: argparse.Namespace):
-    """Do as `load` for a conversation; say so where the model has not learned to answer. Raises
-    UsageError: also where a launcher has started several processes."""
+    """Do as `load` for a conversation; say so where the model has not learned to answer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("one process talks: start it without a launcher, with python -m")
     decoder, trained = load(args)
