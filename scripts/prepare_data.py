@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from common.atomic import one_at_a_time
-from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors, stop_in_order
-from common.numbers import counted, size
+from common.numbers import available_cores, counted, progress_bar, size
 from common.parser import OneLineParser
-from common.progress import progress_bar
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, require_columns, text_size
 from data.packing import PackingOptions, prepare

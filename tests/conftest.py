@@ -145,6 +145,23 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.fixture
+def refusal(capsys):
+    """Returns the one line in which a script ends because of these flags."""
+
+    def refusal(script, *flags) -> str:
+        with pytest.raises(SystemExit) as ended:
+            script.main([*map(str, flags)])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err  # progress bars of libraries may stand before the line
+        line = said.splitlines()[-1]
+        assert "Traceback" not in said
+        assert f"{script.__name__.rpartition('.')[2]}: error: " in line
+        return line
+
+    return refusal
+
+
 @dataclass
 class Finished:
     """A process that has ended."""

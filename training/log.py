@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from common.atomic import write_whole
-from common.progress import progress_bar
+from common.numbers import progress_bar
 from report.history import number, read_rows
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
 from training.engine.memory import peak_memory_bytes

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from common.cpu import available_cores
+from common.numbers import available_cores
 
 # Parameters of mallopt(3), from malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
