@@ -6,18 +6,22 @@
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat, as Dahoas/rm-static
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf, from which
-rm-static was made.
+A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf. The
+built-in conversations ask about the docstrings of Python's standard library.
 """
 
+import ast
 import json
+import os
 import re
+import sysconfig
 import textwrap
+import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from data.corpus import JSONL, Record, read_records, refuse_half_characters
-from data.docstrings import docstring_records
 from data.errors import DataError
 from data.readers import parquet_rows
 
@@ -27,6 +31,8 @@ LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response")
 KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output")
 HUMAN, HUMANS_OR_ASSISTANTS = "\n\nHuman:", re.compile(r"\n\n(Human|Assistant):")
+LONGEST_SIGNATURE = 120  # of what the built-in conversations ask about, in characters
+SUMMARY_LENGTHS = range(20, 301)
 
 
 class Turn(NamedTuple):
@@ -42,21 +48,20 @@ class Turn(NamedTuple):
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
     """Yield every conversation of every file, as JSON. Raises DataError: see `read_records`."""
-    yield from docstring_records(path for path in files if path.endswith(".py"))
+    if files[0].endswith(".py"):
+        yield from _about_docstrings(files)
+        return
     for path in files:
         if path.endswith(".parquet"):
             for number, row in enumerate(parquet_rows(path, KEYS), 1):
                 yield Record(path, number, json.dumps(row, default=str).encode())
-        elif not path.endswith(".py"):
+        else:
             yield from read_records([path])
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation that has an answer.
-
-    Raises DataError: it is in none of the forms, has roles that are unknown or out of order, an
-    empty answer or none; the message begins with `where`.
-    """
+    """Return the turns of a conversation. Raises DataError: it is in none of the forms, see also
+    `check_turns`, or has no answer that counts; the message begins with `where`."""
     turns = _turns(value, where)
     check_turns(turns, where)
     if not any(turn.counts for turn in turns):
@@ -65,8 +70,8 @@ def parse_conversation(value: dict, where: str) -> list[Turn]:
 
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
-    """Raises DataError: user and assistant do not take turns, the user first, perhaps after a
-    system's turn; a turn is no text, or an answer is empty."""
+    """Raise DataError if user and assistant do not take turns, the user first, perhaps after a
+    system's turn; if a turn is no text, or an answer is empty."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
@@ -128,3 +133,51 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
     said = zip(parts[::2], parts[1::2], strict=True)
     turns = [Turn(roles[who], text.strip()) for who, text in said]
     return [*turns, Turn(ASSISTANT, answer.strip())]
+
+
+def _about_docstrings(files: list[str]) -> Iterator[Record]:
+    """Yield a question about each public function, method and class, to which its signature or its
+    summary is the answer. With both, one held out for validation could be learned from the other.
+    """
+    seen = set()
+    for path in files:
+        relative = os.path.relpath(path, sysconfig.get_path("stdlib"))
+        module = relative.removesuffix(".py").replace(os.sep, ".").removesuffix(".__init__")
+        if any(part.startswith("_") for part in module.split(".")):
+            continue
+        try:
+            with open(path, "rb") as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # some files misspell escape sequences
+                tree = ast.parse(file.read())
+        except (SyntaxError, ValueError):  # some files hold a mistake on purpose
+            continue
+        for line, kind, signature, summary in _documented(tree, module, "function"):
+            if signature in seen or summary in seen:
+                continue
+            seen |= {signature, summary}
+            if zlib.crc32(signature.encode()) % 2:
+                question, answer = f"What does `{signature}` do?", summary
+            else:
+                question, answer = f"Which {kind} does this: {summary}", f"`{signature}`"
+            raw = json.dumps({"prompt": question, "response": answer}).encode()
+            yield Record(path, line, raw)
+
+
+def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
+    """Yield the public definitions in a module or class: line, "function", "method" or "class", a
+    signature as in "shutil.which(cmd, path=None)", and a summary. Those under an `if`, which are
+    for some systems only, are left out."""
+    for item in node.body:
+        is_class = isinstance(item, ast.ClassDef)
+        if not is_class and not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if item.name.startswith("_"):
+            continue
+        arguments = "" if is_class else f"({ast.unparse(item.args)})"
+        signature = f"{name}.{item.name}{arguments}"
+        summary = " ".join((ast.get_docstring(item) or "").split("\n\n")[0].split())
+        is_summary = len(summary) in SUMMARY_LENGTHS and not summary.startswith(f"{item.name}(")
+        if is_summary and len(signature) <= LONGEST_SIGNATURE:
+            yield item.lineno, "class" if is_class else kind, signature, summary
+        if is_class:
+            yield from _documented(item, f"{name}.{item.name}", "method")

@@ -6,8 +6,7 @@
 - `.txt`: one document; a long file is cut at line ends into sections that each count as one
   document, so that a single large file still has a validation split and never has to fit in memory.
 - a folder: all such files below it, in sorted order.
-- "builtin": the Python standard library's own source, there wherever Python is, about 12 MB without
-  its tests.
+- "builtin": the source of Python's standard library, about 12 MB without its tests.
 """
 
 import csv
@@ -17,7 +16,6 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +56,8 @@ def text_size(files: Iterable[str]) -> int:
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Return the files of a corpus: of a file, a folder, or "builtin".
-
-    Raises DataError: nothing there, or nothing of a kind that can be read.
-    """
+    """Return the files of a corpus: of a file, a folder, or "builtin". Raises DataError: there are
+    none, or none of a kind that can be read."""
     if source == BUILTIN:
         return _builtin_files()
     path = Path(source)
@@ -73,13 +69,6 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
         kinds = ", ".join(suffixes)
         raise DataError(f"{source}: cannot read this kind of file or folder; use one of {kinds}")
     return files
-
-
-def require_columns(files: Iterable[str], text_column: str | None) -> None:
-    """Raises DataError: a column was named, and none of the files has columns."""
-    with_columns = (*JSONL, ".csv", ".parquet")
-    if text_column is not None and not any(path.endswith(with_columns) for path in files):
-        raise DataError(f"--text_column {text_column}: none of these files has columns")
 
 
 def _builtin_files() -> list[str]:
@@ -94,14 +83,9 @@ def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
     """Yield every document of every file, in order, in memory bounded by one line, section or
-    batch of rows.
+    batch of rows; a section, of a .txt, has at most section_bytes.
 
-    Args:
-        text_column: name of the text in .jsonl, .csv and .parquet.
-        section_bytes: longest document of a .txt.
-
-    Raises DataError: a file cannot be read, has no such column, or takes a package that is not
-    installed.
+    Raises DataError: a file cannot be read, has no such column, or takes a missing package.
     """
     for path in files:
         try:
@@ -113,44 +97,38 @@ def read_records(
                     raw = text.encode() if isinstance(text, str) else text
                     fault = "" if isinstance(raw, bytes) else "no text in it"
                     yield Record(path, number, b"" if fault else raw, fault)
+            elif path.endswith(JSONL):
+                opener = {".gz": gzip.open, ".zst": open_zst}.get(Path(path).suffix, open)
+                with opener(path, "rb") as file:
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield Record(path, number, line, text_column=text_column)
             else:
-                openers = {".gz": gzip.open, ".zst": open_zst}
-                with openers.get(Path(path).suffix, partial(open, mode="rb"))(path) as file:
-                    if path.endswith(JSONL):
-                        yield from _lines(path, file, text_column)
-                    else:
-                        yield from _sections(path, file, section_bytes)
+                yield from _sections(path, section_bytes)
         except (OSError, EOFError, zlib.error, csv.Error) as error:
             raise DataError(f"{path}: cannot be read: {error}") from error
 
 
-def _lines(path: str, lines: Iterable[bytes], text_column: str) -> Iterator[Record]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield Record(path, number, line, text_column=text_column)
-
-
-def _sections(path: str, file, most: int) -> Iterator[Record]:
+def _sections(path: str, most: int) -> Iterator[Record]:
     offset, rest = 0, b""
-    while block := file.read(most):
-        rest += block
-        while len(rest) > most:  # else perhaps the file ends here, in one section
-            cut = rest.rfind(b"\n", 0, most) + 1
-            if not cut:  # one very long line: cut between two characters
-                cut = most
-                while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
-                    cut -= 1
-            yield Record(path, offset, rest[:cut])
-            offset, rest = offset + cut, rest[cut:]
+    with open(path, "rb") as file:
+        while block := file.read(most):
+            rest += block
+            while len(rest) > most:  # else perhaps the file ends here, in one section
+                cut = rest.rfind(b"\n", 0, most) + 1
+                if not cut:  # one very long line: cut between two characters
+                    cut = most
+                    while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
+                        cut -= 1
+                yield Record(path, offset, rest[:cut])
+                offset, rest = offset + cut, rest[cut:]
     if rest:
         yield Record(path, offset, rest)
 
 
 def parse(record: Record) -> str:
-    """Return the text of a document.
-
-    Raises DataError: invalid UTF-8, a line that is not JSON, or no text in it; names the place.
-    """
+    """Return the text of a document. Raises DataError, with its place: invalid UTF-8, a line that
+    is not JSON, or no text in it."""
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
@@ -163,10 +141,8 @@ def parse(record: Record) -> str:
 
 
 def decode(record: Record) -> str:
-    """Return the record as characters, without a byte order mark at the start of its file.
-
-    Raises DataError: invalid UTF-8; names the place.
-    """
+    """Return the record as characters, without a byte order mark at the start of its file. Raises
+    DataError, with its place: invalid UTF-8."""
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
@@ -177,10 +153,8 @@ def decode(record: Record) -> str:
 
 
 def load_json(record: Record) -> Any:
-    """Return the value that a line of a .jsonl file holds.
-
-    Raises DataError: invalid UTF-8, or a line that is not JSON; names the place.
-    """
+    """Return the value of a line of a .jsonl file. Raises DataError, with its place: invalid UTF-8,
+    or a line that is not JSON."""
     text = decode(record)
     try:
         return json.loads(text)
@@ -189,7 +163,7 @@ def load_json(record: Record) -> Any:
 
 
 def refuse_half_characters(place: str, text: str) -> None:
-    """Raises DataError: half a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Raise DataError for half a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Prepared text as a PyTorch dataset of (tokens, targets) pairs, and its micro-batches."""
+"""Prepared data as PyTorch datasets of (tokens, targets) pairs, and their micro-batches."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.numbers import counted
 from data.errors import DataError, NothingFitsError
 from data.order import MicroBatchSampler
-from data.shards import TEXT, read_description
+from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
+from model.transformer import IGNORE_INDEX
 
 
 class TokenStream(Dataset):
-    """The shards of one split as one stream of tokens.
-
-    Shards are memory-mapped, so that memory does not grow with the corpus. They are mapped from the
-    start, so that a folder may be moved or deleted during a run.
+    """The shards of one split as one stream of tokens, memory-mapped from the start, so that a
+    folder may be moved or deleted during a run.
 
     Raises DataError: the folder is not sound prepared data (see `read_description`), or of another
     kind.
@@ -37,9 +37,9 @@ class TokenStream(Dataset):
         self.description = read_description(folder)
         if (kind := self.description["kind"]) != self.kind:
             raise DataError(f"{folder} holds {kind}, and this program trains on {self.kind}")
-        part = self.description["splits"][split]
+        self._part = part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
-        self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
+        self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
         self.vocab_size = self.description["vocab_size"]
         self.tokenizer_path = tokenizer_in(self.folder)
         # The positions in the stream at which shards begin, and its length.
@@ -48,14 +48,13 @@ class TokenStream(Dataset):
 
     @cached_property
     def _shards(self) -> list[np.memmap]:
-        shards, dtype = self.description["splits"][self.split]["shards"], self.description["dtype"]
-        return [np.memmap(self.folder / shard["file"], dtype, mode="r") for shard in shards]
+        files = [self.folder / shard["file"] for shard in self._part["shards"]]
+        return [np.memmap(file, self.description["dtype"], mode="r") for file in files]
 
     @property
     def identity(self) -> str:
         """A hash of everything that training reads of this split."""
-        part = self.description["splits"][self.split]
-        files = [*part["shards"], *([part["answers"]] if "answers" in part else [])]
+        files = [*self._part["shards"], *filter(None, [self._part.get("answers")])]
         return hashlib.sha256("".join(file["sha256"] for file in files).encode()).hexdigest()[:16]
 
     @property
@@ -125,6 +124,82 @@ class PackedDataset(TokenStream):
         ]
         positions = np.asarray(samples, np.int64) * self.seq_len
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
+
+
+class ConversationSet(TokenStream):
+    """Row i is a conversation from its beginning to the end of its last answer.
+
+    A conversation longer than seq_len targets ends with the last answer that fits. Where not even
+    the first answer fits, it is left out. `summary` says how often.
+
+    Raises DataError: see `TokenStream`. NothingFitsError: there is not one row.
+    """
+
+    kind = CONVERSATIONS
+    every_target_counts = False
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int):
+        super().__init__(folder, split, seq_len)
+        begin, said, end = self._answers.T
+        sound = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
+        if not sound.all():
+            raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
+        # The answers that fit: of row i those from first[i] to before end[i].
+        fitting = np.flatnonzero(end - begin <= seq_len + 1)
+        begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
+        self._first = fitting[rows]
+        self._end = self._first + n_answers
+        if not len(self):
+            raise NothingFitsError(
+                f"{folder}: no conversation of the {split} split has an answer within {seq_len} "
+                "tokens: use a longer --max_seq_len"
+            )
+        self.lengths = end[self._end - 1] - begins - 1  # of each row, in targets
+        self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
+        self.n_left_out = self._part["documents"] - len(self)
+
+    @cached_property
+    def _answers(self) -> np.ndarray:
+        """Places of the answers, memory-mapped, (answers, 3), see `shards.ANSWER_DTYPE`."""
+        if "answers" not in self._part:  # an empty split
+            return np.empty((0, 3), ANSWER_DTYPE)
+        file = self.folder / self._part["answers"]["file"]
+        return np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
+
+    @property
+    def summary(self) -> str:
+        """The numbers of rows and of conversations that were cut or left out, for people."""
+        rows = f"{counted(len(self), CONVERSATIONS)} within {self.seq_len:,} tokens"
+        return f"{rows}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), both int64 of shape (lengths[i],), IGNORE_INDEX where a target
+        does not belong to an answer. Raises DataError: a token is outside the vocabulary."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        answers = self._answers[self._first[i] : self._end[i]]
+        begin = answers[0, 0]
+        row = self._read(begin, int(self.lengths[i]) + 1)
+        targets = torch.full_like(row, IGNORE_INDEX)
+        for said, end in (answers[:, 1:] - begin).tolist():
+            targets[said:end] = row[said:end]
+        return row[:-1], targets[1:]
+
+    def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), both (rows, longest rounded up): padded at their ends, where no
+        target counts, to a multiple, so that few shapes differ, and to at most seq_len."""
+        multiple = max(8, min(64, self.seq_len // 16))
+        longest = max(len(tokens) for tokens, _ in rows)
+        length = min(-(-longest // multiple) * multiple, self.seq_len)
+        all_tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+        all_targets = torch.full((len(rows), length), IGNORE_INDEX)
+        for i, (tokens, targets) in enumerate(rows):
+            all_tokens[i, : len(tokens)] = tokens
+            all_targets[i, : len(targets)] = targets
+        return all_tokens, all_targets
 
 
 def micro_batches(

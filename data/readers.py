@@ -18,7 +18,7 @@ BATCH_ROWS = 64  # of Parquet, in memory at once
 LONGEST_FIELD = 1 << 26
 
 
-def open_zst(path: str) -> io.BufferedReader:
+def open_zst(path: str, mode: str) -> io.BufferedReader:
     """Open a .zst file to read its contents. Raises DataError: pyarrow is not installed. OSError:
     the file is damaged; reading raises it too."""
     return io.BufferedReader(_import("pyarrow", path).input_stream(path, compression="zstd"))
@@ -62,14 +62,12 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _require_columns(path: str, keys: tuple[str, ...], names: list[str]) -> None:
-    """Raises DataError: none of the keys is the name of a column."""
     if not set(keys) & set(names):
         wanted, known = " or ".join(map(repr, keys)), ", ".join(map(repr, names))
         raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
 
 
 def _import(module: str, path: str) -> ModuleType:
-    """Import a part of pyarrow. Raises DataError: it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,9 +1,8 @@
 """Subword regularisation: the same text cut into pieces in more ways than one.
 
 A small text is read several times, and a model that meets it in one form learns it by heart. Cut
-differently each time, it also shows how words are spelled (BPE-dropout, Provilkov et al., 2020,
-https://arxiv.org/abs/1910.13267). BPE-dropout skips merges while a text is encoded; SentencePiece
-draws them from another generator in each process. Here finished pieces are split again.
+differently each time, it also shows how words are spelled. BPE-dropout (Provilkov et al., 2020,
+https://arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
 """
 
 from functools import lru_cache

@@ -24,7 +24,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 class ShardWriter:
     """Append documents to the shards of one split; a shard ends after shard_tokens tokens. The
-    places of the answers in conversations go to a file of their own."""
+    places of answers go to a file of their own."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder
@@ -37,11 +37,8 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → file, and the SHA-256 of what it holds
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write one document with its begin and end pieces, and count its bytes of text.
-
-        Args:
-            answers: of a conversation: where each begins and ends in its tokens, (answers, 2).
-        """
+        """Write one document, and count its bytes of text. The answers of a conversation begin and
+        end in its tokens at `answers`, (answers, 2)."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
@@ -62,12 +59,8 @@ class ShardWriter:
             file, sha256 = self._files[listed["file"]]
             file.close()
             listed["sha256"] = sha256.hexdigest()
-        description = {
-            "documents": self.documents,
-            "bytes": self.bytes,
-            "tokens": self.tokens,
-            "shards": self.shards,
-        }
+        description = {name: getattr(self, name) for name in ("documents", "bytes", "tokens")}
+        description["shards"] = self.shards
         return description | ({"answers": self.answers} if self.answers["count"] else {})
 
     def _append(self, name: str, array: np.ndarray) -> None:
@@ -79,11 +72,8 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path) -> dict:
-    """Return the contents of a prepared folder's dataset.json. "kind" is one of KINDS.
-
-    Raises DataError: no prepared data there, a file of another size than the description says, or a
-    description that contradicts itself.
-    """
+    """Return the contents of a prepared folder's dataset.json. "kind" is one of KINDS. Raises
+    DataError: it is not there, or contradicts itself or the sizes of the files."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
@@ -104,8 +94,7 @@ def read_description(folder: str | Path) -> dict:
 
 
 def _contradiction(folder: Path, description: dict) -> str | None:
-    """Return the first statement of a description that the files or the rest of it contradict.
-    Raises OSError, LookupError, TypeError: a file or a statement is missing."""
+    """Return the first statement of a description that the files or the rest of it contradict."""
     dtype = token_dtype(description["vocab_size"])
     if description["format"] != FORMAT or description["kind"] not in KINDS:
         return f"format {description['format']} of {description['kind']!r}"

@@ -1,6 +1,5 @@
 """Tokenizers: SentencePiece's lossless BPE with byte fallback, which is trained here, and the
-byte-level BPE in a tokenizer.json that most other models come with.
-"""
+byte-level BPE in a tokenizer.json that most other models have."""
 
 import hashlib
 import json
@@ -19,9 +18,8 @@ TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Character → byte: byte-level BPE writes visible bytes as themselves, others as the characters from
-# 256 on. Source: GPT-2, `bytes_to_unicode` in
-# https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+# Character → byte, as GPT-2's `bytes_to_unicode`: byte-level BPE writes visible bytes as themselves,
+# others as the characters from 256 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
@@ -34,6 +32,8 @@ class Tokenizer:
 
     Raises DataError: the file is missing, or no model with begin and end pieces.
     """
+
+    _space = SPACE_SYMBOL  # as pieces spell it
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -53,8 +53,8 @@ class Tokenizer:
     @cached_property
     def ids_with_space(self) -> list[int]:
         """Ids of all pieces that begin with a space."""
-        pieces = map(self._model.id_to_piece, range(self.vocab_size))
-        return [id for id, piece in enumerate(pieces) if piece.startswith(SPACE_SYMBOL)]
+        pieces = self.pieces_of_text.items()
+        return sorted(id for piece, id in pieces if piece.startswith(self._space))
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
@@ -64,8 +64,8 @@ class Tokenizer:
         return {model.id_to_piece(id): id for id in ids if not any(is_one(id) for is_one in others)}
 
     def bytes_of(self, id: int) -> bytes | None:
-        """Return the bytes of a piece that is no text by itself; b"" for an id without a piece,
-        which decoding skips; None for a piece of text or a marker, which ends a character."""
+        """Return the bytes of a piece that is no text by itself; b"" for an id that decoding skips;
+        None for a piece of text or a marker, which ends a character."""
         if id >= self.vocab_size:
             return b""
         is_byte = self._model.is_byte(id)
@@ -77,11 +77,8 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids of a text to continue, begin piece included, and the ids that may come
-        next, [] for all.
-
-        Pieces of words begin with a space, and a model has hardly ever seen a word after a piece
-        that is a space. So a space at the end of the text is left to the next piece.
-        """
+        next, [] for all. A space at the end is left to the next piece: pieces of words begin with
+        one, and a model has hardly ever seen them behind another."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
@@ -90,10 +87,9 @@ class Tokenizer:
         batch = self._model.encode(texts)
         for i, text in enumerate(texts):
             if SPACE_SYMBOL in text and self._model.unk_id() not in self._space_symbol_ids:
-                first, *others = self._model.encode(text.split(SPACE_SYMBOL))
-                batch[i] = first + [
-                    id for part in others for id in (*self._space_symbol_ids, *part)
-                ]
+                batch[i], *others = self._model.encode(text.split(SPACE_SYMBOL))
+                for part in others:
+                    batch[i] += [*self._space_symbol_ids, *part]
         return batch
 
     def decode(self, ids: list[int]) -> str:
@@ -106,9 +102,10 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, with transformers' ids.
 
     MARKERS_FILE beside it names the begin and end pieces. A marker's name in a text is text.
-    Decoding returns the text exactly, unless the tokenizer normalizes it or has no pieces for some
-    bytes. Raises DataError: a file is missing, or of another kind.
+    Raises DataError: a file is missing, or of another kind.
     """
+
+    _space = "\u0120"
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -131,11 +128,6 @@ class JsonTokenizer(Tokenizer):
         self.vocab_size = max(self._model.get_vocab().values()) + 1
         self._added = self._model.get_added_tokens_decoder()
 
-    @cached_property
-    def ids_with_space(self) -> list[int]:
-        # The alphabet's character for a space.
-        return sorted(id for text, id in self.pieces_of_text.items() if text.startswith("\u0120"))
-
     @property
     def pieces_of_text(self) -> dict[str, int]:
         """Piece → id, spelled in BYTE_ALPHABET: a piece may begin or end within a character."""
@@ -154,8 +146,8 @@ class JsonTokenizer(Tokenizer):
         return None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
-        return [one.ids for one in encoded]
+        batch = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
@@ -168,8 +160,8 @@ def tokenizer_in(folder: Path) -> Path:
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open the tokenizer of a file, or of a folder that holds one. Raises DataError: missing, or of
-    a kind that cannot serve."""
+    """Open the tokenizer of a file, or of a folder that holds one. Raises DataError: it cannot be
+    read."""
     path = _file(path)
     if not path.is_file():
         raise DataError(f"{path}: no such tokenizer file")
@@ -177,8 +169,8 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """Return the names of the pieces that begin ("bos_token") and end ("eos_token") a document; one
-    may do both. Raises DataError: MARKERS_FILE beside the tokenizer.json does not say them."""
+    """Return the pieces that begin ("bos_token") and end ("eos_token") a document; one may do both.
+    Raises DataError: MARKERS_FILE beside the tokenizer.json does not name them."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -192,8 +184,8 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return name → content of a tokenizer's files, given as to `open_tokenizer`; they are the same
-    wherever it lies. Raises DataError, OSError: a file is missing, or says nothing."""
+    """Return name → content of a tokenizer's files, given as to `open_tokenizer`. Raises DataError,
+    OSError: a file is missing, or says nothing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

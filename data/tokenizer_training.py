@@ -20,13 +20,11 @@ LEAST_VOCABULARY = RESERVED_PIECES + 3
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to path.
+    """Train a BPE tokenizer on texts and write it to path; one of fewer pieces if it may shrink and
+    the texts do not suffice for vocab_size.
 
     At most half of the vocabulary goes to single characters, the commonest. Rarer ones are spelled
-    in bytes, so that nothing is ever unknown: a Chinese corpus has ten thousand characters.
-
-    Args:
-        may_shrink: if the texts do not suffice for vocab_size pieces, train as many as they do.
+    in bytes: a Chinese corpus has ten thousand characters.
 
     Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
     """
@@ -55,11 +53,11 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
     # SentencePiece reserves NUL for itself; a literal U+2581 is spelled in bytes (see Tokenizer).
     rare = [char for char, _ in counts.most_common()[room:]]
     in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
-    lines = (text.translate(in_bytes).splitlines(True) for text in texts)
+    lines = (line for text in texts for line in text.translate(in_bytes).splitlines(True))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain.from_iterable(lines),
+            sentence_iterator=lines,
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,

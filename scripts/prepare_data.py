@@ -20,11 +20,10 @@ from common.numbers import counted, size
 from common.parser import OneLineParser
 from common.progress import progress_bar
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
-from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, require_columns, text_size
-from data.packing import PackingOptions, prepare
+from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, text_size
+from data.packing import PackingOptions, prepare, suited_to
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
-from data.sizes import suited_to
 
 BY_SIZE = "default: by the size of the text"
 
@@ -141,7 +140,6 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
         of_text = args.kind == TEXT
         files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
-        require_columns(files, args.text_column)
         options = PackingOptions(
             kind=args.kind,
             vocab_size=args.vocab_size,

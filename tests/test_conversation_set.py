@@ -7,9 +7,9 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from data.conversation_set import ConversationSet
 from test_dataset import make_folder
 
-from data.conversation_set import ConversationSet
 from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError, NothingFitsError
 from data.order import LengthSampler

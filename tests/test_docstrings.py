@@ -2,11 +2,11 @@ import json
 from pathlib import Path
 
 import pytest
+from data.docstrings import docstring_records
 
 from data import docstrings
 from data.conversations import conversation_records, parse_conversation
 from data.corpus import find_files, load_json
-from data.docstrings import docstring_records
 
 SOURCE = '''
 """The module's own docstring."""
