@@ -21,9 +21,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from data.corpus import JSONL, Record, read_records, refuse_half_characters
+from data.corpus import JSONL, Record, parquet_rows, read_records, refuse_half_characters
 from data.errors import DataError
-from data.readers import parquet_rows
 
 SUFFIXES = (*JSONL, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")

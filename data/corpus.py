@@ -7,20 +7,25 @@
   document, so that a single large file still has a validation split and never has to fit in memory.
 - a folder: all such files below it, in sorted order.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
+
+Memory is bounded by one line, section or batch of rows. `.zst` and `.parquet` need pyarrow, which
+is not installed with this project.
 """
 
 import csv
 import gzip
+import importlib
+import io
 import json
 import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from data.errors import DataError
-from data.readers import csv_rows, open_zst, parquet_rows
 
 BUILTIN = "builtin"
 TEXT_COLUMN = "text"
@@ -28,6 +33,9 @@ JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst", ".parquet")
 SECTION_BYTES = 16 * 1024
+CHUNK_BYTES, BATCH_ROWS = 1 << 17, 64  # of Parquet, in memory at once
+# A quote that is never closed makes one field of the rest of the file: reading stops here.
+LONGEST_FIELD = 1 << 26
 SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
 # Tests hold deliberate nonsense; the others are installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -51,7 +59,7 @@ class Record(NamedTuple):
 
 
 def text_size(files: Iterable[str]) -> int:
-    """Return the bytes of text, roughly: compression makes it about four times smaller."""
+    """Return the bytes of text, roughly: compression makes it four times smaller."""
     return sum(os.path.getsize(path) * (4 if path.endswith(COMPRESSED) else 1) for path in files)
 
 
@@ -59,7 +67,11 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Return the files of a corpus: of a file, a folder, or "builtin". Raises DataError: there are
     none, or none of a kind that can be read."""
     if source == BUILTIN:
-        return _builtin_files()
+        walk, files = os.walk(sysconfig.get_path("stdlib")), []
+        for folder, subfolders, names in walk:
+            subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
+            files += [f"{folder}/{name}" for name in sorted(names) if name.endswith(".py")]
+        return files
     path = Path(source)
     if not path.exists():
         raise DataError(f"{source}: no such file or folder")
@@ -71,26 +83,15 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     return files
 
 
-def _builtin_files() -> list[str]:
-    files = []
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
-        subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
-        files += (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py"))
-    return files
-
-
 def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
-    """Yield every document of every file, in order, in memory bounded by one line, section or
-    batch of rows; a section, of a .txt, has at most section_bytes.
-
-    Raises DataError: a file cannot be read, has no such column, or takes a missing package.
-    """
+    """Yield every document of every file, in order; those of a .txt have at most section_bytes.
+    Raises DataError: a file cannot be read, has no such column, or takes a missing package."""
     for path in files:
         try:
             if path.endswith(".csv"):
-                yield from (Record(path, *row) for row in csv_rows(path, text_column))
+                yield from _csv_records(path, text_column)
             elif path.endswith(".parquet"):
                 for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
                     text = row[text_column]
@@ -98,7 +99,7 @@ def read_records(
                     fault = "" if isinstance(raw, bytes) else "no text in it"
                     yield Record(path, number, b"" if fault else raw, fault)
             elif path.endswith(JSONL):
-                opener = {".gz": gzip.open, ".zst": open_zst}.get(Path(path).suffix, open)
+                opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(path).suffix, open)
                 with opener(path, "rb") as file:
                     for number, line in enumerate(file, 1):
                         if line.strip():
@@ -124,6 +125,53 @@ def _sections(path: str, most: int) -> Iterator[Record]:
                 offset, rest = offset + cut, rest[cut:]
     if rest:
         yield Record(path, offset, rest)
+
+
+def _open_zst(path: str, mode: str) -> io.BufferedReader:
+    return io.BufferedReader(_import("pyarrow", path).input_stream(path, compression="zstd"))
+
+
+def _csv_records(path: str, column: str) -> Iterator[Record]:
+    csv.field_size_limit(LONGEST_FIELD)
+    # Bytes that are no UTF-8 pass through, so that the error names the place of their row.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        _require_columns(path, (column,), rows.fieldnames or [column])
+        for row in rows:
+            fault = "too few fields" if row[column] is None else ""
+            raw = (row[column] or "").encode(errors="surrogateescape")
+            yield Record(path, rows.line_num, raw, fault)
+
+
+def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a .parquet file, with those columns among `keys` that it has. Raises
+    DataError: it has none of them, or is damaged."""
+    parquet, arrow = _import("pyarrow.parquet", path), _import("pyarrow", path)
+    try:
+        # With these a row group, which may be the whole file, is read in pieces.
+        with parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            _require_columns(path, keys, names)
+            columns = [key for key in keys if key in names]
+            for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                yield from batch.to_pylist()
+    except DataError:
+        raise
+    except (OSError, ValueError, LookupError, arrow.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _require_columns(path: str, keys: tuple[str, ...], names: list[str]) -> None:
+    if not set(keys) & set(names):
+        wanted, known = " or ".join(map(repr, keys)), ", ".join(map(repr, names))
+        raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
+
+
+def _import(module: str, path: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"{path}: reading it takes: python -m pip install pyarrow") from error
 
 
 def parse(record: Record) -> str:

@@ -1,4 +1,9 @@
-"""Turn records of text or of conversations into documents of tokens, in several processes."""
+"""Turn records of text or of conversations into documents of tokens, in several processes.
+
+A small text is read several times, and a model that meets it in one form learns it by heart. Cut
+into other pieces each time, it also shows how words are spelled. BPE-dropout (Provilkov et al.,
+2020, https://arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
+"""
 
 import json
 import multiprocessing
@@ -18,12 +23,13 @@ from data.chat_template import encode_conversation
 from data.conversations import Turn, parse_conversation
 from data.corpus import Record, load_json, parse
 from data.errors import DataError
-from data.segmentation import split_at_random
 from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
 from data.validation_split import hash_of
 
 BATCH_BYTES = 256 * 1024  # one call of a worker: large against the cost of sending it
+SPLIT_SHARE = 0.1  # of the pieces that are split in each round
+SPLIT_ROUNDS = 2  # a piece that was split may be split again
 
 
 class Document(NamedTuple):
@@ -81,6 +87,32 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> list[D
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         documents.append(Document(tokens, len(raw), number))
     return documents
+
+
+@lru_cache(maxsize=1)
+def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
+    """Return id → the pairs of ids that spell the same text, for each piece of text."""
+    pieces = tokenizer.pieces_of_text
+    return {
+        id: [
+            (pieces[text[:at]], pieces[text[at:]])
+            for at in range(1, len(text))
+            if text[:at] in pieces and text[at:] in pieces
+        ]
+        for text, id in pieces.items()
+    }
+
+
+def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
+    """Return ids of the same text, in which some pieces are split into two or more."""
+    ways_of = ways_to_split(tokenizer)
+    for _ in range(SPLIT_ROUNDS):
+        found = []
+        for id, drawn in zip(ids, rng.random(len(ids)).tolist(), strict=True):
+            ways = drawn < SPLIT_SHARE and ways_of.get(id)
+            found += ways[int(drawn / SPLIT_SHARE * len(ways))] if ways else (id,)
+        ids = found
+    return ids
 
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:

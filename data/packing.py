@@ -40,7 +40,7 @@ class Suited(NamedTuple):
     vocab_size: int
     val_fraction: float
     section_bytes: int  # a longer .txt is cut into documents of that size
-    segmentations: int  # see data/segmentation.py
+    segmentations: int  # see data/encoding.py
 
 
 # A small text is learned by heart before a vocabulary made for a large one is learned at all, and

@@ -43,7 +43,11 @@ def find_prepared(
     text may be replaced. Raises UsageError: `out` must not be written over. DataError, OSError: the
     text or tokenizer cannot be read.
     """
-    source, stored = describe_sources(files, options), _prepared_from(out)
+    source, stored = describe_sources(files, options), {}
+    with suppress(DataError, OSError, KeyError):  # there is nothing, or it is damaged
+        description = read_description(out)
+        if description["tokenizer_sha256"] == tokenizer_hash(out):
+            stored = description["prepared_from"]
     if stored == source:
         return "already prepared from this text"
     if reuse and stored.get("files_sha256") == source["files_sha256"]:
@@ -60,12 +64,3 @@ def find_prepared(
             "replace it, or another --out"
         )
     return None
-
-
-def _prepared_from(out: Path) -> dict:
-    """Return from what and how the data in `out` was made; {} if there is none, or damaged."""
-    with suppress(DataError, OSError, KeyError):
-        description = read_description(out)
-        if description["tokenizer_sha256"] == tokenizer_hash(out):
-            return description["prepared_from"]
-    return {}

@@ -23,13 +23,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Append documents to the shards of one split; a shard ends after shard_tokens tokens. The
-    places of answers go to a file of their own."""
+    """Append documents to the shards of one split, each of which ends after shard_tokens tokens,
+    and the places of answers to a file of their own."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
-        self.folder = folder
-        self.split = split
-        self.dtype = dtype
+        self.folder, self.split, self.dtype = folder, split, dtype
         self.shard_tokens = shard_tokens
         self.documents = self.bytes = self.tokens = 0
         self.shards: list[dict] = []
@@ -85,19 +83,19 @@ def read_description(folder: str | Path) -> dict:
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         description.setdefault("kind", TEXT)  # older ones do not say it
-        problem = _contradiction(folder, description)
+        _check(folder, description)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        raise DataError(f"{path}: damaged or another version ({problem}): prepare the data again")
+        problem = f"damaged or another version ({type(error).__name__}: {error})"
+        raise DataError(f"{path}: {problem}: prepare the data again") from error
     return description
 
 
-def _contradiction(folder: Path, description: dict) -> str | None:
-    """Return the first statement of a description that the files or the rest of it contradict."""
+def _check(folder: Path, description: dict) -> None:
+    """Raise an error if a file is of another size than this version's description says."""
     dtype = token_dtype(description["vocab_size"])
-    if description["format"] != FORMAT or description["kind"] not in KINDS:
-        return f"format {description['format']} of {description['kind']!r}"
+    known = description["format"] == FORMAT and description["kind"] in KINDS
+    if not known or description["dtype"] != dtype.str:
+        raise ValueError("a format of which this version knows nothing")
     for split in SPLITS:
         part = description["splits"][split]
         sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}
@@ -105,8 +103,4 @@ def _contradiction(folder: Path, description: dict) -> str | None:
             sizes[part["answers"]["file"]] = part["answers"]["count"] * 3 * ANSWER_DTYPE.itemsize
         for name, size in sizes.items():
             if (found := (folder / name).stat().st_size) != size:
-                return f"{name} has {found} bytes, not {size}"
-        tokens = sum(shard["tokens"] for shard in part["shards"])
-        if part["tokens"] != tokens or description["dtype"] != dtype.str:
-            return f"{part['tokens']} tokens of {split} as {description['dtype']}"
-    return None
+                raise ValueError(f"{name} has {found} bytes, not {size}")

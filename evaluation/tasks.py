@@ -11,10 +11,9 @@ from common.errors import UsageError
 from common.progress import progress_bar
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, read_records
+from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, parquet_rows, read_records
 from data.dataset import ConversationSet, PackedDataset
 from data.errors import DataError
-from data.readers import parquet_rows
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
