@@ -19,6 +19,7 @@ import textwrap
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from data.corpus import JSONL, Record, parquet_rows, read_records, refuse_half_characters
@@ -29,9 +30,8 @@ ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response")
 KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output")
-HUMAN, HUMANS_OR_ASSISTANTS = "\n\nHuman:", re.compile(r"\n\n(Human|Assistant):")
-LONGEST_SIGNATURE = 120  # of what the built-in conversations ask about, in characters
-SUMMARY_LENGTHS = range(20, 301)
+# Of what the built-in conversations ask about, in characters.
+LONGEST_SIGNATURE, SUMMARY_LENGTHS = 120, range(20, 301)
 
 
 class Turn(NamedTuple):
@@ -61,8 +61,7 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 def parse_conversation(value: dict, where: str) -> list[Turn]:
     """Return the turns of a conversation. Raises DataError: it is in none of the forms, see also
     `check_turns`, or has no answer that counts; the message begins with `where`."""
-    turns = _turns(value, where)
-    check_turns(turns, where)
+    check_turns(turns := _turns(value, where), where)
     if not any(turn.counts for turn in turns):
         raise DataError(f"{where}: no answer of an assistant in it that counts")
     return turns
@@ -78,7 +77,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
             known = " or ".join(expected)
             raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
         if not isinstance(content, str):
-            raise DataError(f"{place} has no text in it, but {_shown(content)}")
+            raise DataError(f"{place} has {_shown(content)} in place of a text")
         refuse_half_characters(place, content)
         if role == ASSISTANT and not content.strip():
             raise DataError(f"{place} is an empty answer")
@@ -90,42 +89,37 @@ def _shown(value: object) -> str:
 
 
 def _turns(value: object, where: str) -> list[Turn]:
-    if not isinstance(value, dict):
-        raise DataError(f"{where}: no JSON object with a conversation in it")
-    given = {key: value[key] for key in KEYS if value.get(key) is not None}  # null: in a table
+    keys = KEYS if isinstance(value, dict) else ()
+    given = {key: value[key] for key in keys if value.get(key) is not None}  # null: in a table
     for key in LISTS:
         if key in given:
             return _listed_turns(given[key], where)
-    for key, text in given.items():
-        if not isinstance(text, str):
-            raise DataError(f'{where}: "{key}" has no text in it, but {_shown(text)}')
-    answers = [given[key] for key in ANSWERS if key in given]
-    if "prompt" in given and answers:
-        return _turns_of_prompt(given["prompt"], answers[0])
-    if "instruction" in given and "output" in given:
-        parts = (given["instruction"], given.get("input"))
-        return [Turn(USER, "\n\n".join(filter(None, parts))), Turn(ASSISTANT, given["output"])]
+    if all(isinstance(text, str) for text in given.values()):
+        answers = [given[key] for key in ANSWERS if key in given]
+        if "prompt" in given and answers:
+            return _turns_of_prompt(given["prompt"], answers[0])
+        if "instruction" in given and "output" in given:
+            asked = "\n\n".join(filter(None, (given["instruction"], given.get("input"))))
+            return [Turn(USER, asked), Turn(ASSISTANT, given["output"])]
     raise DataError(
         f'{where}: no conversation, which has "conversations", "messages", "prompt" with "chosen" '
-        'or "response", or "instruction" with "output"'
+        'or "response", or "instruction" with "output", as texts'
     )
 
 
 def _listed_turns(turns: object, where: str) -> list[Turn]:
-    try:
+    with suppress(TypeError, KeyError, AttributeError):
         if all(turn.get("weight") in (None, 0, 1) for turn in turns):
             return [Turn(t["role"], t["content"], t.get("weight") != 0) for t in turns]
-    except (TypeError, KeyError, AttributeError):
-        pass
     form = 'list of {"role": ..., "content": ...}, perhaps with "weight": 0 or 1'
     raise DataError(f"{where}: no {form}, but {_shown(turns)}")
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
     """Take a prompt of several turns apart. In rm-static it ends with the answer's "Assistant:"."""
-    if not prompt.startswith(HUMAN):
+    if not prompt.startswith("\n\nHuman:"):
         return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
-    _, *parts = HUMANS_OR_ASSISTANTS.split(prompt)  # "Human", what it says, "Assistant", ...
+    _, *parts = re.split(r"\n\n(Human|Assistant):", prompt)  # "Human", what it says, ...
     if parts[-2] == "Assistant" and not parts[-1].strip():
         parts = parts[:-2]
     roles = {"Human": USER, "Assistant": ASSISTANT}
@@ -140,8 +134,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
     """
     seen = set()
     for path in files:
-        relative = os.path.relpath(path, sysconfig.get_path("stdlib"))
-        module = relative.removesuffix(".py").replace(os.sep, ".").removesuffix(".__init__")
+        relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
+        module = relative.replace(os.sep, ".").removesuffix(".__init__")
         if any(part.startswith("_") for part in module.split(".")):
             continue
         try:
@@ -158,8 +152,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
                 question, answer = f"What does `{signature}` do?", summary
             else:
                 question, answer = f"Which {kind} does this: {summary}", f"`{signature}`"
-            raw = json.dumps({"prompt": question, "response": answer}).encode()
-            yield Record(path, line, raw)
+            value = {"prompt": question, "response": answer}
+            yield Record(path, line, json.dumps(value).encode())
 
 
 def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:

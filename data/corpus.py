@@ -14,7 +14,6 @@ is not installed with this project.
 
 import csv
 import gzip
-import importlib
 import io
 import json
 import os
@@ -53,8 +52,8 @@ class Record(NamedTuple):
     @property
     def place(self) -> str:
         """File and position, for people."""
-        unit = "line" if self.path.endswith((*JSONL, ".csv")) else "byte"
-        unit = "row" if self.path.endswith(".parquet") else unit
+        units = {".txt": "byte", ".py": "byte", ".parquet": "row"}
+        unit = units.get(Path(self.path).suffix, "line")
         return f"{self.path}, {unit} {self.position}"
 
 
@@ -128,7 +127,7 @@ def _sections(path: str, most: int) -> Iterator[Record]:
 
 
 def _open_zst(path: str, mode: str) -> io.BufferedReader:
-    return io.BufferedReader(_import("pyarrow", path).input_stream(path, compression="zstd"))
+    return io.BufferedReader(_pyarrow(path).input_stream(path, compression="zstd"))
 
 
 def _csv_records(path: str, column: str) -> Iterator[Record]:
@@ -136,7 +135,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     # Bytes that are no UTF-8 pass through, so that the error names the place of their row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, strict=True)
-        _require_columns(path, (column,), rows.fieldnames or [column])
+        _known_columns(path, (column,), rows.fieldnames or [column])
         for row in rows:
             fault = "too few fields" if row[column] is None else ""
             raw = (row[column] or "").encode(errors="surrogateescape")
@@ -146,13 +145,11 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a .parquet file, with those columns among `keys` that it has. Raises
     DataError: it has none of them, or is damaged."""
-    parquet, arrow = _import("pyarrow.parquet", path), _import("pyarrow", path)
+    arrow = _pyarrow(path)
     try:
         # With these a row group, which may be the whole file, is read in pieces.
-        with parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
-            names = file.schema_arrow.names
-            _require_columns(path, keys, names)
-            columns = [key for key in keys if key in names]
+        with arrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
+            columns = _known_columns(path, keys, file.schema_arrow.names)
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                 yield from batch.to_pylist()
     except DataError:
@@ -161,17 +158,19 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _require_columns(path: str, keys: tuple[str, ...], names: list[str]) -> None:
-    if not set(keys) & set(names):
-        wanted, known = " or ".join(map(repr, keys)), ", ".join(map(repr, names))
-        raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
+def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
+    if columns := [key for key in keys if key in names]:
+        return columns
+    wanted, known = " or ".join(map(repr, keys)), ", ".join(map(repr, names))
+    raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
 
 
-def _import(module: str, path: str) -> ModuleType:
+def _pyarrow(path: str) -> ModuleType:
     try:
-        return importlib.import_module(module)
+        import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{path}: reading it takes: python -m pip install pyarrow") from error
+    return pyarrow
 
 
 def parse(record: Record) -> str:

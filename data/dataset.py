@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +21,7 @@ class TokenStream(Dataset):
     """The shards of one split as one stream of tokens, memory-mapped from the start, so that a
     folder may be moved or deleted during a run.
 
-    Raises DataError: the folder is not sound prepared data (see `read_description`), or of another
-    kind.
+    Raises DataError: the folder is not sound prepared data of this kind.
     """
 
     kind: str  # of data, one of `shards.KINDS`
@@ -44,12 +42,12 @@ class TokenStream(Dataset):
         self.tokenizer_path = tokenizer_in(self.folder)
         # The positions in the stream at which shards begin, and its length.
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
-        _ = self._shards  # mapped now
+        files = [self.folder / shard["file"] for shard in part["shards"]]
+        self._shards = [np.memmap(file, self.description["dtype"], mode="r") for file in files]
 
-    @cached_property
-    def _shards(self) -> list[np.memmap]:
-        files = [self.folder / shard["file"] for shard in self._part["shards"]]
-        return [np.memmap(file, self.description["dtype"], mode="r") for file in files]
+    def __reduce__(self) -> tuple:
+        # Pickled, the maps would carry the data itself along.
+        return type(self), (self.folder, self.split, self.seq_len)
 
     @property
     def identity(self) -> str:
@@ -68,22 +66,14 @@ class TokenStream(Dataset):
         end = start + length
         first = np.searchsorted(self._starts, start, side="right") - 1
         last = np.searchsorted(self._starts, end)
-        tokens = np.concatenate(
-            [
-                self._shards[i][max(start - self._starts[i], 0) : end - self._starts[i]]
-                for i in range(first, last)
-            ]
-        )
+        shards = zip(self._starts[first:last], self._shards[first:last], strict=True)
+        tokens = np.concatenate([shard[max(start - at, 0) : end - at] for at, shard in shards])
         if (largest := tokens.max()) >= self.vocab_size:
             raise DataError(
                 f"{self.folder}: token id {largest} in the {self.split} split is outside the "
                 f"vocabulary of {self.vocab_size}: the shards are damaged; prepare the data again"
             )
         return torch.from_numpy(tokens.astype(np.int64))
-
-    def __getstate__(self) -> dict:
-        maps = ("_shards", "_answers")  # pickled, they would carry the data itself along
-        return {name: value for name, value in self.__dict__.items() if name not in maps}
 
 
 class PackedDataset(TokenStream):
@@ -140,6 +130,10 @@ class ConversationSet(TokenStream):
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
+        self._answers = np.empty((0, 3), ANSWER_DTYPE)  # see there
+        if "answers" in self._part:  # else the split is empty
+            file = self.folder / self._part["answers"]["file"]
+            self._answers = np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
         begin, said, end = self._answers.T
         sound = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
         if not sound.all():
@@ -157,14 +151,6 @@ class ConversationSet(TokenStream):
         self.lengths = end[self._end - 1] - begins - 1  # of each row, in targets
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
         self.n_left_out = self._part["documents"] - len(self)
-
-    @cached_property
-    def _answers(self) -> np.ndarray:
-        """Places of the answers, memory-mapped, (answers, 3), see `shards.ANSWER_DTYPE`."""
-        if "answers" not in self._part:  # an empty split
-            return np.empty((0, 3), ANSWER_DTYPE)
-        file = self.folder / self._part["answers"]["file"]
-        return np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
 
     @property
     def summary(self) -> str:
@@ -206,12 +192,7 @@ def micro_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens, targets) on the CPU without an end, each (batch_size, max_seq_len), or as the
-    data set's own `collate` makes them.
-
-    Args:
-        num_workers: processes that read ahead; 0 reads in this one.
-        pin_memory: for copies to a GPU that wait for nothing.
-    """
+    data set's own `collate` makes them. num_workers processes read ahead; 0 reads in this one."""
     # The loader draws from a generator of its own, because the global one drives dropout.
     loader = DataLoader(
         dataset,

@@ -56,8 +56,8 @@ def _loaded(path: str) -> Tokenizer:
 
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    """Encode records of this kind with the tokenizer at path, each text cut into pieces in as many
-    ways as `segmentations` says, all but the first at random."""
+    """Encode records of this kind with the tokenizer at path, each text cut in as many ways as
+    `segmentations` says, all but the first at random."""
     tokenizer, values, bad = _loaded(path), [], []
     for record in batch:
         try:

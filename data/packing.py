@@ -55,8 +55,7 @@ BY_SIZE = (
 
 
 def suited_to(files: Iterable[str]) -> Suited:
-    """Return the settings for the text of these files. They go in steps, so that a text that grows
-    keeps its settings for long."""
+    """Return the settings for these files. They go in steps: a text may grow and keep them."""
     n_bytes = text_size(files)
     return next(suited for suited in BY_SIZE if n_bytes < suited.below)
 
@@ -96,18 +95,11 @@ class PackingOptions:
 def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
-    """Write tokenizer, shards and description of a corpus into the folder out, which appears when
-    all of it is on the disk, and only then replaces an older one.
+    """Write tokenizer, shards and description of these files into the folder out, which replaces
+    an older one when all of it is on the disk. `progress` is called with the bytes just encoded.
 
-    Args:
-        files: from `corpus.find_files`.
-        progress: called with the number of bytes just read and encoded.
-
-    Returns:
-        The contents of dataset.json.
-
-    Raises DataError: about the text; without skip_bad_lines, at the first document that cannot be
-    read. OSError: about the disk. In either case nothing is left behind.
+    Returns the contents of dataset.json. Raises DataError: about the text; without skip_bad_lines,
+    at the first document that cannot be read. OSError: about the disk. Nothing is left behind then.
     """
     # Before reading: a file that changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
@@ -176,11 +168,10 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     """Yield about TOKENIZER_SAMPLE_BYTES of documents from all over the corpus, chosen by a
-    checksum; the first ones where the corpus is a few very long documents of which none is chosen.
-    """
-    below = 2**32 * TOKENIZER_SAMPLE_BYTES / max(text_size(files), 1)
+    checksum; the first ones if that chooses none of a few very long documents."""
+    size = TOKENIZER_SAMPLE_BYTES
     # The first limit is for an estimate that was off, and for documents that repeat.
-    for threshold, limit in ((below, 2 * TOKENIZER_SAMPLE_BYTES), (2**32, TOKENIZER_SAMPLE_BYTES)):
+    for threshold, limit in ((2**32 * size / max(text_size(files), 1), 2 * size), (2**32, size)):
         taken = 0
         for record in options.records(files):
             if zlib.crc32(record.raw) >= threshold:

@@ -18,8 +18,8 @@ TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Character → byte, as GPT-2's `bytes_to_unicode`: byte-level BPE writes visible bytes as themselves,
-# others as the characters from 256 on.
+# Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes visible bytes as
+# themselves, others as the characters from 256 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
@@ -46,9 +46,8 @@ class Tokenizer:
         if self.bos_id < 0 or self.eos_id < 0:
             raise DataError(f"{path}: has no <s> and </s> pieces, which begin and end documents")
         # A literal U+2581 would come back as a space, so it is spelled in bytes if possible.
-        self._space_symbol_ids = [
-            self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()
-        ]
+        names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
+        self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
 
     @cached_property
     def ids_with_space(self) -> list[int]:
@@ -113,18 +112,17 @@ class JsonTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:  # the package knows no other class
             raise DataError(f"{path}: not a tokenizer.json ({error})") from error
-        is_bpe = isinstance(self._model.model, models.BPE)
-        if not is_bpe or not isinstance(self._model.decoder, decoders.ByteLevel):
+        kinds = (type(self._model.model), type(self._model.decoder))
+        if kinds != (models.BPE, decoders.ByteLevel):
             raise DataError(f"{path}: of all kinds of tokenizer.json only byte-level BPE is read")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as text
         markers = read_markers(path)
-        for name in markers.values():
-            if self._model.token_to_id(name) is None:
-                raise DataError(f"{path}: has no piece {name!r}, which {MARKERS_FILE} names")
-        self.bos_id = self._model.token_to_id(markers["bos_token"])
-        self.eos_id = self._model.token_to_id(markers["eos_token"])
+        self.bos_id, self.eos_id = map(self._model.token_to_id, markers.values())
+        if None in (self.bos_id, self.eos_id):
+            names = " or ".join(markers.values())
+            raise DataError(f"{path}: has no piece {names}, which {MARKERS_FILE} names")
         self.vocab_size = max(self._model.get_vocab().values()) + 1
         self._added = self._model.get_added_tokens_decoder()
 
@@ -139,11 +137,7 @@ class JsonTokenizer(Tokenizer):
             return b""  # decoding skips it
         # An added piece is text and may hold characters outside the alphabet.
         content = bytes(BYTE_ALPHABET.get(char, 0) for char in piece)
-        try:
-            content.decode()
-        except UnicodeDecodeError:
-            return content
-        return None
+        return content if "\ufffd" in content.decode(errors="replace") else None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         batch = self._model.encode_batch_fast(texts, add_special_tokens=False)
