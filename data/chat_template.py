@@ -8,8 +8,8 @@ pretraining, so that it takes no ids of its own.
     <s>assistant
     2</s>
 
-The role, the line end and the content are one text, the line end after a turn is another. No text
-is ever read as a marker.
+The role, the line end and the content are one text, the line end after a turn is another. Text is
+never read as a marker.
 """
 
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ from data.tokenizer import Tokenizer
 
 # Lies beside weights that have learned to answer in this template.
 TEMPLATE_FILE = "chat_template.jinja"
-# transformers also looks for markers in a user's words. So JINJA puts these two noncharacters
-# behind every "<", with which markers begin, and the exported tokenizer removes them after its
-# search for markers. Where the text itself has the two, two more between them preserve it.
+# transformers also looks for markers in a user's words. So JINJA puts these noncharacters behind
+# every "<", and the exported tokenizer removes them after its search for markers. Where the text
+# itself has both, two more between them preserve it.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -31,8 +31,7 @@ _JINJA = (
     "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
 )
 _TEXT = "message['role'] + '\\n' + message['content']"
-# For programs that remove no escapes. llama.cpp without Jinja knows this template by the words
-# "bos_token + message['role']".
+# For others. llama.cpp without Jinja knows it by "bos_token + message['role']".
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
 # For transformers, with a tokenizer from `formats.tokenizer_json.convert(..., chat=True)`.
 JINJA = _JINJA.format(

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-from data.corpus import JSONL, Record, parquet_rows, read_records, refuse_half_characters
+from data.corpus import JSONL, Record, parquet_rows, read_records
 from data.errors import DataError
 
 SUFFIXES = (*JSONL, ".parquet")
@@ -78,7 +78,6 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
             raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
         if not isinstance(content, str):
             raise DataError(f"{place} has {_shown(content)} in place of a text")
-        refuse_half_characters(place, content)
         if role == ASSISTANT and not content.strip():
             raise DataError(f"{place} is an empty answer")
         expected = (ASSISTANT,) if role == USER else (USER,)

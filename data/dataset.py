@@ -19,10 +19,7 @@ from model.transformer import IGNORE_INDEX
 
 class TokenStream(Dataset):
     """The shards of one split as one stream of tokens, memory-mapped from the start, so that a
-    folder may be moved or deleted during a run.
-
-    Raises DataError: the folder is not sound prepared data of this kind.
-    """
+    folder may be moved or deleted during a run. Raises DataError: no sound data of this kind."""
 
     kind: str  # of data, one of `shards.KINDS`
     every_target_counts: bool  # none is IGNORE_INDEX
@@ -61,8 +58,7 @@ class TokenStream(Dataset):
         return self.seq_len if self.lengths is None else float(self.lengths.mean())
 
     def _read(self, start: int, length: int) -> Tensor:
-        """Return the tokens from position start on, int64 of shape (length,). Raises DataError: one
-        is outside the vocabulary."""
+        """Return the tokens from position start on, int64 of shape (length,)."""
         end = start + length
         first = np.searchsorted(self._starts, start, side="right") - 1
         last = np.searchsorted(self._starts, end)
@@ -78,10 +74,7 @@ class TokenStream(Dataset):
 
 class PackedDataset(TokenStream):
     """Text, cut into sequences of seq_len: sample i is tokens[i·seq_len : (i+1)·seq_len] of the
-    stream, with the targets one token further.
-
-    Raises DataError: see `TokenStream`. NothingFitsError: the split is shorter than one sequence.
-    """
+    stream, with the targets one token further. Raises NothingFitsError: there is not one."""
 
     kind = TEXT
     every_target_counts = True
@@ -99,8 +92,7 @@ class PackedDataset(TokenStream):
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 of shape (seq_len,). Raises DataError: a token is
-        outside the vocabulary."""
+        """Return (tokens, targets), both int64 of shape (seq_len,). Raises DataError: damage."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
@@ -163,7 +155,7 @@ class ConversationSet(TokenStream):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         """Return (tokens, targets), both int64 of shape (lengths[i],), IGNORE_INDEX where a target
-        does not belong to an answer. Raises DataError: a token is outside the vocabulary."""
+        does not belong to an answer. Raises DataError: damage."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]

@@ -33,7 +33,7 @@ SPLIT_ROUNDS = 2  # a piece that was split may be split again
 
 
 class Document(NamedTuple):
-    """A text, or a conversation up to the end of its last answer, of any length."""
+    """A text, or a conversation up to the end of its last answer."""
 
     tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
     n_bytes: int  # of the text, or of the answers in it
@@ -68,25 +68,23 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
         except DataError as error:
             bad.append(str(error))
     if kind == TEXT:
-        documents = _texts(tokenizer, [text for text in values if text], segmentations)
+        documents = list(_texts(tokenizer, [text for text in values if text], segmentations))
     else:
         documents = [_conversation(tokenizer, turns) for turns in values]
     return Encoded(documents, bad, sum(len(record.raw) for record in batch))
 
 
-def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> list[Document]:
+def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterator[Document]:
     dtype = token_dtype(tokenizer.vocab_size)
     # One marker may do both: then the next document's beginning ends this one.
     end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
-    documents = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         number = hash_of(raw)
         random = np.random.default_rng(number)  # the same text is always cut in the same ways
         others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
-        documents.append(Document(tokens, len(raw), number))
-    return documents
+        yield Document(tokens, len(raw), number)
 
 
 @lru_cache(maxsize=1)
@@ -129,11 +127,8 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function of (records, a partial of `encode_batch`) that encodes batch after batch; in
-    several processes where n_bytes are worth starting them.
-
-    Raises DataError: one of the processes was killed.
-    """
+    """Yield a function of (records, a partial of `encode_batch`) that encodes batch after batch, in
+    several processes if n_bytes are worth it. Raises DataError: a process was killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # the tokenizer before may have had the same path
         yield lambda records, encode: map(encode, _batches(records))
@@ -162,9 +157,8 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
         signal.signal(signal.SIGINT, handler)
         yield encode_all
     except BrokenProcessPool as error:
-        raise DataError(
-            "an encoding process was killed, perhaps for want of memory: try fewer --workers"
-        ) from error
+        fewer = "perhaps for want of memory: try fewer --workers"
+        raise DataError(f"an encoding process was killed, {fewer}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

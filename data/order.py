@@ -49,11 +49,8 @@ BLOCK = 64  # micro-batches whose order is computed at once
 
 @dataclass
 class MicroBatchSampler:
-    """Endless stream of one process's micro-batches, each a list of sample indices.
-
-    Epochs follow each other without a seam: a global batch that reaches past the end of one is
-    filled from the start of the next.
-    """
+    """Endless stream of one process's micro-batches, each a list of sample indices. A global batch
+    that reaches past the end of an epoch is filled from the start of the next."""
 
     n_samples: int  # in the data set
     batch_size: int  # samples in a micro-batch of one process
@@ -98,7 +95,7 @@ class LengthSampler(MicroBatchSampler):
     """A stream in which rows of like length share a global batch, so that little is padding.
 
     The stream of shuffled epochs is cut into windows, whose samples are sorted by length and cut
-    into global batches, which are shuffled. How a global batch is divided changes nothing in it.
+    into global batches, which are shuffled. However a global batch is divided, it is the same.
     """
 
     lengths: np.ndarray  # of all samples

@@ -141,7 +141,7 @@ def prepare(
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
-        (folder / DESCRIPTION_FILE).write_text(content, encoding="utf-8")
+        (folder / DESCRIPTION_FILE).write_bytes(content.encode())
     return description
 
 

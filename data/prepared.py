@@ -35,7 +35,7 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
 
 
 def find_prepared(
-    out: Path, files: list[str], options: PackingOptions, *, reuse: bool, overwrite: bool
+    out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
     """Return in words how `out` holds these files prepared already; None if it has to be written.
 

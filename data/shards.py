@@ -70,8 +70,8 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path) -> dict:
-    """Return the contents of a prepared folder's dataset.json. "kind" is one of KINDS. Raises
-    DataError: it is not there, or contradicts itself or the sizes of the files."""
+    """Return the contents of a prepared folder's dataset.json. Raises DataError: it is missing, or
+    contradicts the files."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():

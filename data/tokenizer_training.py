@@ -20,25 +20,22 @@ LEAST_VOCABULARY = RESERVED_PIECES + 3
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to path; one of fewer pieces if it may shrink and
-    the texts do not suffice for vocab_size.
+    """Train a BPE tokenizer on texts and write it to path; one of fewer pieces if it may shrink.
 
-    At most half of the vocabulary goes to single characters, the commonest. Rarer ones are spelled
-    in bytes: a Chinese corpus has ten thousand characters.
-
-    Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
+    At most half of the vocabulary goes to single characters. Rarer ones are spelled in bytes: a
+    Chinese corpus has ten thousand characters. Raises DataError: vocab_size does not even hold the
+    bytes, or is more than the texts can fill.
     """
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
     if vocab_size < LEAST_VOCABULARY:
         raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
-    size, model = vocab_size, _train(texts, vocab_size)
-    while isinstance(model, int) and model >= LEAST_VOCABULARY:
-        size = model
-        model = _train(texts, size)  # fewer characters get pieces: it may be too many
-    if isinstance(model, int):
-        raise DataError("too little text to train a tokenizer on")
+    size = vocab_size
+    while isinstance(model := _train(texts, size), int):
+        size = model  # may be too many again, because fewer characters get pieces
+        if size < LEAST_VOCABULARY:
+            raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
         raise DataError(
             f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
@@ -76,8 +73,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             minloglevel=2,
         )
     except (RuntimeError, ValueError) as error:
-        limit = re.search(r"value <= (\d+)", str(error))
-        if limit:
+        if limit := re.search(r"value <= (\d+)", str(error)):
             return int(limit[1])
         raise DataError(f"SentencePiece cannot train on this text: {error}") from error
     return model.getvalue()

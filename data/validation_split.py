@@ -1,7 +1,6 @@
 """The validation split: a document is held out if its hash lies below the share asked for.
 
-The same text always falls on the same side, wherever it stands and however often. Adding or
-reordering documents moves none of the others.
+The same text always falls on the same side, wherever it stands and whatever stands beside it.
 """
 
 import hashlib
