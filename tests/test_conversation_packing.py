@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from test_packing import files_of
 
-from data import encoders
+from data import encoding
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, Turn
 from data.errors import DataError
@@ -88,7 +88,7 @@ def told_apart(folder: Path) -> tuple[list[int], list[int]]:
 def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_file(
     pack, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]  # this is not stored
     folder = pack(write(tmp_path / "a.jsonl", longer), "longer", val_fraction=0)
     tokenizer, description = Tokenizer(folder / "tokenizer.model"), read_description(folder)
@@ -107,7 +107,7 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
 
 
 def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     folder = pack(write(tmp_path / "a.jsonl"), "one")
     train, val = told_apart(folder)
     assert train == sorted(train)

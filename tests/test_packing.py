@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from data import encoders, packing
+from data import encoding, packing
+from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, split_at_random, ways_to_split
 from data.errors import DataError
-from data.packing import PackingOptions, prepare
+from data.packing import BY_SIZE, PackingOptions, prepare, suited_to
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit, hash_of
 
+SHARDS = ("train-00000.bin", "val-00000.bin")
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
 
@@ -66,6 +68,10 @@ def documents(out: Path, split: str) -> list[str]:
     return found
 
 
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Path:
     return pack_documents(DOCUMENTS, tmp_path_factory.mktemp("packed"))
@@ -86,14 +92,36 @@ def test_every_document_stands_in_one_split_in_the_order_of_the_corpus(packed):
         assert part["shards"][0]["sha256"] == hashlib.sha256(data).hexdigest()
     tokenizer = (packed / "tokenizer.model").read_bytes()
     assert about["tokenizer_sha256"] == hashlib.sha256(tokenizer).hexdigest()
-    names = {path.name for path in packed.iterdir()}
-    assert names == {"dataset.json", "tokenizer.model", "train-00000.bin", "val-00000.bin"}
+    assert set(files_of(packed)) == {"dataset.json", "tokenizer.model", *SHARDS}
 
 
-def test_hashes_never_change():
-    """Another hash would move documents between the splits of data that is prepared again."""
+def test_the_split_never_changes():
+    """Else documents would move between the splits of data that is prepared again."""
     assert hash_of("句".encode()) == 1228714624519560309
     assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
+    split = ValidationSplit(0.25)
+    assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "row"), [(0, 0), (499_999, 0), (500_000, 1), (12_100_000, 3), (10**9, -1)]
+)
+def test_every_size_has_its_settings(tmp_path, n_bytes, row):
+    path = tmp_path / "a.txt"
+    path.touch()
+    os.truncate(path, n_bytes)
+    assert suited_to([str(path)]) == BY_SIZE[row]
+
+
+def test_the_share_of_pieces_that_are_split_is_as_said(packed):
+    """Of a piece that can be split in one way alone, into two that cannot be split."""
+    tokenizer, n = Tokenizer(packed / "tokenizer.model"), 20_000
+    ways_of = ways_to_split(tokenizer)
+    single = [id for id, ways in ways_of.items() if len(ways) == 1]
+    pair = next(id for id in single if not any(ways_of[part] for part in ways_of[id][0]))
+    split = split_at_random([pair] * n, tokenizer, np.random.default_rng(0))
+    assert split.count(pair) == pytest.approx(n * (1 - SPLIT_SHARE) ** SPLIT_ROUNDS, rel=0.02)
+    assert len(split) == n + (n - split.count(pair))
 
 
 def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_one(tmp_path):
@@ -109,10 +137,6 @@ def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_o
     assert own.tolist() == stream(once, "train").tolist()
     differ = [not np.array_equal(*pair) for pair in zip(cuts[1::3], cuts[2::3], strict=True)]
     assert sum(differ) > len(differ) / 2  # some have few pieces
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 def test_without_a_share_or_a_second_text_all_is_for_training(tmp_path, packed):
@@ -148,7 +172,7 @@ def test_a_small_corpus_has_one_validation_document_at_least(tmp_path, packed, m
 
 
 def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)  # some forty batches
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)  # some forty batches
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     one, seen = pack(path, tmp_path / "one", segmentations=2), []
     several = pack(path, tmp_path / "several", seen.append, segmentations=2, workers=3)
@@ -157,9 +181,8 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
     assert sum(seen) == path.stat().st_size  # the progress counts every byte
 
 
-@pytest.mark.parametrize("shard_tokens", [1, 300])
-def test_several_shards_hold_the_same_stream_as_one(packed, tmp_path, monkeypatch, shard_tokens):
-    monkeypatch.setattr(packing, "SHARD_TOKENS", shard_tokens)
+def test_several_shards_hold_the_same_stream_as_one(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "SHARD_TOKENS", 300)
     out = pack(packed.parent / "out.jsonl", tmp_path / "out")
     assert len(description(out)["splits"]["train"]["shards"]) > 1
     for split in ("train", "val"):
@@ -170,19 +193,12 @@ def test_several_shards_hold_the_same_stream_as_one(packed, tmp_path, monkeypatc
     read_description(out)
 
 
-def with_bad_lines(path: Path) -> Path:
-    write_jsonl(path, DOCUMENTS)
+def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)
+    path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     lines = path.read_bytes().splitlines(keepends=True)
-    lines[150] = b'{"text": "cut sh\n'
-    lines[300] = b'{"text": "\xff"}\n'
+    lines[150], lines[300] = b'{"text": "cut sh\n', b'{"text": "\xff"}\n'
     path.write_bytes(b"".join(lines))
-    return path
-
-
-@pytest.mark.parametrize("batch_bytes", [1, 500])
-def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch, batch_bytes):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", batch_bytes)
-    path = with_bad_lines(tmp_path / "a.jsonl")
     out = pack(path, tmp_path / "out", skip_bad_lines=True, workers=2)
     good = [d for i, d in enumerate(DOCUMENTS) if i not in (150, 300)]
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(good)
@@ -190,23 +206,17 @@ def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypa
     assert f"{path}, line 151: not JSON" in description(out)["first_bad_document"]
 
 
-def full_disk_after(monkeypatch, n_documents: int) -> None:
-    write, written = ShardWriter.write, []
-
-    def write_until_full(self, tokens, n_bytes, answers=None):
-        if len(written) >= n_documents:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(n_bytes)
-        write(self, tokens, n_bytes, answers)
-
-    monkeypatch.setattr(ShardWriter, "write", write_until_full)
-
-
 def test_a_full_disk_leaves_the_folder_of_before_as_it_was(tmp_path, monkeypatch):
     out = pack_documents(DOCUMENTS[:100], tmp_path)
-    before = files_of(out)
-    full_disk_after(monkeypatch, 100)
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)
+    before, write = files_of(out), ShardWriter.write
+
+    def write_until_full(self, *document):
+        if self.documents >= 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *document)
+
+    monkeypatch.setattr(ShardWriter, "write", write_until_full)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)
     with pytest.raises(OSError, match="No space left"):
         pack_documents(DOCUMENTS, tmp_path, workers=2)
     assert files_of(out) == before
@@ -215,7 +225,7 @@ def test_a_full_disk_leaves_the_folder_of_before_as_it_was(tmp_path, monkeypatch
 
 
 def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 100)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 100)
 
     def kill_children(n_bytes):
         for child in multiprocessing.active_children():
@@ -246,17 +256,9 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
         train_tokenizer(taken, vocab_size, path)
 
     monkeypatch.setattr(packing, "train_tokenizer", remember)
-    files = [
+    for name in "abc":
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {d}" for d in DOCUMENTS * 3])
-        for name in "abc"
-    ]
-    pack(files, tmp_path / "out")
+    pack(sorted(tmp_path.glob("*.jsonl")), tmp_path / "out")
     assert 10_000 < sum(len(text.encode()) for text in taken) < 40_000
-    counts = Counter(text[0] for text in taken)
-    assert set(counts) == set("abc")
-    assert min(counts.values()) > max(counts.values()) / 2
-
-
-def test_a_document_is_held_out_where_its_hash_lies_below_the_share():
-    split = ValidationSplit(0.25)
-    assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
+    a, b, c = Counter(text[0] for text in taken).values()
+    assert min(a, b, c) > max(a, b, c) / 2

@@ -95,20 +95,16 @@ def test_the_size_of_the_text_chooses_settings_and_says_so(workplace, capsys):
         assert words in chosen
 
 
-def test_a_text_without_a_validation_document_is_told_so(workplace, capsys):
+def test_a_text_without_a_validation_document_is_told_so_and_flags_come_in_one_word(
+    workplace, capsys
+):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
-    for enough in (["--data", "sums.jsonl"], ["--data", "short.txt", "--val_fraction", "0"]):
-        main([*SMALL, *enough, "--overwrite"])
+    for flags in ("--val_fraction 0", "--data nowhere --vocab_size '290' --val_fraction=0"):
+        main([f"--flags={flags}", "--data", "short.txt", "--overwrite"])
         assert "no validation split" not in capsys.readouterr().out
-
-
-def test_flags_may_come_in_one_word(workplace):
-    main(["--data", "sums.jsonl", "--flags=--vocab_size 310 --val_fraction=0.3"])
-    description = read_description("out/data/sums")
-    assert description["vocab_size"] == 310
-    assert description["prepared_from"]["val_fraction"] == 0.3
+    assert read_description("out/data/short")["vocab_size"] == 290
 
 
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
@@ -178,21 +174,11 @@ def test_folders_of_other_things_are_left_alone(workplace, capfd):
     read_description("there")
 
 
-CHAT = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
-
-
-@pytest.fixture
-def chats(workplace, packed) -> list[str]:
-    """Conversations in a file, and the flags that prepare them."""
-    text = "".join(json.dumps(row) + "\n" for row in CHAT)
-    Path("sums-of-two.jsonl").write_text(text, encoding="utf-8")
-    model = str(packed / "tokenizer.model")
-    flags = ["--conversations", "sums-of-two.jsonl", "--tokenizer", model, "--val_fraction", "0.1"]
-    return [*flags, "--workers", "1"]
-
-
-def test_conversations_go_to_a_folder_of_their_own_and_are_found_there_again(chats, capsys):
-    main(chats)
+def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
+    rows = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
+    Path("sums-of-two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--tokenizer", str(packed / "tokenizer.model"), "--val_fraction", "0.1"]
+    main([*flags, "--conversations", "sums-of-two.jsonl", "--workers", "1"])
     train, val = read_description("out/data/sums-of-two-chat")["splits"].values()
     assert train["documents"] + val["documents"] == 60
     first, *lines = capsys.readouterr().out.splitlines()
@@ -200,8 +186,6 @@ def test_conversations_go_to_a_folder_of_their_own_and_are_found_there_again(cha
     assert first.startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
     for line, part in zip(lines, (train, val), strict=False):
         assert line.endswith(f"{part['answers']['tokens']} of them in answers")
-    main(chats)
-    assert "already prepared from this text" in capsys.readouterr().out
 
 
 FILES = {
@@ -218,7 +202,6 @@ REFUSED = {
     "--data gbk.txt": "iconv",
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
-    "--data short.txt --text_column body": "--text_column body: none of these files has columns",
     f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
@@ -226,11 +209,9 @@ REFUSED = {
     "--dat sums.jsonl": "unrecognized argument --dat",  # other programs look for whole flags
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
-    f"{SUMS} --flags=--data=a.csv": "--data is given already",
     f"{SUMS} --flags='": "No closing quotation",
     "--conversations sums.jsonl": "pass --tokenizer",
     f"{CHAT_MODEL} --data sums.jsonl": "--data is for text",
-    f"{CHAT_MODEL} --flags=--tokenizer=t": "--tokenizer is given already",
     CHAT_MODEL: "sums.jsonl, line 1: no conversation",
 }
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data import readers
+from data import corpus
 from data.corpus import find_files, parse, read_records
 from data.errors import DataError
 
@@ -73,7 +73,7 @@ def test_every_form_of_text_that_parquet_has_is_read(tmp_path, kind):
 
 
 def test_rows_are_counted_through_all_row_groups_and_batches(tmp_path):
-    documents = [f"document {i}" for i in range(3 * readers.BATCH_ROWS + 5)]
+    documents = [f"document {i}" for i in range(3 * corpus.BATCH_ROWS + 5)]
     path = write_parquet(tmp_path / "a.parquet", {"text": documents}, row_group_size=100)
     found = records(path)
     assert [parse(record) for record in found] == documents
@@ -107,7 +107,7 @@ def test_a_bad_row_has_its_place_and_the_others_are_read(tmp_path, place, conten
 
 
 def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "LONGEST_FIELD", 1000)
+    monkeypatch.setattr(corpus, "LONGEST_FIELD", 1000)
     path = tmp_path / "a.csv"
     path.write_text('text\na\n"no end\nb\n')
     assert "cannot be read: unexpected end of data" in one_line(path)
