@@ -35,8 +35,7 @@ def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
 
 @pytest.fixture
 def pack(packed, tmp_path):
-    """Prepares conversations into a folder of a name, in this process, with the small corpus's
-    tokenizer; returns the folder."""
+    """A function that prepares conversations with the small corpus's tokenizer."""
 
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
@@ -49,8 +48,7 @@ def pack(packed, tmp_path):
 
 
 def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
-    """The ids of each conversation of a split, and of each of its answers, read without this
-    project's code."""
+    """The ids of each conversation of a split, and of its answers, read without this project."""
     part = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["splits"][split]
     if not part["tokens"]:
         return []
@@ -94,12 +92,10 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
     tokenizer, description = Tokenizer(folder / "tokenizer.model"), read_description(folder)
     assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
     assert stored(folder, "val") == []
-    part, answers = description["splits"]["train"], []
-    for _, some in stored(folder, "train"):
-        answers += some
+    part, found = description["splits"]["train"], stored(folder, "train")
+    answers = [ids for _, some in found for ids in some]
     assert description["kind"] == "conversations"
-    assert part["documents"] == 300
-    assert part["tokens"] == sum(len(ids) for ids, _ in stored(folder, "train"))
+    assert (part["documents"], part["tokens"]) == (300, sum(len(ids) for ids, _ in found))
     assert part["answers"]["count"] == len(answers)
     assert part["answers"]["tokens"] == sum(map(len, answers))
     said = [t.content for turns in CONVERSATIONS for t in turns if t.role == ASSISTANT]
@@ -110,8 +106,7 @@ def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_p
     monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     folder = pack(write(tmp_path / "a.jsonl"), "one")
     train, val = told_apart(folder)
-    assert train == sorted(train)
-    assert val == sorted(val)
+    assert (train, val) == (sorted(train), sorted(val))
     assert sorted(train + val) == list(range(300))
     assert len(val) == pytest.approx(30, abs=15)
     one = files_of(folder)
