@@ -1,4 +1,6 @@
 import json
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +67,8 @@ def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
 def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[list[int]]]:
     """The same of these turns."""
     ids, counts = encode_conversation(tokenizer, turns)
-    answers, before = [], False
-    for id, counts_here in zip(ids, counts, strict=True):
-        if counts_here and not before:
-            answers.append([])
-        if counts_here:
-            answers[-1].append(id)
-        before = counts_here
+    runs = groupby(zip(counts, ids, strict=True), key=itemgetter(0))
+    answers = [[id for _, id in run] for counts_here, run in runs if counts_here]
     return ids[: len(counts) - counts[::-1].index(True)], answers
 
 

@@ -52,7 +52,7 @@ def test_an_answer_is_a_number_or_a_letter():
         (GOOD | {"choices": ["3", ""]}, "no question"),
         (GOOD | {"answer": 3}, "no question"),
         (GOOD | {"answer": -1}, "no question"),
-        (GOOD | {"choices": ["3", "\ud83d"]}, "half a surrogate pair"),
+        (GOOD | {"choices": ["3", "\ud83d"]}, "surrogates not allowed"),
         (GOOD | {"choices": ["1", "2 + 7 = 9; " * 10]}, f"no token, or more than {SEQ_LEN}"),
     ],
 )

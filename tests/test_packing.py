@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from data import encoding, packing
+from data import encoding, packing, shards
 from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, split_at_random, ways_to_split
 from data.errors import DataError
 from data.packing import BY_SIZE, PackingOptions, prepare, suited_to
@@ -41,31 +41,21 @@ def pack_documents(documents: list[str], folder: Path, name="out", **changes) ->
     return pack(write_jsonl(folder / f"{name}.jsonl", documents), folder / name, **changes)
 
 
-def description(out: Path) -> dict:
-    return json.loads((out / "dataset.json").read_text(encoding="utf-8"))
-
-
 def stream(out: Path, split: str) -> np.ndarray:
-    shards = description(out)["splits"][split]["shards"]
-    pieces = [np.fromfile(out / shard["file"], description(out)["dtype"]) for shard in shards]
-    return np.concatenate(pieces or [np.empty(0, np.uint16)])
+    about = read_description(out)
+    files = [out / shard["file"] for shard in about["splits"][split]["shards"]]
+    return np.concatenate([np.fromfile(f, about["dtype"]) for f in files] or [np.empty(0, "u2")])
 
 
 def documents(out: Path, split: str) -> list[str]:
     """The texts in the shards, read without this project's code: BOS, text, EOS and so on."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
-    found, current = [], None
-    for token in stream(out, split).tolist():
-        if token == model.bos_id():
-            assert current is None, "a document begins inside another"
-            current = []
-        elif token == model.eos_id():
-            found.append(model.decode(current))
-            current = None
-        else:
-            current.append(token)
-    assert current is None, "the last document has no end"
-    return found
+    tokens = stream(out, split)
+    begins, ends = (np.flatnonzero(tokens == id) for id in (model.bos_id(), model.eos_id()))
+    assert begins.tolist() == [0, *ends + 1][: len(ends)]
+    assert not len(tokens) or ends[-1] == len(tokens) - 1
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    return [model.decode(tokens[begin + 1 : end].tolist()) for begin, end in spans]
 
 
 def files_of(out: Path) -> dict[str, bytes]:
@@ -78,7 +68,7 @@ def packed(tmp_path_factory) -> Path:
 
 
 def test_every_document_stands_in_one_split_in_the_order_of_the_corpus(packed):
-    about = description(packed)
+    about = read_description(packed)
     held = {split: documents(packed, split) for split in ("train", "val")}
     assert Counter(held["train"] + held["val"]) == Counter(DOCUMENTS)
     assert len(held["val"]) / len(DOCUMENTS) == pytest.approx(0.1, abs=0.05)
@@ -184,13 +174,12 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
 def test_several_shards_hold_the_same_stream_as_one(packed, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "SHARD_TOKENS", 300)
     out = pack(packed.parent / "out.jsonl", tmp_path / "out")
-    assert len(description(out)["splits"]["train"]["shards"]) > 1
+    assert len(read_description(out)["splits"]["train"]["shards"]) > 1
     for split in ("train", "val"):
         assert np.array_equal(stream(out, split), stream(packed, split))
-        for shard in description(out)["splits"][split]["shards"]:
+        for shard in read_description(out)["splits"][split]["shards"]:
             tokens = np.fromfile(out / shard["file"], "<u2")
             assert (tokens[0], tokens[-1]) == (1, 2)  # no document lies across two shards
-    read_description(out)
 
 
 def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch):
@@ -202,8 +191,8 @@ def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypa
     out = pack(path, tmp_path / "out", skip_bad_lines=True, workers=2)
     good = [d for i, d in enumerate(DOCUMENTS) if i not in (150, 300)]
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(good)
-    assert description(out)["bad_documents"] == 2
-    assert f"{path}, line 151: not JSON" in description(out)["first_bad_document"]
+    assert read_description(out)["bad_documents"] == 2
+    assert f"{path}, line 151: not JSON" in read_description(out)["first_bad_document"]
 
 
 def test_a_full_disk_leaves_the_folder_of_before_as_it_was(tmp_path, monkeypatch):
@@ -240,10 +229,11 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENIZER_SAMPLE_BYTES", 1000)
     books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
-    monkeypatch.setattr(packing, "token_dtype", lambda vocab_size: np.dtype("<u4"))
+    for module in (packing, shards):  # of four bytes, as for large vocabularies
+        monkeypatch.setattr(module, "token_dtype", lambda vocab_size: np.dtype("<u4"))
     out = pack_documents(books, tmp_path)
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)
-    tokens = description(out)["splits"]["train"]["tokens"]  # of four bytes, as for large ones
+    tokens = read_description(out)["splits"]["train"]["tokens"]
     assert (out / "train-00000.bin").stat().st_size == 4 * tokens
 
 

@@ -29,16 +29,13 @@ def contents(folder) -> dict[str, bytes]:
 
 def refused(capfd, *flags: str, usual=SMALL) -> str:
     """The one line with which these flags, or this data, end the command."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main([*usual, *flags])
-    assert ended.value.code == 2
     out, err = capfd.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    lines = err.replace("\r", "\n").splitlines()
-    errors = [line for line in lines if "prepare_data: error: " in line]
-    assert errors == lines[-1:]
-    return errors[0]
+    *_, last = err.replace("\r", "\n").splitlines()
+    assert (out, err.count("prepare_data: error: "), err.count("Traceback")) == ("", 1, 0)
+    assert last.startswith("prepare_data: error: ")
+    return last
 
 
 def test_what_another_process_has_prepared_meanwhile_is_taken(workplace, capsys, monkeypatch):
@@ -66,8 +63,7 @@ def test_a_second_call_finds_the_data_prepared_and_changes_nothing(workplace, ca
         file.write(b'{broken\n{"text": "good"}\n')
     flags = [*SMALL, "--data", "sums.jsonl", "--skip_bad_lines"]
     main(flags)
-    printed = capsys.readouterr().out
-    splits = read_description("out/data/sums")["splits"]
+    printed, splits = capsys.readouterr().out, read_description("out/data/sums")["splits"]
     for name, part in splits.items():
         n, tokens = part["documents"], part["tokens"]
         assert f"{name:5} {n:>9,} documents {tokens:>13,} tokens" in printed
@@ -114,7 +110,6 @@ def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     assert default_out(".").name == workplace.name
     small = default_out("c.txt", "--vocab_size 2000")
     assert small == default_out("c.txt", "  --vocab_size   2000 ")
-    assert small.name.startswith("c-")
     assert small != default_out("c.txt", "--vocab_size 3000")
 
 
@@ -134,10 +129,8 @@ def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplac
     capfd.readouterr()
     assert "--overwrite" in refused(capfd, *flags)
     assert contents("out") == before
-
     main([*SMALL, *flags, "--overwrite"])
     assert contents("out") != before
-    assert "already" not in capfd.readouterr().out
     main([*SMALL, *flags])
     assert "already prepared" in capfd.readouterr().out
 
@@ -149,9 +142,8 @@ def test_reuse_takes_the_same_text_and_leaves_another_text_alone(workplace, capf
     assert "with other settings, used as it is" in capfd.readouterr().out
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
-    assert f"made of {workplace}/sums.jsonl" in refused(
-        capfd, "--data", "other/sums.jsonl", "--reuse"
-    )
+    said = refused(capfd, "--data", "other/sums.jsonl", "--reuse")
+    assert f"made of {workplace}/sums.jsonl" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
     main([*SMALL, "--data", "sums.jsonl", "--reuse"])  # the text has changed
