@@ -47,8 +47,6 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     config = {
         "bos_token": begin,  # one form or the other
         "eos_token": {"__type": "AddedToken", "content": end, "special": True} | flags,
-        "model_max_length": 8192,
-        "clean_up_tokenization_spaces": False,
         "tokenizer_class": "GPT2Tokenizer" if kind == "smollm2" else "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

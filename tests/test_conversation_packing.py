@@ -106,10 +106,8 @@ def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_p
     assert (train, val) == (sorted(train), sorted(val))
     assert sorted(train + val) == list(range(300))
     assert len(val) == pytest.approx(30, abs=15)
-    one = files_of(folder)
-    other = files_of(pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2))
-    del one["dataset.json"], other["dataset.json"]  # it names the file
-    assert one == other
+    other = pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2)
+    assert files_of(folder) | {"dataset.json": b""} == files_of(other) | {"dataset.json": b""}
     said, lines = '"role": "assistant"', (tmp_path / "a.jsonl").read_text().splitlines()
     fewer = [line.replace(said, f'"weight": 0, {said}', line.count(said) - 1) for line in lines]
     (tmp_path / "c.jsonl").write_text("\n".join(fewer))

@@ -19,8 +19,7 @@ VOCAB_SIZE = 500
 
 
 def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that count up, of turns with (tokens before the answer, tokens of it); and where the
-    answers are."""
+    """Tokens that count up, of turns with (tokens before the answer, tokens of it); the answers."""
     spans, end = [], 0
     for before, said in turns:
         spans.append((end + before, end + before + said))

@@ -31,14 +31,7 @@ FORMS = {
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
     "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ASKED),
-    "Alpaca without input": (
-        {"instruction": "Add 1\n\n1", "input": "", "output": "2", "text": "..."},
-        ASKED,
-    ),
-    "nulls of a table": (
-        {"messages": None, "instruction": "Add 1\n\n1", "input": None, "output": "2"},
-        ASKED,
-    ),
+    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ASKED),
 }
 
 

@@ -70,7 +70,7 @@ def test_a_second_call_finds_the_data_prepared_and_changes_nothing(workplace, ca
     assert "skipped 1 bad document, the first: sums.jsonl, line 61: not JSON" in printed
     assert splits["train"]["documents"] + splits["val"]["documents"] == 61
     before = contents("out")
-    for more in ([], ["--overwrite"], ["--workers", "2"]):
+    for more in ([], ["--overwrite", "--workers", "2"]):
         main([*flags, *more])
         assert capsys.readouterr().out == "out/data/sums: already prepared from this text\n"
     assert contents("out") == before
@@ -180,17 +180,11 @@ def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
         assert line.endswith(f"{part['answers']['tokens']} of them in answers")
 
 
-FILES = {
-    "a.pdf": b"%PDF",
-    "gbk.txt": b"abc\xff",
-    "short.txt": b"abc",
-    "a.csv": b"id,body\n1,x\n",
-}
+FILES = {"gbk.txt": b"abc\xff", "short.txt": b"abc", "a.csv": b"id,body\n1,x\n"}
 SUMS = "--data sums.jsonl"
 CHAT_MODEL = "--conversations sums.jsonl --tokenizer MODEL"
 REFUSED = {
     "--data nowhere.jsonl": "nowhere.jsonl: no such file",
-    "--data a.pdf": "a.pdf: cannot read this kind of file or folder; use one of .txt",
     "--data gbk.txt": "iconv",
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",

@@ -81,15 +81,11 @@ def test_random_ids_give_what_decoding_all_of_them_gives(which, request):
         assert "".join(streamed(tokenizer, ids)) == whole
 
 
-@pytest.mark.parametrize(
-    ("stop", "expected"),
-    [
-        (("2 = 4", "3;"), "sum 3: 1 + 2 = "),
-        (("sum",), ""),
-        ((" = 3", " + "), "sum 3: 1"),
-        (("m", "u"), "s"),  # one piece holds both
-    ],
-)
+# One piece holds "m" and "u".
+STOPS = {("2 = 4", "3;"): "sum 3: 1 + 2 = ", (" = 3", " + "): "sum 3: 1", ("m", "u"): "s"}
+
+
+@pytest.mark.parametrize(("stop", "expected"), STOPS.items())
 def test_a_stop_string_ends_the_text_and_is_not_given(tokenizer, stop, expected):
     pieces, reason = write(tokenizer, tokenizer.encode(SUM), 99, stop=stop)
     assert ("".join(pieces), reason) == (expected, "stop")

@@ -126,7 +126,6 @@ REFUSED = {
     "puts a space behind a text": set_field(TRAINER, "treat_whitespace_as_suffix", True),
     "removes spaces": set_field(NORMALIZER, "remove_extra_whitespaces", True),
     "user-defined or unused pieces": set_piece(300, "type", KINDS.USER_DEFINED),
-    "unused pieces": set_piece(300, "type", KINDS.UNUSED),
     "the same score": set_piece(260, "score", -0.0),
     "a character that is no piece": set_piece(270, "piece", "12龘"),
 }
