@@ -8,8 +8,7 @@ pretraining, so that it takes no ids of its own.
     <s>assistant
     2</s>
 
-The role, the line end and the content are one text, the line end after a turn is another. Text is
-never read as a marker.
+Role, line end and content are one text. Text is never read as a marker.
 """
 
 from collections.abc import Iterable
@@ -20,9 +19,9 @@ from data.tokenizer import Tokenizer
 
 # Lies beside weights that have learned to answer in this template.
 TEMPLATE_FILE = "chat_template.jinja"
-# transformers also looks for markers in a user's words. So JINJA puts these noncharacters behind
-# every "<", and the exported tokenizer removes them after its search for markers. Where the text
-# itself has both, two more between them preserve it.
+# transformers looks for markers in a user's words too. So JINJA puts these noncharacters behind
+# every "<", and the exported tokenizer removes them. Where the text has both, two more between
+# them preserve it.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -43,13 +42,13 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of the turns, and for each id whether it counts in the loss: the assistant's
-    content and its end piece do."""
+    """Return the ids of the turns, and for each whether it counts in the loss: an answer and its
+    end piece do."""
     turns, ids, counts = list(turns), [], []
     texts = [f"{ASSISTANT}\n", "\n", *(f"{role}\n{content}" for role, content, _ in turns)]
     prompt, line_end, *encoded = tokenizer.encode_batch(texts)
     for turn, text in zip(turns, encoded, strict=True):
-        # Both may differ before the answer: a piece may hold a line end and the text behind it.
+        # A piece may hold the line end and text behind it.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
         said = len(text) - len(list(shared)) + 1 if turn.counts else 0
         ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]

@@ -59,8 +59,8 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation. Raises DataError: it is in none of the forms, see also
-    `check_turns`, or has no answer that counts; the message begins with `where`."""
+    """Return the turns of a conversation. Raises DataError, which begins with `where`: it is in no
+    known form, or has no answer that counts; see also `check_turns`."""
     check_turns(turns := _turns(value, where), where)
     if not any(turn.counts for turn in turns):
         raise DataError(f"{where}: no answer of an assistant in it that counts")
@@ -68,8 +68,8 @@ def parse_conversation(value: dict, where: str) -> list[Turn]:
 
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
-    """Raise DataError if user and assistant do not take turns, the user first, perhaps after a
-    system's turn; if a turn is no text, or an answer is empty."""
+    """Raise DataError if user and assistant do not take turns, perhaps after a system's turn, if
+    one is no text, or an answer is empty."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
@@ -115,7 +115,7 @@ def _listed_turns(turns: object, where: str) -> list[Turn]:
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
-    """Take a prompt of several turns apart. In rm-static it ends with the answer's "Assistant:"."""
+    # In rm-static a prompt ends with the "Assistant:" of the answer.
     if not prompt.startswith("\n\nHuman:"):
         return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
     _, *parts = re.split(r"\n\n(Human|Assistant):", prompt)  # "Human", what it says, ...
@@ -128,9 +128,8 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
-    """Yield a question about each public function, method and class, to which its signature or its
-    summary is the answer. With both, one held out for validation could be learned from the other.
-    """
+    """Yield a question about each public function, method and class; the answer is its signature
+    or its summary. With both, one in validation could be learned from the other."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
@@ -156,9 +155,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
 
 
 def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield the public definitions in a module or class: line, "function", "method" or "class", a
-    signature as in "shutil.which(cmd, path=None)", and a summary. Those under an `if`, which are
-    for some systems only, are left out."""
+    """Yield the public definitions in a module or class: line, "function", "method" or "class",
+    signature as in "shutil.which(cmd, path=None)", summary."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
         if not is_class and not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -3,8 +3,7 @@
 - `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: one JSON object per line, the document under "text"
   (MiniMind's format), or under another name.
 - `.csv`, `.parquet`: one document per row, in the column of that name.
-- `.txt`: one document; a long file is cut at line ends into sections that each count as one
-  document, so that a single large file still has a validation split.
+- `.txt`: one document; a long file is cut at line ends into sections that each count as one.
 - a folder: all such files below it, in sorted order.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
@@ -32,7 +31,7 @@ JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
 SECTION_BYTES = 16 * 1024
 CHUNK_BYTES, BATCH_ROWS = 1 << 17, 64  # of Parquet, in memory at once
-# A quote that is never closed makes one field of the rest of the file: reading stops here.
+# A quote that is never closed makes the rest of the file one field.
 LONGEST_FIELD = 1 << 26
 SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
 # Tests hold deliberate nonsense; the others are installed packages and caches.
@@ -63,8 +62,8 @@ def text_size(files: Iterable[str]) -> int:
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Return the files of a corpus: of a file, a folder, or "builtin". Raises DataError: there are
-    none, or none of a kind that can be read."""
+    """Return the files of a corpus: a file, a folder, or "builtin". Raises DataError: there are
+    none that can be read."""
     if source == BUILTIN:
         walk, files = os.walk(sysconfig.get_path("stdlib")), []
         for folder, subfolders, names in walk:
@@ -85,8 +84,8 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
 def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
-    """Yield every document of every file, in order; those of a .txt have at most section_bytes.
-    Raises DataError: a file cannot be read, has no such column, or takes a missing package."""
+    """Yield every document of every file; those of a .txt have at most section_bytes. Raises
+    DataError: a file cannot be read, or has no such column."""
     for path in files:
         try:
             if path.endswith(".csv"):
@@ -132,7 +131,7 @@ def _open_zst(path: str, mode: str) -> io.BufferedReader:
 
 def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)
-    # Bytes that are no UTF-8 pass through, so that the error names the place of their row.
+    # Bytes that are no UTF-8 pass through, until the row's place is known.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         _known_columns(path, (column,), rows.fieldnames or [column])
@@ -174,8 +173,7 @@ def _pyarrow(path: str) -> ModuleType:
 
 
 def parse(record: Record) -> str:
-    """Return the text of a document. Raises DataError, with its place: invalid UTF-8, a line that
-    is not JSON, or no text in it."""
+    """Return the text of a document. Raises DataError, with its place: there is none."""
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
@@ -187,8 +185,8 @@ def parse(record: Record) -> str:
 
 
 def decode(record: Record) -> str:
-    """Return the record as characters, without a byte order mark at the start of its file. Raises
-    DataError, with its place: invalid UTF-8."""
+    """Return the record as characters, without a byte order mark. Raises DataError, with its place:
+    invalid UTF-8."""
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
@@ -199,8 +197,7 @@ def decode(record: Record) -> str:
 
 
 def load_json(record: Record) -> Any:
-    """Return the value of a line of a .jsonl file. Raises DataError, with its place: invalid UTF-8,
-    or a line that is not JSON."""
+    """Return the value of a line. Raises DataError, with its place: it is not JSON."""
     text = decode(record)
     try:
         value = json.loads(text)

@@ -18,8 +18,8 @@ from model.transformer import IGNORE_INDEX
 
 
 class TokenStream(Dataset):
-    """The shards of one split as one stream of tokens, memory-mapped from the start, so that a
-    folder may be moved or deleted during a run. Raises DataError: no sound data of this kind."""
+    """The shards of one split as one stream of tokens, memory-mapped from the start, so that the
+    folder may go during a run. Raises DataError: no sound data of this kind."""
 
     kind: str  # of data, one of `shards.KINDS`
     every_target_counts: bool  # none is IGNORE_INDEX
@@ -66,8 +66,8 @@ class TokenStream(Dataset):
         tokens = np.concatenate([shard[max(start - at, 0) : end - at] for at, shard in shards])
         if (largest := tokens.max()) >= self.vocab_size:
             raise DataError(
-                f"{self.folder}: token id {largest} in the {self.split} split is outside the "
-                f"vocabulary of {self.vocab_size}: the shards are damaged; prepare the data again"
+                f"{self.folder}: damaged, prepare the data again: token id {largest} in "
+                f"{self.split} is outside the vocabulary of {self.vocab_size}"
             )
         return torch.from_numpy(tokens.astype(np.int64))
 
@@ -92,7 +92,7 @@ class PackedDataset(TokenStream):
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 of shape (seq_len,). Raises DataError: damage."""
+        """Return (tokens, targets), both int64, (seq_len,). Raises DataError: damage."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
@@ -111,10 +111,8 @@ class PackedDataset(TokenStream):
 class ConversationSet(TokenStream):
     """Row i is a conversation from its beginning to the end of its last answer.
 
-    A conversation longer than seq_len targets ends with the last answer that fits. Where not even
-    the first answer fits, it is left out. `summary` says how often.
-
-    Raises DataError: see `TokenStream`. NothingFitsError: there is not one row.
+    A conversation longer than seq_len targets ends with the last answer that fits. If none does,
+    it is left out. Raises NothingFitsError: there is not one row.
     """
 
     kind = CONVERSATIONS
@@ -146,7 +144,7 @@ class ConversationSet(TokenStream):
 
     @property
     def summary(self) -> str:
-        """The numbers of rows and of conversations that were cut or left out, for people."""
+        """The numbers of rows, cut ones and conversations left out."""
         rows = f"{counted(len(self), CONVERSATIONS)} within {self.seq_len:,} tokens"
         return f"{rows}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
 
@@ -154,8 +152,8 @@ class ConversationSet(TokenStream):
         return len(self._first)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 of shape (lengths[i],), IGNORE_INDEX where a target
-        does not belong to an answer. Raises DataError: damage."""
+        """Return (tokens, targets), both int64, (lengths[i],), IGNORE_INDEX where a target is no
+        part of an answer. Raises DataError: damage."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]
@@ -167,8 +165,8 @@ class ConversationSet(TokenStream):
         return row[:-1], targets[1:]
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both (rows, longest rounded up): padded at their ends, where no
-        target counts, to a multiple, so that few shapes differ, and to at most seq_len."""
+        """Return (tokens, targets), both (rows, longest): padded at their ends, where no target
+        counts, to a multiple, so that few shapes differ, and to at most seq_len."""
         multiple = max(8, min(64, self.seq_len // 16))
         longest = max(len(tokens) for tokens, _ in rows)
         length = min(-(-longest // multiple) * multiple, self.seq_len)
@@ -183,9 +181,9 @@ class ConversationSet(TokenStream):
 def micro_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) on the CPU without an end, each (batch_size, max_seq_len), or as the
-    data set's own `collate` makes them. num_workers processes read ahead; 0 reads in this one."""
-    # The loader draws from a generator of its own, because the global one drives dropout.
+    """Yield (tokens, targets) without an end, both (batch_size, max_seq_len), or as `collate` of
+    the data set makes them. num_workers processes read ahead; 0: none does."""
+    # The loader has a generator of its own, because the global one drives dropout.
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,

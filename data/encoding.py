@@ -1,8 +1,8 @@
 """Turn records of text or of conversations into documents of tokens, in several processes.
 
-A small text is read several times, and a model that meets it in one form learns it by heart. Cut
-into other pieces each time, it also shows how words are spelled. BPE-dropout (Provilkov et al.,
-2020, https://arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
+A small text is read several times, and learned by heart. Cut into other pieces each time, it also
+shows how words are spelled. BPE-dropout (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips
+merges; here finished pieces are split again.
 """
 
 import json
@@ -81,7 +81,7 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterat
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         number = hash_of(raw)
-        random = np.random.default_rng(number)  # the same text is always cut in the same ways
+        random = np.random.default_rng(number)  # one text is always cut alike
         others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         yield Document(tokens, len(raw), number)
@@ -89,7 +89,7 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterat
 
 @lru_cache(maxsize=1)
 def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
-    """Return id → the pairs of ids that spell the same text, for each piece of text."""
+    """Return id → the pairs of ids that spell the same text."""
     pieces = tokenizer.pieces_of_text
     return {
         id: [
@@ -102,7 +102,7 @@ def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
 
 
 def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
-    """Return ids of the same text, in which some pieces are split into two or more."""
+    """Return ids of the same text, with some pieces split."""
     ways_of = ways_to_split(tokenizer)
     for _ in range(SPLIT_ROUNDS):
         found = []
@@ -115,8 +115,7 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # The positions at which counting begins or ends. The first id never counts; the last may,
-    # where a tokenizer drops line ends.
+    # Where counting begins or ends. The last id counts if a tokenizer drops line ends.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
@@ -127,8 +126,8 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function of (records, a partial of `encode_batch`) that encodes batch after batch, in
-    several processes if n_bytes are worth it. Raises DataError: a process was killed."""
+    """Yield a function of (records, a partial of `encode_batch`) that encodes in batches, in more
+    processes if n_bytes are worth it. Raises DataError: a process was killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # the tokenizer before may have had the same path
         yield lambda records, encode: map(encode, _batches(records))
@@ -141,7 +140,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
     )
 
     def encode_all(records: Iterable[Record], encode: Callable) -> Iterator[Encoded]:
-        window = deque()  # bounds the memory: pool.map would read the whole corpus ahead
+        window = deque()  # pool.map would read the whole corpus ahead
         for batch in _batches(records):
             window.append(pool.submit(encode, batch))
             if len(window) == 3 * workers:

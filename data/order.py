@@ -1,8 +1,8 @@
 """The order in which samples are read: a shuffle that needs no list, divided among processes.
 
-The position in the data is the number of samples consumed by all processes together. The sample at
-a position depends on it and on the seed alone, so training continues with the same samples after a
-stop, or on another number of processes.
+The position in the data is the number of samples consumed by all processes. The sample there
+depends on it and the seed alone, so training continues with the same samples after a stop, or on
+another number of processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,9 +24,8 @@ def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
     """Return the numbers, int64, at the positions, int64 in [0, n), of the shuffle of range(n) that
     (seed, epoch) names.
 
-    A Feistel network permutes the numbers below the next power of four, and a result of n or more
-    is permuted again until it falls below n (cycle walking; Black and Rogaway, 2002). So a shuffle
-    of a billion samples takes no memory, and its middle is reached at once.
+    A Feistel network permutes the numbers below the next power of four; a result of n or more is
+    permuted again (cycle walking; Black and Rogaway, 2002). So a shuffle takes no memory.
     """
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
@@ -62,7 +61,7 @@ class MicroBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
         first = self.start + self.rank * self.batch_size
-        # A block at a time: shuffling eight numbers costs as much as shuffling a thousand.
+        # A block at a time: eight numbers cost as much as a thousand.
         block = first + stride * np.arange(BLOCK)[:, None] + np.arange(self.batch_size)
         while True:
             yield from self.indices(block).tolist()
@@ -94,15 +93,15 @@ WINDOW = 32  # global batches that are sorted by length together
 class LengthSampler(MicroBatchSampler):
     """A stream in which rows of like length share a global batch, so that little is padding.
 
-    The stream of shuffled epochs is cut into windows, whose samples are sorted by length and cut
-    into global batches, which are shuffled. However a global batch is divided, it is the same.
+    The shuffled epochs are cut into windows, whose samples are sorted by length and cut into
+    global batches, which are shuffled. However one is divided, it is the same.
     """
 
     lengths: np.ndarray  # of all samples
     global_batch: int  # samples of one step, of all processes together
 
     def __post_init__(self):
-        # Smaller for a small data set: a window over two epochs would bring copies together.
+        # A window over two epochs would bring copies together.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

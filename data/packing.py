@@ -27,9 +27,9 @@ from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
-# Three times as much would train in three times the time and save 1% of the tokens.
+# Three times as much would save 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-# Of the built-in conversations, some five thousand: the size of their source tells nothing.
+# Of the built-in conversations: the size of their source tells nothing.
 BUILTIN_VAL_FRACTION = 0.1
 
 
@@ -43,8 +43,8 @@ class Suited(NamedTuple):
     segmentations: int  # see data/encoding.py
 
 
-# A small text is learned by heart before a vocabulary made for a large one is learned at all, and
-# one document of sixteen kilobytes is no validation.
+# A small text is learned by heart before a large vocabulary is learned at all, and one document
+# of sixteen kilobytes is no validation.
 BY_SIZE = (
     Suited(500e3, 512, 0.1, 1 << 10, 7),
     Suited(4e6, 2048, 0.1, 2 << 10, 7),
@@ -96,10 +96,10 @@ def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
     """Write tokenizer, shards and description of these files into the folder out, which replaces
-    an older one when all of it is on the disk. `progress` is called with the bytes just encoded.
+    an older one when all is on the disk. `progress` is called with the bytes just encoded.
 
-    Returns the contents of dataset.json. Raises DataError: about the text; without skip_bad_lines,
-    at the first document that cannot be read. OSError: about the disk. Nothing is left behind then.
+    Returns the contents of dataset.json. Raises DataError: about the text. OSError: about the
+    disk. Nothing is left behind then.
     """
     # Before reading: a file that changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)

@@ -39,9 +39,9 @@ def find_prepared(
 ) -> str | None:
     """Return in words how `out` holds these files prepared already; None if it has to be written.
 
-    With `reuse`, the same text with other settings serves too; with `overwrite`, data from other
-    text may be replaced. Raises UsageError: `out` must not be written over. DataError, OSError: the
-    text or tokenizer cannot be read.
+    With `reuse`, the same text with other settings serves too; with `overwrite`, other data may be
+    replaced. Raises UsageError: `out` must not be written over. DataError, OSError: see
+    `describe_sources`.
     """
     source, stored = describe_sources(files, options), {}
     with suppress(DataError, OSError, KeyError):  # there is nothing, or it is damaged

@@ -12,8 +12,8 @@ DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
 SPLITS = ("train", "val")
 KINDS = TEXT, CONVERSATIONS = ("text", "conversations")
-# Three numbers of this type per answer: the begin of its conversation, its own begin and its own
-# end, as positions in the stream of all tokens.
+# Three numbers of this type per answer, positions in the stream: the begin of its conversation,
+# its own begin and end.
 ANSWER_DTYPE = np.dtype("<i8")
 
 
@@ -23,8 +23,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Append documents to the shards of one split, each of which ends after shard_tokens tokens,
-    and the places of answers to a file of their own."""
+    """Append documents to the shards of one split, which end after shard_tokens tokens, and the
+    places of answers to a file of their own."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder, self.split, self.dtype = folder, split, dtype

@@ -1,5 +1,5 @@
-"""Tokenizers: SentencePiece's lossless BPE with byte fallback, which is trained here, and the
-byte-level BPE in a tokenizer.json that most other models have."""
+"""Tokenizers: SentencePiece's lossless BPE, which is trained here, and the byte-level BPE in a
+tokenizer.json that most other models have."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ class Tokenizer:
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
             raise DataError(f"{path}: has no <s> and </s> pieces, which begin and end documents")
-        # A literal U+2581 would come back as a space, so it is spelled in bytes if possible.
+        # A literal U+2581 would come back as a space, so it is spelled in bytes.
         names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
         self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
 
@@ -75,9 +75,9 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text to continue, begin piece included, and the ids that may come
+        """Return the ids of a text to continue, with the begin piece, and the ids that may come
         next, [] for all. A space at the end is left to the next piece: pieces of words begin with
-        one, and a model has hardly ever seen them behind another."""
+        one."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
@@ -92,8 +92,7 @@ class Tokenizer:
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids. Bytes that form no UTF-8 character become U+FFFD; markers and
-        ids without a piece are left out."""
+        """Return the text of the ids, without markers. Bytes that are no UTF-8 become U+FFFD."""
         return self._model.decode([id for id in ids if id < self.vocab_size])
 
 
@@ -148,14 +147,13 @@ class JsonTokenizer(Tokenizer):
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """Return the path of the tokenizer of a folder of data, weights or a run; it may not exist."""
+    """Return the path of the tokenizer of a folder; it may not exist."""
     has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
     return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open the tokenizer of a file, or of a folder that holds one. Raises DataError: it cannot be
-    read."""
+    """Open the tokenizer of a file or folder. Raises DataError: it cannot be read."""
     path = _file(path)
     if not path.is_file():
         raise DataError(f"{path}: no such tokenizer file")
@@ -178,8 +176,7 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return name → content of a tokenizer's files, given as to `open_tokenizer`. Raises DataError,
-    OSError: a file is missing, or says nothing."""
+    """Return name → content of a tokenizer's files. Raises DataError, OSError: one is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}
@@ -197,6 +194,6 @@ def tokenizer_hash(path: str | Path) -> str:
 
 
 def copy_tokenizer(path: str | Path, folder: Path) -> None:
-    """Write `tokenizer_files` into a folder. Raises DataError, OSError: see there, or disk full."""
+    """Write `tokenizer_files` into a folder."""
     for name, content in tokenizer_files(path).items():
         (folder / name).write_bytes(content)

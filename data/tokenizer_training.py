@@ -22,9 +22,8 @@ def train_tokenizer(
 ) -> None:
     """Train a BPE tokenizer on texts and write it to path; one of fewer pieces if it may shrink.
 
-    At most half of the vocabulary goes to single characters. Rarer ones are spelled in bytes: a
-    Chinese corpus has ten thousand characters. Raises DataError: vocab_size does not even hold the
-    bytes, or is more than the texts can fill.
+    At most half of the vocabulary goes to single characters, rarer ones are spelled in bytes.
+    Raises DataError: vocab_size does not hold the bytes, or is more than the texts can fill.
     """
     texts = list(texts)
     if not any(texts):
@@ -47,7 +46,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
     """Return the model, or for how many pieces the texts suffice."""
     counts = Counter(chain.from_iterable(texts))
     room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    # SentencePiece reserves NUL for itself; a literal U+2581 is spelled in bytes (see Tokenizer).
+    # SentencePiece reserves NUL for itself.
     rare = [char for char, _ in counts.most_common()[room:]]
     in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
     lines = (line for text in texts for line in text.translate(in_bytes).splitlines(True))

@@ -74,7 +74,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(description: dict, options: PackingOptions, files: list[str], seconds: float) -> str:
-    """Describe both splits, what was left out, and what the size of the text has chosen."""
+    """Describe both splits, and what the size of the text has chosen."""
     splits, made = description["splits"], description["prepared_from"]
     ways = {"train": made["segmentations"], "val": 1}
     of_text = options.kind == TEXT
