@@ -7,8 +7,7 @@
 - a folder: all such files below it, in sorted order.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
-Memory is bounded by one line, section or batch of rows. `.zst` and `.parquet` need pyarrow, which
-is not installed with this project.
+Memory is bounded by one line, section or batch of rows. `.zst` and `.parquet` need pyarrow.
 """
 
 import csv
@@ -77,7 +76,7 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     files = [each for each in paths if each.endswith(suffixes) and os.path.isfile(each)]
     if not files:
         kinds = ", ".join(suffixes)
-        raise DataError(f"{source}: cannot read this kind of file or folder; use one of {kinds}")
+        raise DataError(f"{source}: cannot be read; use one of {kinds}")
     return files
 
 
@@ -190,7 +189,7 @@ def decode(record: Record) -> str:
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
-        where = f"{record.place}: not valid UTF-8 ({error.reason} {error.start} bytes further)"
+        where = f"{record.place}: not valid UTF-8 {error.start} bytes further"
         raise DataError(f"{where}: {SAVE_HINT}") from error
     at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
     return text.removeprefix("\ufeff") if at_start else text

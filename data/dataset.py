@@ -31,7 +31,7 @@ class TokenStream(Dataset):
         self.seq_len = seq_len
         self.description = read_description(folder)
         if (kind := self.description["kind"]) != self.kind:
-            raise DataError(f"{folder} holds {kind}, and this program trains on {self.kind}")
+            raise DataError(f"{folder} holds {kind}, not {self.kind}")
         self._part = part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
         self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
@@ -50,7 +50,8 @@ class TokenStream(Dataset):
     def identity(self) -> str:
         """A hash of everything that training reads of this split."""
         files = [*self._part["shards"], *filter(None, [self._part.get("answers")])]
-        return hashlib.sha256("".join(file["sha256"] for file in files).encode()).hexdigest()[:16]
+        hashes = "".join(file["sha256"] for file in files)
+        return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
     @property
     def tokens_per_sample(self) -> float:
@@ -84,8 +85,7 @@ class PackedDataset(TokenStream):
         if len(self) < 1:
             raise NothingFitsError(
                 f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs "
-                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or "
-                "another --val_fraction when preparing"
+                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len or more text"
             )
 
     def __len__(self) -> int:
@@ -135,8 +135,8 @@ class ConversationSet(TokenStream):
         self._end = self._first + n_answers
         if not len(self):
             raise NothingFitsError(
-                f"{folder}: no conversation of the {split} split has an answer within {seq_len} "
-                "tokens: use a longer --max_seq_len"
+                f"{folder}: no conversation of the {split} split has an answer within "
+                f"{seq_len} tokens: use a longer --max_seq_len"
             )
         self.lengths = end[self._end - 1] - begins - 1  # of each row, in targets
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())

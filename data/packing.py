@@ -167,8 +167,8 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents from all over the corpus, chosen by a
-    checksum; the first ones if that chooses none of a few very long documents."""
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents chosen by a checksum; the first ones if that
+    chooses none of a few long ones."""
     size = TOKENIZER_SAMPLE_BYTES
     # The first limit is for an estimate that was off, and for documents that repeat.
     for threshold, limit in ((2**32 * size / max(text_size(files), 1), 2 * size), (2**32, size)):

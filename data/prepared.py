@@ -27,7 +27,7 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
     """Return the folder for conversations: each file and tokenizer has one of its own. Raises
     DataError: there is no such tokenizer."""
     if not tokenizer.is_file():
-        raise DataError(f"{tokenizer} is not there: conversations take the tokenizer of the model")
+        raise DataError(f"{tokenizer}, the tokenizer of the model, is not there")
     words = [tokenizer_hash(tokenizer), flags]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
@@ -60,7 +60,7 @@ def find_prepared(
     if out.exists() and not (overwrite or same_name):
         made_of = stored.get("source", "something else")
         raise UsageError(
-            f"{out} holds data made of {made_of}, perhaps with other settings: pass --overwrite to "
-            "replace it, or another --out"
+            f"{out} holds data made of {made_of}, perhaps with other settings: "
+            "pass --overwrite to replace it, or another --out"
         )
     return None

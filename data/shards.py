@@ -27,7 +27,9 @@ class ShardWriter:
     places of answers to a file of their own."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
-        self.folder, self.split, self.dtype = folder, split, dtype
+        self.folder = folder
+        self.split = split
+        self.dtype = dtype
         self.shard_tokens = shard_tokens
         self.documents = self.bytes = self.tokens = 0
         self.shards: list[dict] = []
@@ -35,8 +37,8 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → file, and the SHA-256 of what it holds
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write one document, and count its bytes of text. The answers of a conversation begin and
-        end in its tokens at `answers`, (answers, 2)."""
+        """Write one document. The answers of a conversation begin and end in its tokens at
+        `answers`, (answers, 2)."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
@@ -57,8 +59,12 @@ class ShardWriter:
             file, sha256 = self._files[listed["file"]]
             file.close()
             listed["sha256"] = sha256.hexdigest()
-        description = {name: getattr(self, name) for name in ("documents", "bytes", "tokens")}
-        description["shards"] = self.shards
+        description = {
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "tokens": self.tokens,
+            "shards": self.shards,
+        }
         return description | ({"answers": self.answers} if self.answers["count"] else {})
 
     def _append(self, name: str, array: np.ndarray) -> None:
@@ -77,7 +83,7 @@ def read_description(folder: str | Path) -> dict:
     if not path.is_file():
         source, out = (folder, "") if folder.is_file() else ("TEXT", f" --out {folder}")
         raise DataError(
-            f"{folder}: no prepared data here ({DESCRIPTION_FILE} is missing); make it with "
+            f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; make it with "
             f"`python -m scripts.prepare_data --data {source}{out}`"
         )
     try:

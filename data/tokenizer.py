@@ -28,10 +28,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Text to ids and back, with a SentencePiece model; decoding returns encoded text exactly.
-
-    Raises DataError: the file is missing, or no model with begin and end pieces.
-    """
+    """Text to ids and back, exactly, with a SentencePiece model. Raises DataError: the file is no
+    model with begin and end pieces."""
 
     _space = SPACE_SYMBOL  # as pieces spell it
 
@@ -44,7 +42,7 @@ class Tokenizer:
         self.vocab_size = self._model.vocab_size()
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
-            raise DataError(f"{path}: has no <s> and </s> pieces, which begin and end documents")
+            raise DataError(f"{path}: has no <s> and </s> pieces")
         # A literal U+2581 would come back as a space, so it is spelled in bytes.
         names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
         self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
@@ -63,8 +61,8 @@ class Tokenizer:
         return {model.id_to_piece(id): id for id in ids if not any(is_one(id) for is_one in others)}
 
     def bytes_of(self, id: int) -> bytes | None:
-        """Return the bytes of a piece that is no text by itself; b"" for an id that decoding skips;
-        None for a piece of text or a marker, which ends a character."""
+        """Return the bytes of a piece that is no text by itself; b"" for an id that decoding
+        skips; None for a piece of text or a marker."""
         if id >= self.vocab_size:
             return b""
         is_byte = self._model.is_byte(id)
@@ -97,11 +95,8 @@ class Tokenizer:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, with transformers' ids.
-
-    MARKERS_FILE beside it names the begin and end pieces. A marker's name in a text is text.
-    Raises DataError: a file is missing, or of another kind.
-    """
+    """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, and MARKERS_FILE beside
+    it. A marker's name in a text is text. Raises DataError: a file is of another kind."""
 
     _space = "\u0120"
 
@@ -113,7 +108,7 @@ class JsonTokenizer(Tokenizer):
             raise DataError(f"{path}: not a tokenizer.json ({error})") from error
         kinds = (type(self._model.model), type(self._model.decoder))
         if kinds != (models.BPE, decoders.ByteLevel):
-            raise DataError(f"{path}: of all kinds of tokenizer.json only byte-level BPE is read")
+            raise DataError(f"{path}: only byte-level BPE is read")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as text
@@ -127,7 +122,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Piece → id, spelled in BYTE_ALPHABET: a piece may begin or end within a character."""
+        """Piece → id, spelled in BYTE_ALPHABET: a piece may end within a character."""
         return {text: id for text, id in self._model.get_vocab().items() if id not in self._added}
 
     def bytes_of(self, id: int) -> bytes | None:
@@ -171,7 +166,7 @@ def read_markers(path: str | Path) -> dict[str, str]:
         if not isinstance(end, str) or not isinstance(begin, str | None):
             raise ValueError("no eos_token")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{beside} does not say which piece ends a document ({error})") from error
+        raise DataError(f"{beside}: no piece that ends a document ({error})") from error
     return {"bos_token": begin or end, "eos_token": end}
 
 

@@ -24,5 +24,6 @@ class ValidationSplit:
     def takes(self, number: int) -> bool:
         """Return whether the document with this hash is for validation."""
         place = number / 2**64
-        self.least, self.greatest = min(self.least, place), max(self.greatest, place)
+        self.least = min(self.least, place)
+        self.greatest = max(self.greatest, place)
         return place < self.share
