@@ -76,7 +76,7 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     files = [each for each in paths if each.endswith(suffixes) and os.path.isfile(each)]
     if not files:
         kinds = ", ".join(suffixes)
-        raise DataError(f"{source}: cannot be read; use one of {kinds}")
+        raise DataError(f"{source}: cannot read this kind of file; use one of {kinds}")
     return files
 
 

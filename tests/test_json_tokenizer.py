@@ -118,7 +118,7 @@ def test_other_files_are_refused_in_one_line(folder, tmp_path):
         path.write_text(content)
         assert "not a tokenizer.json" in refused(tmp_path)
     shutil.copy(folder / "tokenizer.json", path)
-    assert "does not say which piece ends a document" in refused(path)
+    assert "no piece that ends a document" in refused(path)
     for config, reason in (("{}", "no eos_token"), ('{"eos_token": "<no>"}', "has no piece <no>")):
         (tmp_path / "tokenizer_config.json").write_text(config)
         assert reason in refused(path)
