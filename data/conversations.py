@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from common.parser import is_text
 from data.corpus import JSONL, Record, parquet_rows, read_records
 from data.errors import DataError
 
@@ -76,7 +77,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
         if role not in expected:
             known = " or ".join(expected)
             raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
-        if not isinstance(content, str):
+        if not isinstance(content, str) or not is_text(content):
             raise DataError(f"{place} has {_shown(content)} in place of a text")
         if role == ASSISTANT and not content.strip():
             raise DataError(f"{place} is an empty answer")

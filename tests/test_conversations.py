@@ -63,6 +63,7 @@ WRONG = {
         {"messages": [{"role": "user", "content": [{}]}]},
         "turn 1 has [{}] in place",
     ),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' in place"),
     "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "as texts"),
 }
 
