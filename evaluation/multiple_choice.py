@@ -9,7 +9,7 @@ import torch
 
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, USER, Turn
-from data.corpus import Record, load_json, refuse_half_characters
+from data.corpus import Record, load_json
 from data.errors import DataError
 from data.tokenizer import Tokenizer
 from evaluation.scoring import Row, ratio
@@ -30,7 +30,6 @@ def parse_question(record: Record) -> tuple[str, list[str], int]:
     is_valid = len(texts) > 2 and all(isinstance(each, str) for each in texts) and all(choices)
     if not is_valid or type(right) is not int or not 0 <= right < len(choices):
         raise DataError(f"{record.place}: no question, which is {FORM}")
-    refuse_half_characters(record.place, "".join(texts))
     return text, choices, right
 
 

@@ -9,13 +9,11 @@ from pathlib import Path
 
 from common.errors import UsageError
 from common.numbers import counted, progress_bar
-from data.conversation_set import ConversationSet
 from data.conversations import KEYS as CONVERSATION_KEYS
 from data.conversations import conversation_records
-from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, read_records, require_columns
-from data.dataset import PackedDataset
+from data.corpus import JSONL, TEXT_COLUMN, find_files, load_json, parquet_rows, read_records
+from data.dataset import ConversationSet, PackedDataset
 from data.errors import DataError
-from data.readers import parquet_rows
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, read_description
 from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
@@ -53,8 +51,6 @@ def check_flags(args: Namespace) -> None:
             raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
     if args.split is not None and not is_prepared(args.data):
         raise UsageError(f"--split is for a prepared folder, and {args.data} is none")
-    if args.text_column is not None:
-        require_columns(find_files(args.data), args.text_column)
 
 
 def is_prepared(data: str) -> bool:

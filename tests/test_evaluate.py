@@ -208,7 +208,6 @@ def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
         ("a.jsonl", [], "--task choice", "no question in it"),
         ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: no question"),
-        ("a.txt", ["x"], "--text_column body", "none of these files has columns"),
     ],
 )
 def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, lines, flags, says):

@@ -45,7 +45,7 @@ def scorer(accelerator) -> Scorer:
         (GOOD | {"choices": ["3"], "answer": 0}, "no question"),
         (GOOD | {"choices": ["3", ""]}, "no question"),
         (GOOD | {"answer": 3}, "no question"),
-        (GOOD | {"choices": ["3", "\ud83d"]}, "half a surrogate pair"),
+        (GOOD | {"choices": ["3", "\ud83d"]}, "surrogates not allowed"),
         (GOOD | {"choices": ["1", "2 + 7 = 9; " * 10]}, f"no token, or more than {SEQ_LEN}"),
     ],
 )

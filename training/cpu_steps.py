@@ -2,7 +2,7 @@
 
 With dropout a text could be read more often, but dropout takes attention on a CPU off its fast
 path: in the same time less is learned than with other ways to cut the text, see
-data/segmentation.py.
+data/encoding.py.
 """
 
 from data.shards import read_description

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from common.errors import UsageError
-from data.conversation_set import ConversationSet
-from data.dataset import PackedDataset, TokenStream
+from data.dataset import ConversationSet, PackedDataset, TokenStream
 from data.shards import read_description
 from model import Transformer
 from model.config import setting

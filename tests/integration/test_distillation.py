@@ -11,8 +11,7 @@ from conftest import REPOSITORY, TINY, Trained, found_by, run_warm, train
 from small_model import opinionated
 from torch.nn import functional as F
 
-from data.conversation_set import ConversationSet
-from data.dataset import PackedDataset
+from data.dataset import ConversationSet, PackedDataset
 from data.order import LengthSampler, MicroBatchSampler
 from data.tokenizer import copy_tokenizer
 from formats.portable import load_portable, save_portable
