@@ -1,9 +1,9 @@
-"""Memory, bytes sent and hours of a training, engine by engine, before anything is started.
+"""Memory, bytes sent and hours of a training by each engine, before anything is started.
 
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
 
-Neither a GPU nor weights are needed. The figures are those of training/engine/estimate.py.
+Neither a GPU nor weights are needed (training/engine/estimate.py).
 """
 
 import os
@@ -14,17 +14,8 @@ from common.errors import UsageError, one_line_errors
 from common.numbers import columns
 from model import ConfigError, LMConfig, Transformer
 from training.arguments import as_arguments, build_parser
-from training.engine.device import peak_flops
-from training.engine.estimate import (
-    OVERHEAD,
-    Workload,
-    choices,
-    estimate,
-    first_fitting,
-    largest_batch,
-)
-from training.engine.kinds import Kind
-from training.engine.memory import GIB, available_memory
+from training.engine.device import GIB, available_memory, peak_flops
+from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
 
 TOKENS_PER_PARAMETER = 20  # https://arxiv.org/abs/2203.15556
 TRAINING_FLAGS = (
@@ -76,32 +67,32 @@ def describe(options: dict) -> str:
     tokens = tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
     flops = tokens * work.shapes.flops_per_token(seq_len)
     hours = f"{flops / (peak * mfu * processes) / 3600:.3g}" if peak else "?"
-    found = first_fitting(work, room)
-    advice = "No engine fits with this --batch_size: take a smaller one, or more memory."
-    if found:
-        advice = (
-            f"Take {found.name}, the first that fits:\nENGINE={found.config} bash run_accelerate.sh"
-        )
+    rows, advice = [], ""
+    for kind in engines(work.config.dim):
+        if args.optimizer == "muon" and not kind.takes_muon:
+            continue
+        expected = estimate(kind, work)
+        row = {
+            "engine": kind.name,
+            "GiB" if work.on_cpu else "GPU GiB": f"{expected.peak / GIB:.2f}",
+            "RAM GiB": f"{expected.ram / GIB:.2f}",
+            "largest batch": str(largest_batch(kind, work, room)),
+            "GB sent per step": f"{expected.sent / 1e9:.2f}",
+            "hours": hours,
+        }
+        rows.append(row)
+        if not advice and fits(kind, work, room):
+            take = f"ENGINE={kind.config} bash run_accelerate.sh"
+            advice = f"Take {kind.name}, the first that fits:\n{take}"
     note = "" if peak else " (its peak is not known)"
-    rows = [_row(kind, work, room) | {"hours": hours} for kind in choices(work)]
     return (
         f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
         f"{room / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
         f"libraries; {name} at {mfu:.0%} MFU{note}\n\n"
-        f"{columns(rows)}\n\n{advice}"
+        f"{columns(rows)}\n\n"
+        + (advice or "No engine fits with this --batch_size: take a smaller one, or more memory.")
     )
-
-
-def _row(kind: Kind, work: Workload, room: int) -> dict[str, str]:
-    expected = estimate(kind, work)
-    return {
-        "engine": kind.name,
-        "GiB" if work.on_cpu else "GPU GiB": f"{expected.peak / GIB:.2f}",
-        "RAM GiB": f"{expected.ram / GIB:.2f}",
-        "largest batch": str(largest_batch(kind, work, room)),
-        "GB sent per step": f"{expected.sent / 1e9:.2f}",
-    }
 
 
 def main(argv: list[str] | None = None) -> None:

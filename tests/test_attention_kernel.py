@@ -3,7 +3,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from model import LMConfig
-from training.engine.attention_kernel import KERNELS, MATH, attention_kernel, fused_choice
+from training.engine.device import KERNELS, MATH, attention_kernel, fused_choice
 
 CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta stands in: any device but a CPU
 CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.engine.cpu_settings import give_back_freed_memory, keep_freed_memory, use_all_cores
+from training.engine.device import give_back_freed_memory, keep_freed_memory, use_all_cores
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from test_deepspeed_config import put
+from training.engine.deepspeed_keys import REFUSED, RENAMED
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import fill_by_width, read_config, resolve
-from training.engine.deepspeed_keys import REFUSED, RENAMED
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.json"))

@@ -15,7 +15,7 @@ from training.engine.deepspeed_setup import (
     own_operations,
     require_buffers,
 )
-from training.engine.kinds import NVME, Kind
+from training.engine.estimate import NVME, Kind
 
 CPU_ONLY, ON_NVME = ({"device": device} for device in ("cpu", "nvme"))
 NVME_OPERATIONS = ["PinMemoryBuilder", "AsyncIOBuilder"]

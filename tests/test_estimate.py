@@ -9,18 +9,20 @@ from model import LMConfig, Transformer
 from model.lora import LoRA, add_lora
 from training.arguments import TrainingArguments
 from training.engine import estimate as module
+from training.engine.device import GIB, available_memory, peak_memory_bytes
 from training.engine.estimate import (
+    DDP,
     OVERHEAD,
     Beside,
     Workload,
     choices,
+    engines,
     estimate,
     first_fitting,
     fits,
+    kind_of,
     largest_batch,
 )
-from training.engine.kinds import DDP, engines, kind_of
-from training.engine.memory import GIB, available_memory, peak_memory_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHAPE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 112}

@@ -1,8 +1,7 @@
 """torch.compile where it pays, and on which parts of the model.
 
-Each block of the model is compiled by itself. All blocks are alike, so one is compiled and the
-others use the result, which starts many times faster than compiling the whole model and runs as
-fast. Compiled code is kept in out/compiled and found again by the next run.
+Each block of the model is compiled by itself. All are alike, so one is compiled and the others use
+the result, which starts many times faster than compiling the whole model and runs as fast.
 """
 
 import os
@@ -17,10 +16,9 @@ from model import Transformer
 from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
-CACHE = Path("out/compiled")
-# Model FLOPs of a whole run from which compiling is faster in sum. It costs about 10 s on two CPU
-# cores at 0.4 TFLOP/s and makes them a quarter faster (docs/performance.md); for a GPU this is a
-# guess: 40 s at 200 TFLOP/s.
+CACHE = Path("out/compiled")  # where the next run finds compiled code again
+# Model FLOPs of a whole run from which compiling is faster in sum (docs/performance.md); for a GPU
+# a guess: 40 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
@@ -33,10 +31,7 @@ class Compilation(NamedTuple):
 
 
 def decide_compilation(
-    wanted: str,
-    recorded: bool | None,
-    run_flops: float,
-    engine: Engine,
+    wanted: str, recorded: bool | None, run_flops: float, engine: Engine
 ) -> Compilation:
     """Decide whether to compile, the same on every process; all must call this.
 
@@ -52,9 +47,7 @@ def decide_compilation(
     if wanted == "off":
         return Compilation(False, "--compile off")
     why = None
-    # ZeRO-3 brings and takes away the weights around every layer: the compiler sees new code each
-    # time, until it gives up.
-    if engine.divides_model:
+    if engine.divides_model:  # weights come and go: the compiler sees new code each time
         why = "under ZeRO-3 it costs more than it gains"
     elif recorded is False:
         why = "as before the run was stopped"
@@ -72,7 +65,7 @@ def decide_compilation(
 
 def compile_blocks(model: Transformer) -> None:
     """Compile the blocks, the final norm and the loss, in place: no parameter changes its name."""
-    _keep_compiled_code()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     # DDP would have graphs split where its buckets end. Blocks are small graphs already, and alike.
@@ -82,13 +75,9 @@ def compile_blocks(model: Transformer) -> None:
         module.compile(dynamic=False)
 
 
-def _keep_compiled_code() -> None:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
-
-
 def obstacle(device: torch.device) -> str | None:
     """Return why torch.compile does not work here, found by compiling a line; None if it does."""
-    _keep_compiled_code()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # whatever a compiler or its absence brings about

@@ -8,20 +8,12 @@ from dataclasses import replace
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_keys import refuse_unknown
 
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-# Keys and DeepSpeed's defaults. The warm-up begins at 0 here, in a straight line.
-PARAMS = {
-    "warmup_num_steps": 1000,
-    "warmup_max_lr": "auto",
-    "warmup_min_lr": 0,
-    "warmup_min_ratio": 0,
-    "warmup_type": "log",
-    "total_num_steps": "auto",
-    "cos_min_ratio": 0.0001,
-    "last_batch_iteration": -1,
-}
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
+# Parameters that may stand there; the warm-up begins at 0 here, in a straight line.
+AT_0 = ("warmup_min_lr", "warmup_min_ratio")
+WITHOUT_EFFECT = ("warmup_type", "last_batch_iteration")
 
 
 def take_schedule(
@@ -39,40 +31,29 @@ def take_schedule(
     section = (config or {}).get("scheduler")
     if section is None:
         return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
-    kind, given = None, {}
-    if isinstance(section, dict):
-        kind, given = section.get("type"), section.get("params", {})
-    if kind not in [*SCHEDULES] or not isinstance(given, dict):
-        raise UsageError(
-            f'{source}: "scheduler" must be a section with the type {", ".join(SCHEDULES)} and '
-            f"its params, not {kind!r}"
-        )
-    params = PARAMS | given
-    problems = [*refuse_unknown(given, [*PARAMS], "scheduler.params.")]
-    problems += [
-        f'remove "scheduler.params.{key}": the warm-up begins at 0 here'
-        for key in ("warmup_min_lr", "warmup_min_ratio")
-        if params[key] not in (0, "auto")
+    kind, params = section.get("type"), section.get("params", {})
+    if kind not in SCHEDULES:
+        raise UsageError(f'{source}: "scheduler" must be {", ".join(SCHEDULES)}, not {kind!r}')
+    problems = [
+        f'remove "scheduler.params.{key}": it is not followed here, the warm-up begins at 0'
+        for key, value in params.items()
+        if key not in (*FOLLOWED, *WITHOUT_EFFECT) and not (key in AT_0 and value in (0, "auto"))
     ]
     wanted = {
         "lr_schedule": SCHEDULES[kind],
-        "warmup_steps": params["warmup_num_steps"],
-        "learning_rate": params["warmup_max_lr"],
+        "warmup_steps": params.get("warmup_num_steps", 1000),
+        "learning_rate": params.get("warmup_max_lr", "auto"),
     }
     if kind != "WarmupLR":
-        wanted["max_steps"] = params["total_num_steps"]
-        wanted["min_lr_ratio"] = params["cos_min_ratio"] if kind == "WarmupCosineLR" else 0
+        floor = params.get("cos_min_ratio", 0.0001) if kind == "WarmupCosineLR" else 0
+        wanted |= {"max_steps": params.get("total_num_steps", "auto"), "min_lr_ratio": floor}
     values = {"lr_schedule": SCHEDULES[kind]}
     for flag, value in wanted.items():
         typed = getattr(args, flag)
         default = TrainingArguments.min_lr_ratio if flag == "min_lr_ratio" else None
-        if value in ("auto", typed):
-            continue
-        if flag != "lr_schedule" and not isinstance(value, int | float):
-            problems.append(f'"scheduler" needs a number for --{flag}, not {value!r}')
-        elif typed == default:
+        if typed == default and value != "auto":
             values[flag] = value
-        else:
+        elif value not in ("auto", typed):
             problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
     if problems:
         raise UsageError(f"{source}: {'; '.join(problems)}")

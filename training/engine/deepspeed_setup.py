@@ -1,5 +1,4 @@
-"""Before training under DeepSpeed: buffers that suffice, folders on NVMe, operations that are
-compiled, and a model that ZeRO-3 divides while it is built."""
+"""Before training under DeepSpeed: folders on NVMe, compiled operations, a divided model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -8,11 +7,9 @@ from common.errors import UsageError
 from model import Transformer
 from runs.folder import lock
 from training.engine.deepspeed_config import nvme_folders, offload_device
-from training.engine.kinds import NVME, Kind
+from training.engine.estimate import NVME, Kind
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
-
-SWAPPED_BYTES = 2**20  # smaller shares stay in RAM: MIN_AIO_BYTES, deepspeed/runtime/swap_tensor
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
@@ -34,18 +31,15 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
     return AsWithout(config_dict_or_path=engine.deepspeed, tensor_overrides=())
 
 
-def set_up_deepspeed(engine: Engine, shapes: Transformer, itemsize: int) -> None:
+def set_up_deepspeed(engine: Engine, shapes: Transformer) -> None:
     """Claim the folders on NVMe and compile what DeepSpeed compiles; all must call this.
-
-    Args:
-        itemsize: bytes of a weight, as it is computed with.
 
     Raises UsageError: buffers are too small, a folder is taken or refused by the system, or an
     operation cannot be compiled.
     """
 
     def attempt() -> None:
-        require_buffers(engine.kind, shapes, engine.processes, itemsize)
+        require_buffers(engine.kind, shapes, engine.processes)
         if engine.accelerator.is_local_main_process:
             for folder in map(Path, nvme_folders(engine.deepspeed)):
                 claim(folder)
@@ -68,25 +62,20 @@ def claim(folder: Path) -> None:
         raise UsageError(f"{folder}, for NVMe, cannot be used: {error.strerror}") from error
 
 
-def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: int) -> None:
-    """Raise UsageError if a weight does not fit into a buffer through which it comes from NVMe, or
-    too many weights would stay in them: DeepSpeed ends in an assertion then."""
+def require_buffers(kind: Kind, shapes: Transformer, processes: int) -> None:
+    """Raise UsageError if the weights do not fit into the buffers through which they come from
+    NVMe: DeepSpeed ends in an assertion then."""
     if kind.parameters_on != NVME:
         return
-    shares = [-(-p.numel() // processes) for p in shapes.parameters()]
-    swapped = [share for share in shares if share * itemsize >= SWAPPED_BYTES]
-    largest = max(swapped, default=0)
+    largest = max(-(-p.numel() // processes) for p in shapes.parameters())
     if largest > kind.parameter_buffer:
         raise UsageError(f'this model needs a "buffer_size" of {largest} in "offload_param"')
-    if kind.reuse_distance and len(swapped) > kind.parameter_buffers:
-        raise UsageError(
-            f'this model needs a "buffer_count" of {len(swapped)} in "offload_param", or '
-            '"stage3_max_reuse_distance": 0'
-        )
+    if kind.reuse_distance:  # weights would stay in the buffers
+        raise UsageError('parameters on NVMe need "stage3_max_reuse_distance": 0')
 
 
 def own_operations(config: dict) -> list[str]:
-    """Return the operations of DeepSpeed's own that a configuration needs, by their builders."""
+    """Return the builders of DeepSpeed's own operations that a configuration needs."""
     offload = offload_device(config, "optimizer")
     adam = config.get("optimizer")
     if adam is None:  # the script's, which is exchanged for DeepSpeed's

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The elements of one parameter that this process holds, possibly none."""
 
     parameter: nn.Parameter
@@ -20,9 +19,8 @@ class Part:
     split: bool  # whether a boundary between two processes runs through the parameter
 
 
-@dataclass(frozen=True)
-class Partition:
-    """One process's share of a parameter group, which is what its optimizer steps."""
+class Partition(NamedTuple):
+    """One process's share of a parameter group, which its optimizer steps."""
 
     fp32: Tensor  # (numel,)
     parts: list[Part]  # of every parameter of the group, in the same order on every process
@@ -30,13 +28,13 @@ class Partition:
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the whole shape. ZeRO-3 leaves a parameter empty while nobody uses it."""
+    """Return the whole shape, also of a parameter that ZeRO-3 has left empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """Have parameters that ZeRO-3 divides whole in here, on every process's device. With `writes`
-    they keep afterwards the values of the first process."""
+    """Make parameters that ZeRO-3 divides whole in here, on all processes. With `writes` they keep
+    the values of the first process."""
     import deepspeed  # seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
@@ -59,9 +57,7 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
     """Yield one for every parameter group: its parameters lie end to end, and every process has an
-    equal part of that line. (DeepSpeed's `_hp_mapping` ignores "round_robin_gradients", which
-    changes the order.)
-    """
+    equal part of that line. (`_hp_mapping` ignores the order of "round_robin_gradients".)"""
     if hasattr(zero, "single_partition_of_fp32_groups"):
         stepped, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
         offsets = zero.round_robin_bit16_offsets
@@ -83,9 +79,8 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
     """Yield one for every "sub_group_size" elements of a parameter group. Every process has an
-    equal part of each parameter; the last ones have less or nothing, and a gap instead. Reads and
-    writes as DeepSpeed's own step does, which brings the model up to date too.
-    """
+    equal part of each parameter; the last ones have less or nothing, and a gap instead. What is
+    written reaches the model as in DeepSpeed's own step."""
     if writes:
         zero._partition_all_parameters()  # one that is whole just now would stay as it is
     for index, group in enumerate(zero.fp16_groups):
