@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_schedule import take_schedule
+from training.engine.deepspeed_config import take_schedule
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
 ARGS = TrainingArguments(learning_rate=3e-4)

@@ -11,7 +11,7 @@ from training.arguments import TrainingArguments
 from training.engine import launch
 from training.engine.launch import (
     Engine,
-    build_engine,
+    build_engines,
     deepspeed_plugin,
     take_launch,
 )
@@ -67,7 +67,7 @@ def test_a_launch_that_would_not_do_as_told_is_refused(environ, variables, args,
     ours = {"MASTER_PORT"}
     environ |= {k if k in ours else f"ACCELERATE_{k}": v for k, v in variables.items()}
     with pytest.raises(UsageError) as error:
-        build_engine(args)
+        build_engines([args])[0]
     assert named in str(error.value)
 
 
@@ -82,10 +82,10 @@ def test_what_a_gpu_lacks_is_refused(environ, monkeypatch):
         fake_gpu(monkeypatch, **gpu)
         environ["LOCAL_WORLD_SIZE"] = "4" if "devices" in gpu else "1"
         with pytest.raises(UsageError, match=named):
-            build_engine(args)
+            build_engines([args])[0]
     environ["LOCAL_WORLD_SIZE"] = "2"
     for args in (tf32, FP16):
-        build_engine(args)
+        build_engines([args])[0]
         assert torch.backends.cuda.matmul.allow_tf32 is args.tf32
 
 
@@ -122,7 +122,7 @@ def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, questio
 @pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
 def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerator, args, precision):
     type(accelerator.state)._reset_state(reset_partial_state=True)
-    engine = build_engine(args)
+    engine = build_engines([args])[0]
     assert engine.name.startswith("single process")
     assert engine.accelerator.ddp_handler.gradient_as_bucket_view
     assert engine.accelerator.mixed_precision == precision

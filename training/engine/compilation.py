@@ -1,8 +1,4 @@
-"""torch.compile where it pays, and on which parts of the model.
-
-Each block of the model is compiled by itself. All are alike, so one is compiled and the others use
-the result, which starts many times faster than compiling the whole model and runs as fast.
-"""
+"""torch.compile where it pays, block by block: all are alike, so one is compiled for all."""
 
 import os
 import warnings
@@ -35,12 +31,8 @@ def decide_compilation(
 ) -> Compilation:
     """Decide whether to compile, the same on every process; all must call this.
 
-    Args:
-        wanted: --compile: "on", "off", or "auto".
-        recorded: what the run that resumes did, None for a new run. "auto" keeps to it, for
-            compiled and eager kernels round differently.
-        run_flops: model FLOPs of the whole run on one process.
-
+    "auto" keeps to what the run that resumes did (`recorded`, None for a new run), for compiled and
+    eager kernels round differently. `run_flops` are the model FLOPs of the run on one process.
     Raises UsageError: --compile on, but compiling does not work here.
     """
     device = engine.accelerator.device
@@ -64,9 +56,9 @@ def decide_compilation(
 
 
 def compile_blocks(model: Transformer) -> None:
-    """Compile the blocks, the final norm and the loss, in place: no parameter changes its name."""
+    """Compile the blocks, the final norm and the loss in place."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
-    # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
+    # Said of the rotation table, which is complex, but is only read as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
     # DDP would have graphs split where its buckets end. Blocks are small graphs already, and alike.
     torch._dynamo.config.optimize_ddp = False

@@ -1,19 +1,18 @@
 """DeepSpeed's JSON file and the flags, made one: flags fill "auto", a contradiction is an error.
 
-A key that DeepSpeed 0.19 or this project would ignore is refused by its name. DeepSpeed itself
-checks the sections that have no line in `KNOWN`.
+A key that DeepSpeed 0.19 or this project would ignore is refused by its name.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_schedule import take_schedule
 
 # "auto" in "zero_optimization" that no flag fills: as in ds_config.json.
 AUTO_DEFAULTS = {
@@ -29,6 +28,7 @@ BY_WIDTH = {
     "stage3_param_persistence_threshold": lambda dim: 10 * dim,
 }
 ADAM_EPS = 1e-8
+# By section; DeepSpeed itself checks the others.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
@@ -62,13 +62,18 @@ OF_STAGE_3 = [
     *("leaf_module", "memory_efficient_linear", "offload_param", "override_module_apply"),
     *("sub_group_size", "zero_hpz_partition_size"),
 ]
+# The schedulers of deepspeed/runtime/lr_schedules.py, by our own names. DeepSpeed's curve is behind
+# by two steps: at its first two the rate is warmup_min_lr.
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
+# Parameters that may stand there; the warm-up begins at 0 here, in a straight line.
+AT_0 = ("warmup_min_lr", "warmup_min_ratio")
+WITHOUT_EFFECT = ("warmup_type", "last_batch_iteration")
 
 
 def read_config(path: str) -> dict:
     """Return the contents of a DeepSpeed file; "none" takes the flags of Accelerate's launcher.
-
-    Raises UsageError: not there, not JSON, or without "zero_optimization".
-    """
+    Raises UsageError: this is no such file."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # seconds to import
 
@@ -76,7 +81,7 @@ def read_config(path: str) -> dict:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"DeepSpeed configuration {path} cannot be read: {error}") from error
+        raise UsageError(f"DeepSpeed configuration {path} (not JSON?): {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
     return config
@@ -90,15 +95,9 @@ def file_of(args: TrainingArguments) -> str:
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
     """Return a copy of the configuration that says what the flags say, without "scheduler".
 
-    `fill_by_width` fills each "auto" that is left.
+    `fill_by_width` fills each "auto" that is left. Messages name the file as `source`.
 
-    Args:
-        config: contents of the file.
-        world_size: number of processes.
-        source: the file's name, for messages.
-
-    Raises UsageError: the file contradicts the flags, has an "auto" that nothing fills, or keys
-    that do nothing; lists all of them.
+    Raises UsageError: lists all that contradicts the flags, would be ignored, or cannot be filled.
     """
     config = json.loads(json.dumps(config))
     zero = config["zero_optimization"]
@@ -128,11 +127,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Drop keys that are not followed and switched off; return the problems of the others.
-
-    Args:
-        config: with a ZeRO stage of 1, 2 or 3; changed in place.
-    """
+    """Drop keys that are not followed and switched off; return the problems of the others."""
     problems, aio = [], config.get("aio") or {}
     if "thread_count" in aio:  # as the guides call it still
         aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
@@ -150,7 +145,6 @@ def refuse_keys(config: dict) -> list[str]:
 
 
 def _is_off(value) -> bool:
-    """Return whether a value asks for nothing, as if the key were missing."""
     if isinstance(value, dict):
         off = value.get("enabled") is False or value.get("device") == "none"
         return off or all(map(_is_off, value.values()))
@@ -163,6 +157,9 @@ def _check_stage(zero: dict) -> Iterator[str]:
     if offload.get("ratio", 1) != 1:
         yield 'remove "ratio" of "offload_optimizer": checkpoints would miss some of its state'
     if stage == 3:
+        on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
+        if on_nvme and zero.get("stage3_max_reuse_distance", 1):  # they would stay in the buffers
+            yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
         return
     for key, value in zero.items():
         if (key.startswith("stage3_") or key in OF_STAGE_3) and not _is_off(value):
@@ -173,9 +170,7 @@ def _check_stage(zero: dict) -> Iterator[str]:
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
     """Fill "auto" and what is missing; return what contradicts a flag, or is "auto" for nothing.
-
-    Accelerate could fill most values too, but not all, and clips at 1.0 whatever the script asked.
-    """
+    (Accelerate fills not all values, and clips at 1.0 whatever the script asked.)"""
     problems = []
     batch = "--batch_size × --accumulation_steps × processes"
     wanted = {
@@ -214,6 +209,47 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         for key in _autos(config)
         if key not in by_width
     ]
+
+
+def take_schedule(
+    config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
+) -> tuple[TrainingArguments, str | None]:
+    """Return the arguments with the schedule of a DeepSpeed file, and a sentence that says so.
+
+    Without a scheduler in it the default is a cosine, and there is no sentence. Raises UsageError:
+    a flag contradicts the file, or the file asks for another curve.
+    """
+    section = (config or {}).get("scheduler")
+    if section is None:
+        return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
+    kind, params = section.get("type"), section.get("params", {})
+    if kind not in SCHEDULES:
+        raise UsageError(f'{source}: "scheduler" must be {" or ".join(SCHEDULES)}, not {kind!r}')
+    problems = [
+        f'remove "scheduler.params.{key}": it is not followed here, the warm-up begins at 0'
+        for key, value in params.items()
+        if key not in (*FOLLOWED, *WITHOUT_EFFECT) and not (key in AT_0 and value in (0, "auto"))
+    ]
+    wanted = {
+        "lr_schedule": SCHEDULES[kind],
+        "warmup_steps": params.get("warmup_num_steps", 1000),
+        "learning_rate": params.get("warmup_max_lr", "auto"),
+    }
+    if kind != "WarmupLR":
+        floor = params.get("cos_min_ratio", 0.0001) if kind == "WarmupCosineLR" else 0
+        wanted |= {"max_steps": params.get("total_num_steps", "auto"), "min_lr_ratio": floor}
+    values = {"lr_schedule": SCHEDULES[kind]}
+    for flag, value in wanted.items():
+        typed = getattr(args, flag)
+        default = TrainingArguments.min_lr_ratio if flag == "min_lr_ratio" else None
+        if typed == default and value != "auto":
+            values[flag] = value
+        elif value not in ("auto", typed):
+            problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
+    if problems:
+        raise UsageError(f"{source}: {'; '.join(problems)}")
+    said = " ".join(f"--{flag} {value}" for flag, value in values.items())
+    return replace(args, **values), f"{kind} of {source} is {said}; the warm-up is linear here"
 
 
 def fill_by_width(config: dict, dim: int) -> None:

@@ -4,10 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from common.errors import UsageError
-from model import Transformer
 from runs.folder import lock
 from training.engine.deepspeed_config import nvme_folders, offload_device
-from training.engine.estimate import NVME, Kind
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 
@@ -15,8 +13,7 @@ from training.engine.main_process import on_every_process
 def divided_as_built(engine: Engine) -> AbstractContextManager:
     """Build a model in here. ZeRO-3 divides the parameters of a layer as soon as they are there.
 
-    They are what they would be without it: DeepSpeed's own context makes layers in 16 bits and on
-    the GPU, where other random numbers are drawn.
+    DeepSpeed's own context draws other random numbers: it makes layers in 16 bits, on the GPU.
     """
     if not engine.divides_model:
         return nullcontext()
@@ -31,15 +28,11 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
     return AsWithout(config_dict_or_path=engine.deepspeed, tensor_overrides=())
 
 
-def set_up_deepspeed(engine: Engine, shapes: Transformer) -> None:
+def set_up_deepspeed(engine: Engine) -> None:
     """Claim the folders on NVMe and compile what DeepSpeed compiles; all must call this.
-
-    Raises UsageError: buffers are too small, a folder is taken or refused by the system, or an
-    operation cannot be compiled.
-    """
+    Raises UsageError: one of these cannot be done."""
 
     def attempt() -> None:
-        require_buffers(engine.kind, shapes, engine.processes)
         if engine.accelerator.is_local_main_process:
             for folder in map(Path, nvme_folders(engine.deepspeed)):
                 claim(folder)
@@ -51,27 +44,12 @@ def set_up_deepspeed(engine: Engine, shapes: Transformer) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Lock a folder on NVMe: DeepSpeed gives the files of all runs the same names.
-
-    Raises UsageError: another run has it, or the system refuses.
-    """
+    """Lock a folder on NVMe: DeepSpeed gives the files of all runs the same names."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder / "lock", otherwise='"nvme_path"')
     except OSError as error:
         raise UsageError(f"{folder}, for NVMe, cannot be used: {error.strerror}") from error
-
-
-def require_buffers(kind: Kind, shapes: Transformer, processes: int) -> None:
-    """Raise UsageError if the weights do not fit into the buffers through which they come from
-    NVMe: DeepSpeed ends in an assertion then."""
-    if kind.parameters_on != NVME:
-        return
-    largest = max(-(-p.numel() // processes) for p in shapes.parameters())
-    if largest > kind.parameter_buffer:
-        raise UsageError(f'this model needs a "buffer_size" of {largest} in "offload_param"')
-    if kind.reuse_distance:  # weights would stay in the buffers
-        raise UsageError('parameters on NVMe need "stage3_max_reuse_distance": 0')
 
 
 def own_operations(config: dict) -> list[str]:
@@ -87,10 +65,7 @@ def own_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one operation, compiled at its first use; say so, for PyTorch compiles without a word.
-
-    Raises UsageError: it cannot be compiled.
-    """
+    """Load one operation; say so if it is compiled now. Raises UsageError: it cannot be."""
     from deepspeed.ops import op_builder  # seconds to import
     from torch.utils import cpp_extension  # it changes sys.path
 

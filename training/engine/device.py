@@ -150,10 +150,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can have in all, with those that it has already.
-
-    The processes of a machine share its RAM, within a container's limit. None without /proc.
-    """
+    """Return the bytes that this process can have in all; None without /proc. The processes of a
+    machine share its RAM, within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -172,8 +170,8 @@ def available_memory(device: torch.device, processes: int) -> int | None:
 def keep_freed_memory() -> bool:
     """Have glibc's allocator keep what is freed; return False without glibc.
 
-    By default it gives every large block back to the system, and gets zeroed pages one fault at a
-    time for the next step's tensors: a third of the time on a CPU (docs/performance.md).
+    By default it gives large blocks back to the system, and gets zeroed pages one fault at a time:
+    a third of the time on a CPU (docs/performance.md).
     """
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
         return False

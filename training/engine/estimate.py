@@ -25,23 +25,19 @@ GPU, CPU, NVME = "gpu", "cpu", "nvme"
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # of what comes and goes on a GPU
 CPU_KEEPS = 1.5  # of what comes and goes on a CPU: freed blocks that suit no later tensor
-# Copies of the weights that DeepSpeed leaves in a CPU's memory, by stages 1 and 2, and by stage 3:
-# buckets, copies of them, weights before they were divided. Measured (docs/engines.md).
+# Copies of the weights that DeepSpeed leaves in a CPU's memory, by stages 1 and 2, and by stage 3.
 CPU_COPIES, CPU_COPIES_3 = 7, 9
+NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
 REPOSITORY = Path(__file__).parents[2]
-# DeepSpeed's files, by the launcher's configs/NAME.yaml, in the order of the advice: ZeRO-2 before
-# ZeRO-3, offload last.
+# DeepSpeed's files, by the launcher's configs/NAME.yaml, in the order in which to try them.
 NAMES = "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity"
 FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.json"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine: what its DeepSpeed file says of memory and traffic.
-
-    Sizes are in elements; their defaults are DeepSpeed's (deepspeed/runtime/zero).
-    """
+    """An engine: what DeepSpeed's file says of memory and traffic. Sizes are in elements."""
 
     config: str = ""  # configs/NAME.yaml; "" if it has no such file
     stage: int | None = None  # of ZeRO; None is DDP, or a single process without engine
@@ -50,8 +46,6 @@ class Kind:
     fp32_sums: bool = True  # gradients are added up in fp32, else in the precision of the model
     reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
     reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again so soon
-    parameter_buffers: int = 5  # buffers for weights on their way from NVMe
-    parameter_buffer: int = 100_000_000  # size of such a buffer
 
     @property
     def name(self) -> str:
@@ -75,16 +69,11 @@ DDP = Kind("ddp")
 
 
 def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return the engine of a DeepSpeed configuration; DDP for None.
-
-    Args:
-        dim: the width of the model, which "auto" depends on.
-    """
+    """Return the engine of a DeepSpeed configuration; DDP for None. "auto" depends on `dim`."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
     bucket = zero.get("reduce_bucket_size", Kind.reduce_bucket)
-    offload = zero.get("offload_param") or {}
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     return Kind(
         stage=zero["stage"],
@@ -93,21 +82,17 @@ def kind_of(config: dict | None, dim: int = 0) -> Kind:
         fp32_sums=sums in ("fp32", "float32"),
         reduce_bucket=int(BY_WIDTH["reduce_bucket_size"](dim) if bucket == "auto" else bucket),
         reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
-        parameter_buffers=int(offload.get("buffer_count", Kind.parameter_buffers)),
-        parameter_buffer=int(offload.get("buffer_size", Kind.parameter_buffer)),
     )
 
 
 @cache
 def engines(dim: int) -> tuple[Kind, ...]:
-    """Return DDP and the engines of FILES for a model of this width."""
+    """Return DDP and the engines of FILES, in the order of the advice."""
     found = ((name, read_config(str(REPOSITORY / file))) for name, file in FILES.items())
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
 
-class Beside(NamedTuple):
-    """A teacher."""
-
+class Beside(NamedTuple):  # a teacher
     shapes: Transformer  # on the meta device
     kind: Kind  # the engine that divides it
 
@@ -180,7 +165,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     if kind.optimizer_on != GPU:
         places[kind.optimizer_on] += 4 * t * share  # gradients, as it takes them
     if kind.parameters_on == NVME:
-        places[CPU] += h * kind.parameter_buffers * kind.parameter_buffer
+        places[CPU] += h * NVME_BUFFERS
     held, working = places[GPU], _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = work.teacher
@@ -216,8 +201,7 @@ def _gathered(kind: Kind, shapes: Transformer) -> int:
 def _activations(kind: Kind, work: Workload) -> float:
     """Return the bytes of a micro-batch: kept until backward, and at work at the worst moment.
 
-    Kept are the tensors that autograd saves in model/. Compiled code computes again what costs no
-    matrix product.
+    Kept are the tensors that autograd saves in model/; compiled code recomputes cheap ones.
     """
     config, h, compiled = work.config, work.itemsize, work.compiled and kind.stage != 3
     # A GPU is taken to have fused attention.
@@ -257,9 +241,9 @@ def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to others in an optimizer step.
 
     Exchanges are rings: a process sends (P - 1) / P of what is gathered or scattered, and twice
-    that of what is all-reduced. DDP all-reduces fp32 gradients once a step, ZeRO-1 gradients in the
-    training precision, ZeRO-2 in each micro-batch; both gather new weights. ZeRO-3 scatters
-    gradients, which gloo does by an all-reduce, and gathers weights in forward and backward.
+    that of what is all-reduced. DDP and ZeRO-1 exchange gradients once a step, ZeRO-2 in each
+    micro-batch; ZeRO gathers new weights, ZeRO-3 in forward and backward. gloo scatters by an
+    all-reduce.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps

@@ -25,11 +25,7 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Raise UsageError if memory runs out in here, or another process ends while this one waits.
-
-    Args:
-        model_settings: those that were typed.
-    """
+    """Raise UsageError if memory runs out in here, or another process ends while this one waits."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,8 +1,4 @@
-"""Who does the training: DeepSpeed, DistributedDataParallel or a single process, as launched.
-
-Accelerate decides by environment variables that its launcher sets. What it would ignore without a
-word is refused here.
-"""
+"""Who trains, as launched; what Accelerate would ignore of the launch without a word is refused."""
 
 import logging
 import os
@@ -33,7 +29,6 @@ KEPT: list = []
 # The environment of one process that has nobody to meet: port 0 is any that is free.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # Warnings of libraries that call each other; a user can do nothing about them.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -98,17 +93,11 @@ class Engine:
         return int(everyone)
 
 
-def build_engine(args: TrainingArguments) -> Engine:
-    """Return the engine of this launch. Raises UsageError: see `build_engines`."""
-    return build_engines([args])[0]
-
-
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     """Return an engine for each of several models on the same processes.
 
-    Each has a DeepSpeed configuration of its own; precision and accumulation are the same for all.
-
-    Raises UsageError: launcher, configuration file, flags and machine do not go together.
+    Precision and accumulation are the same for all. Raises UsageError: launcher, configuration
+    file, flags and machine do not go together.
     """
     take_launch(*models)
     name_interface()
@@ -169,9 +158,8 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 def take_launch(*models: TrainingArguments) -> None:
     """Make the environment that of `accelerate launch`, after `deepspeed`, `torchrun` or none.
 
-    Of several models each may name a DeepSpeed file; the launcher's is for the others.
-
-    Raises UsageError: --deepspeed contradicts the launcher, or some models have no file.
+    Of several models each may name a DeepSpeed file; the launcher's is for the others. Raises
+    UsageError: --deepspeed contradicts the launcher, or some models have no file.
     """
     if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -181,7 +169,9 @@ def take_launch(*models: TrainingArguments) -> None:
     if len(files) == 1:
         named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         if named != "none" and Path(named).resolve() != Path(files[0]).resolve():
-            raise UsageError(f"--deepspeed is {files[0]}, the launcher's is {named}: name one")
+            raise UsageError(
+                f"--deepspeed is {files[0]}, but the launcher's DeepSpeed file is {named}: name one"
+            )
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = files[0]
     elif not all(files) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         raise UsageError(
@@ -228,10 +218,8 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the DeepSpeed file in use, every "auto" filled.
-
-    Raises UsageError: file and flags contradict each other, or Accelerate rejects the file.
-    """
+    """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags. Raises
+    UsageError: file and flags contradict each other, or Accelerate rejects the file."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:
@@ -263,15 +251,14 @@ def skip_compiled_communication() -> None:
 def name_interface() -> None:
     """On several machines, have gloo listen at the network interface that reaches the first one.
 
-    By itself it listens at the address of the machine's own name, which Debian and Ubuntu give as
-    127.0.1.1: other machines would then look for this one on themselves.
+    By itself it takes the address of the machine's name, 127.0.1.1 on Debian and Ubuntu.
     """
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("LOCAL_WORLD_SIZE", processes) == processes or INTERFACE in os.environ:
+    total = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("LOCAL_WORLD_SIZE", total) == total or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # looks for a route and sends nothing
         here = probe.getsockname()[0]
         for name, addresses in psutil.net_if_addrs().items():
             if here in {each.address for each in addresses}:
-                os.environ[INTERFACE] = name
+                os.environ["GLOO_SOCKET_IFNAME"] = name

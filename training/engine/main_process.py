@@ -14,10 +14,8 @@ Answer = TypeVar("Answer")
 
 
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
-    """Call `decide` on the main process and return its answer on all; all must call this.
-
-    Without an engine there is one process. Raises UsageError, ConfigError: as `decide` did.
-    """
+    """Call `decide` on the main process and return its answer on all; all must call this. Without
+    an engine there is one process. Raises UsageError, ConfigError: as `decide` did."""
     if engine is None or engine.cpu_group is None:
         return decide()
     mine = _tried(decide) if engine.is_main else None
@@ -28,11 +26,8 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` and return its answer on this process; all must call this.
-
-    Without an engine there is one process. Raises UsageError, ConfigError: as `attempt` did on any
-    process, with the places where it did: a machine may not see the same disk.
-    """
+    """Call `attempt` and return its answer on this process; all must call this. Raises UsageError,
+    ConfigError: as `attempt` did on any process, with the places where it did."""
     if engine is None or engine.cpu_group is None:
         return attempt()
     answer, error = _tried(attempt)

@@ -43,11 +43,8 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
     """Yield the shares that this process steps, as a DeepSpeed optimizer divides them.
 
-    A share that lies on NVMe is in memory until the next one is asked for.
-
-    Args:
-        writes: whether weights and moments are changed. Below ZeRO-3 those of the model, in 16
-            bits, are another copy and stay as they are.
+    A share that lies on NVMe is in memory until the next one is asked for. `writes` says whether
+    they are changed, which reaches the model under ZeRO-3 alone.
     """
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)

@@ -56,22 +56,15 @@ class TrainingState:
 
     def weights(self) -> dict[str, Tensor]:
         """Return name → fp32 weights of what is trained."""
-        whole = {}
-        for name, parameter, inside, fp32, _ in self._shards():
-            whole |= self._join(name, parameter, inside, fp32)
-        return whole
+        return self._whole(moments=False)
 
     def moments(self) -> dict[str, Tensor]:
         """Return name.exp_avg, name.exp_avg_sq (AdamW's) or name.momentum_buffer (Muon's)."""
-        whole = {}
-        for name, parameter, inside, _, moments in self._shards():
-            for key, part in moments.items():
-                whole |= self._join(f"{name}.{key}", parameter, inside, part)
-        return whole
+        return self._whole(moments=True)
 
     def whole_model(self) -> Transformer | None:
-        """Return a model that has all weights: the model itself where the engine leaves it whole,
-        or else a copy on the main process's CPU and None elsewhere."""
+        """Return the model where the engine leaves it whole, or else a copy on the main process's
+        CPU and None elsewhere."""
         if not self.divides_model:
             return self.model
         weights = self.weights()
@@ -82,14 +75,13 @@ class TrainingState:
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
-        with torch.random.fork_rng(devices=[]):  # of which dropout draws
+        with torch.random.fork_rng(devices=[]):
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
 
     def scalars(self) -> dict:
-        """Return AdamW's step, for its bias correction (0 where Muon steps all), and fp16's loss
-        scale."""
+        """Return AdamW's step (0 where Muon steps all), and fp16's loss scale."""
         scale = None
         if self.accelerator.mixed_precision == "fp16" and self.zero:
             scaler = vars(self.zero.loss_scaler)
@@ -103,12 +95,10 @@ class TrainingState:
         """Put everything back, frozen weights too. Raises ConfigError: names or shapes that do not
         fit the model."""
         self.load_weights(weights, source)
-        for name, parameter, inside, _, held in self._shards(writes=True):
-            for key, part in held.items():
-                moment = moments[f"{name}.{key}"]
-                if moment.shape != shape_of(parameter):
-                    raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
-                part.copy_(moment.view(-1)[inside])
+        for key, parameter, inside, part in self._shards(moments=True, writes=True):
+            if moments[key].shape != shape_of(parameter):
+                raise ConfigError(f"{source}: {key} has another shape than its parameter")
+            part.copy_(moments[key].view(-1)[inside])
         step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
             if "step" in state:
@@ -124,9 +114,7 @@ class TrainingState:
 
     def load_weights(self, weights: dict, source: str) -> None:
         """Put the fp32 weights back, and leave the optimizer and adapters that are not among them.
-
-        Raises ConfigError: names or shapes that do not fit the model.
-        """
+        Raises ConfigError: names or shapes that do not fit the model."""
         if self.divides_model:  # its own parameters are empty
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
@@ -138,45 +126,49 @@ class TrainingState:
                     parameter.data.copy_(weights[name])
         else:
             load_weights(self.model, weights, source)
-        for name, _, inside, fp32, _ in self._shards(writes=True):
+        for name, _, inside, part in self._shards(moments=False, writes=True):
             if name in weights:
-                fp32.copy_(weights[name].view(-1)[inside])
+                part.copy_(weights[name].view(-1)[inside])
 
     def _frozen(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
-    def _shards(self, writes: bool = False) -> Iterator[tuple]:
-        """Yield (name, parameter, slice of it that this process holds, fp32 weights of the slice,
-        moments by name), in one order on all processes; `writes` as in `partitions`.
+    def _whole(self, moments: bool) -> dict[str, Tensor]:
+        """Return tensors joined from every process's part."""
+        whole = {}
+        for key, parameter, inside, part in self._shards(moments):
+            shape = shape_of(parameter)
+            if self.zero:
+                joined = torch.zeros(shape.numel(), device=self.accelerator.device)
+                joined[inside] = part
+                if self.accelerator.num_processes > 1:
+                    torch.distributed.all_reduce(joined)
+                part = joined
+            if self.accelerator.is_main_process:
+                whole[key] = part.detach().view(shape).to("cpu", torch.float32, copy=True)
+        return whole
 
-        Weights and moments are flat views into the optimizer's own memory.
+    def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
+        """Yield (name, parameter, slice of it that this process holds, tensor) for weights or
+        moments, in one order on all processes; `writes` as in `partitions`.
+
+        The tensor is a flat view into the optimizer's own memory.
         """
         names = {id(p): name for name, p in self.model.named_parameters()}
+
+        def flat(group: dict, stepped: Tensor) -> dict[str, Tensor]:
+            kept = state_of(self.optimizer, group, stepped) if moments else {"": stepped.data}
+            return {f".{key}" if key else "": tensor.view(-1) for key, tensor in kept.items()}
+
         groups = self.optimizer.param_groups
         if not self.zero:
-            for group in groups:
-                for p in group["params"]:
-                    moments = state_of(self.optimizer, group, p)
-                    moments = {key: moment.view(-1) for key, moment in moments.items()}
-                    yield names[id(p)], p, slice(None), p.data.view(-1), moments
+            for each, p in ((group, p) for group in groups for p in group["params"]):
+                for key, tensor in flat(each, p).items():
+                    yield names[id(p)] + key, p, slice(None), tensor
             return
         for partition in partitions(self.zero, self.accelerator.process_index, writes):
-            fp32 = partition.fp32
-            moments = state_of(self.optimizer, groups[partition.group], fp32)
+            tensors = flat(groups[partition.group], partition.fp32)
             for part in partition.parts:
-                here, p = part.in_partition, part.parameter
-                parts = {key: moment[here] for key, moment in moments.items()}
-                yield names[id(p)], p, part.in_parameter, fp32.data[here], parts
-
-    def _join(self, name: str, parameter: Tensor, inside: slice, part: Tensor) -> dict[str, Tensor]:
-        """Return {name: whole tensor} on the main process, joined from every process's part."""
-        whole = part
-        if self.zero:
-            whole = torch.zeros(shape_of(parameter).numel(), device=self.accelerator.device)
-            whole[inside] = part
-            if self.accelerator.num_processes > 1:
-                torch.distributed.all_reduce(whole)
-        if not self.accelerator.is_main_process:
-            return {}
-        whole = whole.detach().view(shape_of(parameter))
-        return {name: whole.to("cpu", torch.float32, copy=True)}
+                for key, tensor in tensors.items():
+                    name = names[id(part.parameter)] + key
+                    yield name, part.parameter, part.in_parameter, tensor[part.in_partition]
