@@ -63,8 +63,8 @@ def test_a_process_that_waited_for_one_that_is_gone_says_so(text, what):
     assert f"({text.split('. ')[0]}); --resume auto goes on from the last checkpoint" in line
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("x")])
-def test_other_errors_are_what_they_were(error):
-    with pytest.raises(type(error)) as raised, one_line_failures(TrainingArguments(), {}):
+def test_other_errors_are_what_they_were():
+    error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as raised, one_line_failures(TrainingArguments(), {}):
         raise error
     assert raised.value is error
