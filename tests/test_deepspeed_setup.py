@@ -1,5 +1,6 @@
 """What DeepSpeed needs before training; the model that it builds: integration/test_engines.py."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,39 +42,24 @@ def test_what_an_engine_needs(config, needed):
     assert own_operations(config) == needed
 
 
-@pytest.fixture
-def cpu_adam(tmp_path, monkeypatch):
-    """Its builder, which fails or does nothing; the folder in which it would compile."""
+def test_a_start_that_compiles_says_so_and_a_failure_is_one_line(monkeypatch, tmp_path, capsys):
     from deepspeed.ops import op_builder
 
-    def builder(error: str | None):
-        def load():
-            if error:
-                raise RuntimeError(error)
+    def fail():
+        raise RuntimeError("no header\nand a page of the compiler's")
 
-        fake = SimpleNamespace(name="cpu_adam", load=load)
-        monkeypatch.setattr(op_builder, "CPUAdamBuilder", lambda: fake)
-        return cpp_extension._get_build_directory("cpu_adam", verbose=False)
-
+    builder = SimpleNamespace(name="cpu_adam", load=lambda: None)
+    monkeypatch.setattr(op_builder, "CPUAdamBuilder", lambda: builder)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return builder
-
-
-def test_what_a_start_waits_for_is_named_before_it_waits(cpu_adam, capsys):
-    folder = cpu_adam(error=None)
+    folder = cpp_extension._get_build_directory("cpu_adam", verbose=False)
     load_operation("CPUAdamBuilder")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("DeepSpeed compiles cpu_adam")
-    assert folder in line
+    assert line.startswith(f"DeepSpeed compiles cpu_adam in {folder}")
     assert "delete the file lock" in line
-    with open(f"{folder}/cpu_adam.so", "w"):
-        pass
+    Path(folder, "cpu_adam.so").touch()
     load_operation("CPUAdamBuilder")
     assert capsys.readouterr().out == ""
-
-
-def test_what_cannot_be_compiled_is_one_line(cpu_adam):
-    cpu_adam(error="no header\nand a page of the compiler's")
+    builder.load = fail
     with pytest.raises(UsageError, match="cpu_adam cannot be compiled: no header; ") as error:
         load_operation("CPUAdamBuilder")
     assert "\n" not in str(error.value)

@@ -1,6 +1,5 @@
 import os
 import platform
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -62,23 +61,18 @@ def test_mfu_by_hand():
     assert mfu(1e5, 1e9, None, devices=2) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "hidden"),
-    [("GPU 0: NVIDIA A100\nGPU 1", None), ("GPU 0", "-1"), ("No devices\n", None)],
-)
-def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch, text, hidden):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if hidden:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device.shutil, "which", lambda name: name)
-    ended = subprocess.CompletedProcess([], 0, stdout=text)
-    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: ended)
-    if "A100" not in text:
-        require_usable_gpu()
-        return
+    listed = SimpleNamespace(stdout="GPU 0: NVIDIA A100\nGPU 1")
+    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: listed)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    require_usable_gpu()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UsageError, match=r"cannot use GPU 0: NVIDIA A100 .*CUDA_VISIBLE_DEVICES="):
         require_usable_gpu()
+    listed.stdout = "No devices\n"
+    require_usable_gpu()
 
 
 def test_a_gpu_on_which_nothing_can_be_computed_is_named(monkeypatch):
@@ -95,18 +89,15 @@ def test_a_gpu_on_which_nothing_can_be_computed_is_named(monkeypatch):
         require_usable_gpu()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said", "keeps_scores"),
-    [
+def test_attention_on_a_cpu_is_plain_or_blocks_of_rows():
+    for changes, said, keeps_scores in (
         ({"use_flash_attn": False}, "plain: all T × T scores (--use_flash_attn", True),
         ({"dropout": 0.1}, "plain: all T × T scores (blocks of rows have no dropout)", True),
         ({}, "blocks of rows", False),
-    ],
-)
-def test_attention_on_a_cpu_is_plain_or_blocks_of_rows(changes, said, keeps_scores):
-    text, scores = attention_kernel(LMConfig(**CONFIG | changes), torch.float32, CPU)
-    assert text.startswith(said)
-    assert scores is keeps_scores
+    ):
+        text, scores = attention_kernel(LMConfig(**CONFIG | changes), torch.float32, CPU)
+        assert text.startswith(said)
+        assert scores is keeps_scores
 
 
 def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypatch):

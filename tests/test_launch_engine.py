@@ -9,13 +9,10 @@ from torch.distributed import ReduceOp
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine import launch
-from training.engine.launch import (
-    Engine,
-    build_engines,
-    deepspeed_plugin,
-    take_launch,
-)
+from training.engine.launch import Engine, build_engines, deepspeed_plugin, take_launch
 
+OURS = str(REPOSITORY / "ds_config.json")
+NAMED = TrainingArguments(deepspeed=OURS)
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
 
 
@@ -119,10 +116,7 @@ def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerato
 
 
 def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
-    environ |= {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
-        "WORLD_SIZE": "2",
-    }
+    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, "WORLD_SIZE": "2"}
     plugin = deepspeed_plugin(TrainingArguments(batch_size=4, accumulation_steps=3, grad_clip=0.7))
     assert plugin.zero_stage == 2
     assert plugin.deepspeed_config["gradient_clipping"] == 0.7
@@ -135,11 +129,9 @@ def test_the_launchers_own_zero_flags_make_a_configuration(environ):
     assert (plugin.zero_stage, plugin.deepspeed_config["gradient_clipping"]) == (2, 0.7)
 
 
-def test_what_accelerate_rejects_is_said_in_one_line(environ, tmp_path):
-    environ |= {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
-        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero_stage",
-    }
+def test_what_accelerate_rejects_is_said_in_one_line(environ):
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
+    environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file,zero_stage"
     with pytest.raises(UsageError, match=r"ds_config\.json.*zero_stage") as error:
         deepspeed_plugin(BF16)
     assert "\n" not in str(error.value)
@@ -151,10 +143,6 @@ def test_buckets_are_no_larger_than_all_gradients():
         engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
         engine.fit_to(64, n_parameters=1000)
         assert zero["reduce_bucket_size"] == given
-
-
-OURS = str(REPOSITORY / "ds_config.json")
-NAMED = TrainingArguments(deepspeed=OURS)
 
 
 def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
