@@ -1,4 +1,4 @@
-"""torch.compile where it pays, block by block: all are alike, so one is compiled for all."""
+"""torch.compile where it pays, block by block: one is compiled for all."""
 
 import os
 import warnings
@@ -13,8 +13,8 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # where the next run finds compiled code again
-# Model FLOPs of a whole run from which compiling is faster in sum (docs/performance.md); for a GPU
-# a guess: 40 s at 200 TFLOP/s.
+# Model FLOPs of a run from which compiling is faster in sum (docs/performance.md);
+# a guess for a GPU: 40 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
@@ -31,15 +31,15 @@ def decide_compilation(
 ) -> Compilation:
     """Decide whether to compile, the same on every process; all must call this.
 
-    "auto" keeps to what the run that resumes did (`recorded`, None for a new run), for compiled and
-    eager kernels round differently. `run_flops` are the model FLOPs of the run on one process.
+    "auto" keeps to what a resumed run did (`recorded`, None for a new run): compiled
+    kernels round differently. `run_flops`: model FLOPs of the run on one process.
     Raises UsageError: --compile on, but compiling does not work here.
     """
     device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
     why = None
-    if engine.divides_model:  # weights come and go: the compiler sees new code each time
+    if engine.divides_model:  # weights that come and go look like new code
         why = "under ZeRO-3 it costs more than it gains"
     elif recorded is False:
         why = "as before the run was stopped"
@@ -58,17 +58,17 @@ def decide_compilation(
 def compile_blocks(model: Transformer) -> None:
     """Compile the blocks, the final norm and the loss in place."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
-    # Said of the rotation table, which is complex, but is only read as pairs of real numbers.
+    # Said of the rotation table, which is read as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
-    # DDP would have graphs split where its buckets end. Blocks are small graphs already, and alike.
+    # DDP would split graphs where its buckets end; blocks are small already.
     torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit += 8  # another model of this process has other shapes
+    torch._dynamo.config.recompile_limit += 8  # for several models
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Return why torch.compile does not work here, found by compiling a line; None if it does."""
+    """Compile a line; return why that does not work here, None if it does."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))

@@ -1,6 +1,6 @@
-"""DeepSpeed's JSON file and the flags, made one: flags fill "auto", a contradiction is an error.
+"""DeepSpeed's JSON file and the flags, made one.
 
-A key that DeepSpeed 0.19 or this project would ignore is refused by its name.
+Flags fill "auto". A contradiction, or a key that would be ignored, is an error.
 """
 
 import json
@@ -41,8 +41,8 @@ KNOWN = {
     "optimizer": "type params legacy_fusion",
     "timers": "throughput",
 }
-# Keys that flags replace, that have no effect here, that round weights or what is sent, or whose
-# state checkpoints would miss (docs/engines.md). They are dropped where they are switched off.
+# Keys without effect here, or whose state checkpoints would miss (docs/engines.md).
+# They are dropped where they are switched off.
 REFUSED = [
     *("activation_checkpointing", "autotuning", "checkpoint", "compile", "data_efficiency"),
     *("dataloader_drop_last", "hybrid_engine", "pipeline", "sequence_parallel_size"),
@@ -57,13 +57,12 @@ REFUSED = [
     *("bfloat16", "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
 ]
-# Keys of "zero_optimization" that do nothing below stage 3, besides those that begin with stage3_.
+# Keys of "zero_optimization" that need stage 3, besides stage3_...
 OF_STAGE_3 = [
     *("leaf_module", "memory_efficient_linear", "offload_param", "override_module_apply"),
     *("sub_group_size", "zero_hpz_partition_size"),
 ]
-# The schedulers of deepspeed/runtime/lr_schedules.py, by our own names. DeepSpeed's curve is behind
-# by two steps: at its first two the rate is warmup_min_lr.
+# deepspeed/runtime/lr_schedules.py, by our own names. DeepSpeed's curve is two steps behind.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
 # Parameters that may stand there; the warm-up begins at 0 here, in a straight line.
@@ -72,7 +71,7 @@ WITHOUT_EFFECT = ("warmup_type", "last_batch_iteration")
 
 
 def read_config(path: str) -> dict:
-    """Return the contents of a DeepSpeed file; "none" takes the flags of Accelerate's launcher.
+    """Return a DeepSpeed file's contents; "none": of the flags of Accelerate's launcher.
     Raises UsageError: this is no such file."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # seconds to import
@@ -88,16 +87,15 @@ def read_config(path: str) -> dict:
 
 
 def file_of(args: TrainingArguments) -> str:
-    """Return the path of the DeepSpeed file in use; "none" takes the launcher's own flags."""
+    """Return the path of the DeepSpeed file in use, "none" without a file."""
     return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """Return a copy of the configuration that says what the flags say, without "scheduler".
+    """Return a copy of the configuration, filled by the flags, without "scheduler".
 
-    `fill_by_width` fills each "auto" that is left. Messages name the file as `source`.
-
-    Raises UsageError: lists all that contradicts the flags, would be ignored, or cannot be filled.
+    `fill_by_width` fills each "auto" that is left.
+    Raises UsageError: lists all that contradicts, is ignored, or cannot be filled.
     """
     config = json.loads(json.dumps(config))
     zero = config["zero_optimization"]
@@ -116,10 +114,10 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
         raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
     if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
         zero["overlap_comm"] = False
-    # It would wait for the GPU at every forward pass; the log measures throughput itself.
+    # It would wait for the GPU at every forward pass.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     if offload_device(config, "optimizer") and not all(map(shutil.which, ("ninja", "c++"))):
-        # PyTorch's AdamW takes the place of DeepSpeed's for the CPU; the start block says so.
+        # PyTorch's AdamW for the CPU instead; the start block says so.
         config["zero_force_ds_cpu_optimizer"] = False
         if "optimizer" in config:
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
@@ -127,7 +125,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Drop keys that are not followed and switched off; return the problems of the others."""
+    """Drop keys that are switched off; return the problems of the others."""
     problems, aio = [], config.get("aio") or {}
     if "thread_count" in aio:  # as the guides call it still
         aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
@@ -158,7 +156,7 @@ def _check_stage(zero: dict) -> Iterator[str]:
         yield 'remove "ratio" of "offload_optimizer": checkpoints would miss some of its state'
     if stage == 3:
         on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
-        if on_nvme and zero.get("stage3_max_reuse_distance", 1):  # they would stay in the buffers
+        if on_nvme and zero.get("stage3_max_reuse_distance", 1):
             yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
         return
     for key, value in zero.items():
@@ -169,7 +167,7 @@ def _check_stage(zero: dict) -> Iterator[str]:
 
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
-    """Fill "auto" and what is missing; return what contradicts a flag, or is "auto" for nothing.
+    """Fill "auto" and what is missing; return what contradicts or cannot be filled.
     (Accelerate fills not all values, and clips at 1.0 whatever the script asked.)"""
     problems = []
     batch = "--batch_size × --accumulation_steps × processes"
@@ -203,21 +201,20 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
     zero |= {key: value for key, value in AUTO_DEFAULTS.items() if zero.get(key) == "auto"}
     if config["bf16"].get("check_grad_overflow") is False:
         problems.append('"check_grad_overflow": false would let NaN into the weights')
-    by_width = {f"zero_optimization.{key}" for key in BY_WIDTH}
     return problems + [
         f'"{key}": "auto" is nothing this script can fill in, write a value'
         for key in _autos(config)
-        if key not in by_width
+        if key.removeprefix("zero_optimization.") not in BY_WIDTH
     ]
 
 
 def take_schedule(
     config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
 ) -> tuple[TrainingArguments, str | None]:
-    """Return the arguments with the schedule of a DeepSpeed file, and a sentence that says so.
+    """Return the arguments with the schedule of a file, and a sentence that says so.
 
-    Without a scheduler in it the default is a cosine, and there is no sentence. Raises UsageError:
-    a flag contradicts the file, or the file asks for another curve.
+    Without a scheduler the default is a cosine, and there is no sentence.
+    Raises UsageError: a flag contradicts the file, or its curve is another one.
     """
     section = (config or {}).get("scheduler")
     if section is None:
@@ -259,22 +256,22 @@ def fill_by_width(config: dict, dim: int) -> None:
 
 
 def offload_device(config: dict | None, what: str) -> str | None:
-    """Return where a configuration moves the "optimizer" or "param": "cpu", "nvme" or None."""
+    """Return where the "optimizer" or "param" is moved: "cpu", "nvme" or None."""
     zero = config["zero_optimization"] if config else {}
     device = (zero.get(f"offload_{what}") or {}).get("device", "none")
     return None if device == "none" else device
 
 
 def nvme_folders(config: dict) -> set[str | None]:
-    """Return where a configuration keeps files instead of tensors; None is a name left out."""
+    """Return the folders of tensors on NVMe; None is a name left out."""
     zero = config["zero_optimization"]
     on_nvme = [what for what in ("optimizer", "param") if offload_device(config, what) == "nvme"]
     return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
 
 
 def check_by_deepspeed(config: dict, source: str) -> None:
-    """Raise UsageError for what DeepSpeed would refuse at its start, below a traceback."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError  # seconds to import
+    """Raise UsageError for what DeepSpeed would refuse below a traceback."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     # It cannot know yet how many processes there are.
     config = json.loads(json.dumps(config | {"train_batch_size": None}))

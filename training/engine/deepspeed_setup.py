@@ -1,4 +1,4 @@
-"""Before training under DeepSpeed: folders on NVMe, compiled operations, a divided model."""
+"""Before DeepSpeed trains: folders on NVMe, compiled operations, a divided model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,9 +11,9 @@ from training.engine.main_process import on_every_process
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """Build a model in here. ZeRO-3 divides the parameters of a layer as soon as they are there.
+    """Build a model in here. ZeRO-3 divides each layer as soon as it is there.
 
-    DeepSpeed's own context draws other random numbers: it makes layers in 16 bits, on the GPU.
+    DeepSpeed's own context draws other random numbers, in 16 bits and on the GPU.
     """
     if not engine.divides_model:
         return nullcontext()
@@ -29,7 +29,7 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
 
 
 def set_up_deepspeed(engine: Engine) -> None:
-    """Claim the folders on NVMe and compile what DeepSpeed compiles; all must call this.
+    """Claim the folders on NVMe and compile operations; all must call this.
     Raises UsageError: one of these cannot be done."""
 
     def attempt() -> None:
@@ -65,7 +65,8 @@ def own_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one operation; say so if it is compiled now. Raises UsageError: it cannot be."""
+    """Load one operation; say so if it is compiled now.
+    Raises UsageError: it cannot be compiled."""
     from deepspeed.ops import op_builder  # seconds to import
     from torch.utils import cpp_extension  # it changes sys.path
 

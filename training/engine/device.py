@@ -1,4 +1,4 @@
-"""This machine: precisions, attention kernel, memory, cores, and the peak that MFU divides by."""
+"""This machine: precisions, peak FLOP/s, attention kernel, memory and cores."""
 
 import ctypes
 import os
@@ -23,7 +23,6 @@ PEAKS = {
     "GB200": (2500, 2500, 1250, 80),
     "B300, B200": (2250, 2250, 1125, 75),
     "H100 PCIe, H800 PCIe": (756, 756, 378, 51),
-    "H100 NVL": (835, 835, 417.5, 60),
     "GH200, H200, H100, H800": (989, 989, 494.5, 67),
     "H20": (148, 148, 74, 44),
     "A100, A800": (312, 312, 156, 19.5),
@@ -31,7 +30,6 @@ PEAKS = {
     "A10G": (70, 70, 35, 35),
     "A10": (125, 125, 62.5, 31.2),
     "L40S": (362, 362, 183, 91.6),
-    "L40": (181, 181, 90.5, 90.5),
     "L4": (121, 121, 60, 30.3),
     "T4": (None, 65, None, 8.1),
     "V100 SXM2": (None, 125, None, 15.7),
@@ -47,7 +45,7 @@ PEAKS = {
 }
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")  # the columns
 # Parts of names that mean another device: laptop chips, chips cut down or not, MIG slices.
-RELATIVES = ("Laptop", "D", "Ti", "SUPER", "MIG")
+RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
 # By the numbers of torch.nn.attention.SDPBackend.
 KERNELS = {
     0: "all T × T scores: no fused kernel of PyTorch takes these shapes here",
@@ -60,7 +58,7 @@ KEEP_FREED = {-4: 0, -1: -1, -2: 256 * 2**20}
 
 
 def require_usable_gpu() -> None:
-    """Raise UsageError if there is a GPU that this PyTorch cannot use, or would leave unused."""
+    """Raise UsageError if there is a GPU that this PyTorch cannot use."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
         try:
@@ -87,7 +85,7 @@ def has_bf16() -> bool:
 
 
 def matrix_precision(mixed_precision: str) -> str:
-    """Return the precision of matrix products, one of PRECISIONS, by Accelerate's name."""
+    """Return the precision of matrix products, one of PRECISIONS."""
     if mixed_precision != "no":
         return mixed_precision
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
@@ -100,28 +98,31 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return the peak in FLOP/s of a device in one of PRECISIONS, None where it is unknown."""
+    """Return a device's peak in FLOP/s in one of PRECISIONS, None if unknown."""
     words = f" {name} ".replace("-", " ")
-    for key, peaks in ((key, peaks) for keys, peaks in PEAKS.items() for key in keys.split(", ")):
-        before, found, after = words.partition(f" {key} ")
-        if found:
-            others = set(f"{before} {after}".split())
-            peak = None if others.intersection(RELATIVES) else peaks[PRECISIONS.index(precision)]
-            return peak and peak * 1e12
+    for keys, peaks in PEAKS.items():
+        for key in keys.split(", "):
+            before, found, after = words.partition(f" {key} ")
+            if found:
+                others = set(f"{before} {after}".split())
+                peak = peaks[PRECISIONS.index(precision)]
+                return None if others & RELATIVES or peak is None else peak * 1e12
     return None
 
 
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
 ) -> float | None:
-    """Return the share of the devices' peak that model FLOPs use, None if it is unknown."""
-    return None if peak is None else tokens_per_second * flops_per_token / (peak * devices)
+    """Return the share of the devices' peak that model FLOPs use, None if unknown."""
+    if peak is None:
+        return None
+    return tokens_per_second * flops_per_token / (peak * devices)
 
 
 def attention_kernel(
     config: LMConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, bool]:
-    """Return the name of the attention that runs, and whether it keeps all T × T scores."""
+    """Return the attention that runs, and whether it keeps all T × T scores."""
     if not config.use_flash_attn:
         return "plain: all T × T scores (--use_flash_attn for the fast paths)", True
     if device.type == "cpu":
@@ -142,16 +143,16 @@ def attention_kernel(
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory so far: of the GPU's allocator, or of this process on a CPU."""
+    """Return the most memory that this process has had so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes or kilobytes
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can have in all; None without /proc. The processes of a
-    machine share its RAM, within a container's limit."""
+    """Return the bytes that this process can have in all; None without /proc.
+    The processes of a machine share its RAM, within a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -161,7 +162,7 @@ def available_memory(device: torch.device, processes: int) -> int | None:
     limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         stat = (cgroup / "memory.stat").read_text().split()
-        free = min(free, int(text) - int(stat[stat.index("anon") + 1]))  # the rest can be reclaimed
+        free = min(free, int(text) - int(stat[stat.index("anon") + 1]))
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return free // sharing + (resident - shared) * resource.getpagesize()
@@ -170,8 +171,8 @@ def available_memory(device: torch.device, processes: int) -> int | None:
 def keep_freed_memory() -> bool:
     """Have glibc's allocator keep what is freed; return False without glibc.
 
-    By default it gives large blocks back to the system, and gets zeroed pages one fault at a time:
-    a third of the time on a CPU (docs/performance.md).
+    By default it gives large blocks back, and gets zeroed pages one fault at a
+    time: a third of the time on a CPU (docs/performance.md).
     """
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
         return False
@@ -179,8 +180,10 @@ def keep_freed_memory() -> bool:
 
 
 def use_all_cores() -> None:
-    """Divide this machine's cores among its processes; launchers give each a single one."""
-    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    if "OMP_NUM_THREADS" not in os.environ or (launched and os.environ["OMP_NUM_THREADS"] == "1"):
+    """Divide this machine's cores among its processes; launchers give each one."""
+    environ = os.environ
+    launched = "LOCAL_WORLD_SIZE" in environ or "ACCELERATE_MIXED_PRECISION" in environ
+    asked = environ.get("OMP_NUM_THREADS")
+    if asked is None or (launched and asked == "1"):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))

@@ -24,26 +24,25 @@ from training.engine.device import GIB
 GPU, CPU, NVME = "gpu", "cpu", "nvme"
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # of what comes and goes on a GPU
-CPU_KEEPS = 1.5  # of what comes and goes on a CPU: freed blocks that suit no later tensor
-# Copies of the weights that DeepSpeed leaves in a CPU's memory, by stages 1 and 2, and by stage 3.
+CPU_KEEPS = 1.5  # on a CPU: freed blocks that suit no later tensor
+# Copies of the weights that DeepSpeed leaves on a CPU, below stage 3 and at it.
 CPU_COPIES, CPU_COPIES_3 = 7, 9
 NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
-REPOSITORY = Path(__file__).parents[2]
-# DeepSpeed's files, by the launcher's configs/NAME.yaml, in the order in which to try them.
+# DeepSpeed's files by configs/NAME.yaml, in the order in which to try them.
 NAMES = "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity"
 FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.json"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine: what DeepSpeed's file says of memory and traffic. Sizes are in elements."""
+    """What an engine's file says of memory and traffic. Sizes are in elements."""
 
     config: str = ""  # configs/NAME.yaml; "" if it has no such file
     stage: int | None = None  # of ZeRO; None is DDP, or a single process without engine
     optimizer_on: str = GPU
     parameters_on: str = GPU
-    fp32_sums: bool = True  # gradients are added up in fp32, else in the precision of the model
+    fp32_sums: bool = True  # gradients are added up in fp32
     reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
     reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again so soon
 
@@ -69,7 +68,7 @@ DDP = Kind("ddp")
 
 
 def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return the engine of a DeepSpeed configuration; DDP for None. "auto" depends on `dim`."""
+    """Return a configuration's engine; DDP for None. "auto" depends on `dim`."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
@@ -88,7 +87,8 @@ def kind_of(config: dict | None, dim: int = 0) -> Kind:
 @cache
 def engines(dim: int) -> tuple[Kind, ...]:
     """Return DDP and the engines of FILES, in the order of the advice."""
-    found = ((name, read_config(str(REPOSITORY / file))) for name, file in FILES.items())
+    root = Path(__file__).parents[2]
+    found = ((name, read_config(str(root / file))) for name, file in FILES.items())
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
 
@@ -173,8 +173,14 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
             working += h * _gathered(divided, shapes)
         place = GPU if work.on_cpu else divided.parameters_on
         places[place] += h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
-    needs = held, places[GPU] - held, working, places[CPU], places[NVME], _sent(kind, work)
-    return Estimate(*map(int, needs))
+    return Estimate(
+        held=int(held),
+        teacher=int(places[GPU] - held),
+        working=int(working),
+        ram=int(places[CPU]),
+        nvme=int(places[NVME]),
+        sent=int(_sent(kind, work)),
+    )
 
 
 def _buffers(kind: Kind, work: Workload) -> float:
@@ -188,33 +194,33 @@ def _buffers(kind: Kind, work: Workload) -> float:
     if kind.stage == 3:
         buffers += h * _gathered(kind, work.shapes)
     if kind.stage == 1 and kind.fp32_sums and work.args.dtype == "bfloat16":
-        buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
+        buffers += 8 * t  # BF16_Optimizer keeps and copies gradients
     return buffers
 
 
 def _gathered(kind: Kind, shapes: Transformer) -> int:
-    """Return the number of parameters that ZeRO-3 has whole at a time: a block at least."""
+    """Return the parameters that ZeRO-3 has whole at a time: a block at least."""
     block = sum(p.numel() for p in shapes.layers[0].parameters())
     return min(shapes.num_parameters(), max(kind.reuse_distance // 2, block))
 
 
 def _activations(kind: Kind, work: Workload) -> float:
-    """Return the bytes of a micro-batch: kept until backward, and at work at the worst moment.
+    """Return the bytes of a micro-batch: kept until backward, and at work at most.
 
-    Kept are the tensors that autograd saves in model/; compiled code recomputes cheap ones.
+    Kept are the tensors that autograd saves in model/; compiled code saves fewer.
     """
     config, h, compiled = work.config, work.itemsize, work.compiled and kind.stage != 3
     # A GPU is taken to have fused attention.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
     # Of a token:
-    norm = (2 * h if compiled else 8 + h) * config.dim  # input (in fp32, and scaled), output
+    norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled), output
     n_keys = config.n_heads if keeps_scores else config.n_kv_heads
     attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
-    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product (and silu)
+    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product
     scores = 0.0
-    if keeps_scores:  # softmax in fp32 and a copy; with dropout masks, and what they leave
+    if keeps_scores:  # softmax in fp32, a copy, dropout's masks
         scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
-    elif work.on_cpu:  # blocks of 64 rows keep the past alone, see model/cpu_attention.py
+    elif work.on_cpu:  # blocks of 64 rows (model/cpu_attention.py)
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
     if config.dropout:  # masks of both halves of the block
         attention += 2 * h * config.dim
@@ -226,12 +232,13 @@ def _activations(kind: Kind, work: Workload) -> float:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
     # Of all tokens:
     tokens = work.args.batch_size * config.max_seq_len
-    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
+    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # by autocast
     logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
     logits *= 2 * h if compiled else 12  # log-probabilities, gradients
-    if work.teacher:  # both models' logits of all tokens, the student's gradient, a chunk's copies
+    if work.teacher:  # both models' logits, a gradient, a chunk's copies
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)  # a block's gradients
+    # Gradients of a block.
+    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)
     if work.on_cpu:  # the logits' memory is kept, and suits no gradient of a block
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)
@@ -240,10 +247,10 @@ def _activations(kind: Kind, work: Workload) -> float:
 def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to others in an optimizer step.
 
-    Exchanges are rings: a process sends (P - 1) / P of what is gathered or scattered, and twice
-    that of what is all-reduced. DDP and ZeRO-1 exchange gradients once a step, ZeRO-2 in each
-    micro-batch; ZeRO gathers new weights, ZeRO-3 in forward and backward. gloo scatters by an
-    all-reduce.
+    In a ring a process sends (P - 1) / P of what is gathered or scattered, and twice
+    that of what is all-reduced. DDP and ZeRO-1 exchange gradients once a step, ZeRO-2
+    in each micro-batch. ZeRO-3 gathers weights in forward and backward, the others
+    once. gloo scatters by an all-reduce.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps
@@ -256,7 +263,7 @@ def _sent(kind: Kind, work: Workload) -> float:
 
 
 def fits(kind: Kind, work: Workload, room: int) -> bool:
-    """Return whether a process that can have `room` bytes has enough, margin included."""
+    """Return whether `room` bytes are enough for a process, with a margin."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
     return expected.held + expected.teacher + working + OVERHEAD <= room

@@ -1,4 +1,4 @@
-"""Training that ends in one line without a mistake: memory runs out, or a process is gone."""
+"""Training that ends in one line: memory runs out, or a process is gone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Raise UsageError if memory runs out in here, or another process ends while this one waits."""
+    """Raise UsageError if memory runs out in here, or another process is gone."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Who trains, as launched; what Accelerate would ignore of the launch without a word is refused."""
+"""Who trains, as launched; what Accelerate would silently ignore is refused."""
 
 import logging
 import os
@@ -23,8 +23,8 @@ from training.engine.deepspeed_config import file_of, fill_by_width, read_config
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
-# What holds a process group. gloo's waits for its thread when it is deleted, and that thread may
-# wait for the interpreter's lock: the process would never end.
+# What holds a process group. gloo's waits for its thread when it is deleted, and the
+# thread may wait for the interpreter's lock: the process would never end.
 KEPT: list = []
 # The environment of one process that has nobody to meet: port 0 is any that is free.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -44,7 +44,7 @@ class Engine:
 
     accelerator: Accelerator
     name: str  # for people, e.g. "DeepSpeed ZeRO-2"
-    deepspeed: dict | None  # its configuration, every "auto" filled; None without DeepSpeed
+    deepspeed: dict | None  # its configuration, filled; None without DeepSpeed
     plugin: str | None = None  # the key of this configuration in Accelerate's state
     # A group on the CPU: asking there neither waits for the GPU nor disturbs it.
     cpu_group: ProcessGroup | None = None  # None with a single process
@@ -75,7 +75,7 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Fill what the model's width decides, and limit buckets; only before `prepare`."""
+        """Fill in the width, and limit buckets; only before `prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
@@ -96,8 +96,8 @@ class Engine:
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     """Return an engine for each of several models on the same processes.
 
-    Precision and accumulation are the same for all. Raises UsageError: launcher, configuration
-    file, flags and machine do not go together.
+    Precision and accumulation are the same for all. Raises UsageError: launcher,
+    configuration file, flags and machine do not go together.
     """
     take_launch(*models)
     name_interface()
@@ -115,7 +115,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     if deepspeed:
         plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
-        # The plugins have the launcher's value, which may be "auto": Accelerate wants a number.
+        # It may be "auto", but Accelerate wants a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
             # Without a backend named, every rank would take itself for rank 0 of 1.
@@ -124,22 +124,17 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     # DDP's gradients are not copied into its buckets.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    try:
-        accelerators = [
-            Accelerator(
-                deepspeed_plugin=(plugins or None) if first else None,  # the others find theirs
-                mixed_precision=args.mixed_precision,
-                gradient_accumulation_steps=args.accumulation_steps,
-                kwargs_handlers=[process_group, ddp],
-                cpu=not has_gpu and not deepspeed,
-                step_scheduler_with_optimizer=False,
-            )
-            for first in [True] + [False] * (len(models) - 1)
-        ]
-    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
+    accelerators = [
+        Accelerator(
+            deepspeed_plugin=plugin,  # the first takes all
+            mixed_precision=args.mixed_precision,
+            gradient_accumulation_steps=args.accumulation_steps,
+            kwargs_handlers=[process_group, ddp],
+            cpu=not has_gpu and not deepspeed,
+            step_scheduler_with_optimizer=False,
+        )
+        for plugin in [plugins or None] + [None] * (len(models) - 1)
+    ]
     if (seen := accelerators[0].num_processes) != world_size:
         raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
     use_all_cores()
@@ -156,10 +151,10 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 
 
 def take_launch(*models: TrainingArguments) -> None:
-    """Make the environment that of `accelerate launch`, after `deepspeed`, `torchrun` or none.
+    """Make the environment of any launcher, or none, that of `accelerate launch`.
 
-    Of several models each may name a DeepSpeed file; the launcher's is for the others. Raises
-    UsageError: --deepspeed contradicts the launcher, or some models have no file.
+    Of several models each may name a DeepSpeed file; the launcher's is for the others.
+    Raises UsageError: --deepspeed contradicts the launcher, or a model has no file.
     """
     if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -184,20 +179,18 @@ def take_launch(*models: TrainingArguments) -> None:
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
-    """Raise UsageError if this machine does not compute in --dtype, or not by --tf32."""
+    """Raise UsageError if this machine does not compute in --dtype or --tf32."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
     if args.dtype == "bfloat16" and has_gpu and not has_bf16():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16: pass --dtype float16")
-    if args.tf32 and args.dtype != "float32":
-        raise UsageError(f"--tf32 is a way to compute in --dtype float32, not in {args.dtype}")
     nvidia = has_gpu and torch.version.cuda is not None
     if args.tf32 and not (nvidia and torch.cuda.get_device_capability() >= (8, 0)):
         raise UsageError("--tf32 needs an NVIDIA GPU of the Ampere generation or newer")
 
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
-    """Raise UsageError if the launcher said something that Accelerate would ignore here."""
+    """Raise UsageError if Accelerate would ignore what the launcher said."""
     for flag, value, ours in (
         ("mixed_precision", args.mixed_precision, "--dtype"),
         ("gradient_accumulation_steps", args.accumulation_steps, "--accumulation_steps"),
@@ -211,15 +204,13 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
         raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out")
     if deepspeed and "RANK" not in os.environ:
         raise UsageError("DeepSpeed without a launcher: use accelerate launch, or --deepspeed")
-    if wants_cpu and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
-        raise UsageError("accelerate launch --cpu starts one process: pass --multi_gpu (DDP)")
     if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
         raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags. Raises
-    UsageError: file and flags contradict each other, or Accelerate rejects the file."""
+    """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
+    Raises UsageError: they contradict each other, or Accelerate rejects the file."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:
@@ -237,28 +228,28 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP's or DeepSpeed's wrapper. (`unwrap_model` imports DeepSpeed.)"""
+    """Return the module in a wrapper. (`unwrap_model` imports DeepSpeed.)"""
     return getattr(model, "module", model)
 
 
 def skip_compiled_communication() -> None:
-    """Keep DeepSpeed from compiling, at start, an operation that only its inference calls."""
+    """Keep DeepSpeed from compiling an operation that its inference alone calls."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def name_interface() -> None:
-    """On several machines, have gloo listen at the network interface that reaches the first one.
+    """Have gloo listen at the network interface that reaches the first machine.
 
-    By itself it takes the address of the machine's name, 127.0.1.1 on Debian and Ubuntu.
+    By itself it takes the address of the host name: on Debian and Ubuntu 127.0.1.1.
     """
-    total = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("LOCAL_WORLD_SIZE", total) == total or "GLOO_SOCKET_IFNAME" in os.environ:
+    total, name = os.environ.get("WORLD_SIZE", "1"), "GLOO_SOCKET_IFNAME"
+    if os.environ.get("LOCAL_WORLD_SIZE", total) == total or name in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # looks for a route and sends nothing
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
         here = probe.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
+        for interface, addresses in psutil.net_if_addrs().items():
             if here in {each.address for each in addresses}:
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+                os.environ[name] = interface

@@ -1,4 +1,4 @@
-"""Decisions that hold for all processes: a mistake of one ends all, and nobody waits for it."""
+"""Decisions that hold for all processes: a mistake of one ends all."""
 
 import socket
 from collections.abc import Callable
@@ -14,8 +14,8 @@ Answer = TypeVar("Answer")
 
 
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
-    """Call `decide` on the main process and return its answer on all; all must call this. Without
-    an engine there is one process. Raises UsageError, ConfigError: as `decide` did."""
+    """Call `decide` on the main process, return its answer on all; all must call this.
+    Raises UsageError, ConfigError: as `decide` did."""
     if engine is None or engine.cpu_group is None:
         return decide()
     mine = _tried(decide) if engine.is_main else None
@@ -26,8 +26,8 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` and return its answer on this process; all must call this. Raises UsageError,
-    ConfigError: as `attempt` did on any process, with the places where it did."""
+    """Call `attempt` and return its answer on this process; all must call this.
+    Raises UsageError, ConfigError: as `attempt` did on any process, and where."""
     if engine is None or engine.cpu_group is None:
         return attempt()
     answer, error = _tried(attempt)
@@ -52,7 +52,7 @@ def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | No
 
 
 def require_the_same(engine: Engine, facts: dict) -> None:
-    """Raise UsageError if a process has other facts than the main one; all must call this."""
+    """Raise UsageError if a process has other facts; all must call this."""
     if engine.cpu_group is None:
         return
     everyone = _gather(engine, facts)

@@ -23,7 +23,7 @@ class Partition(NamedTuple):
     """One process's share of a parameter group, which its optimizer steps."""
 
     fp32: Tensor  # (numel,)
-    parts: list[Part]  # of every parameter of the group, in the same order on every process
+    parts: list[Part]  # of every parameter, in one order on every process
     group: int  # its index in the optimizer's `param_groups`
 
 
@@ -33,8 +33,8 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """Make parameters that ZeRO-3 divides whole in here, on all processes. With `writes` they keep
-    the values of the first process."""
+    """Make parameters that ZeRO-3 divides whole in here, on all processes.
+    With `writes` they keep the values of the first process."""
     import deepspeed  # seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
@@ -43,7 +43,7 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
     """Yield the shares that this process steps, as a DeepSpeed optimizer divides them.
 
-    A share that lies on NVMe is in memory until the next one is asked for. `writes` says whether
+    A share on NVMe is in memory until the next one is asked for. `writes` says whether
     they are changed, which reaches the model under ZeRO-3 alone.
     """
     if hasattr(zero, "fp32_partitioned_groups_flat"):
@@ -53,8 +53,8 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
-    """Yield one for every parameter group: its parameters lie end to end, and every process has an
-    equal part of that line. (`_hp_mapping` ignores the order of "round_robin_gradients".)"""
+    """Yield one for every parameter group: its parameters lie end to end, and every
+    process has an equal part. (`_hp_mapping` ignores "round_robin_gradients".)"""
     if hasattr(zero, "single_partition_of_fp32_groups"):
         stepped, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
         offsets = zero.round_robin_bit16_offsets
@@ -75,11 +75,11 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one for every "sub_group_size" elements of a parameter group. Every process has an
-    equal part of each parameter; the last ones have less or nothing, and a gap instead. What is
-    written reaches the model as in DeepSpeed's own step."""
+    """Yield one for every "sub_group_size" elements of a group. Every process has an
+    equal part of each parameter; the last ones have less or nothing, and a gap.
+    What is written reaches the model as in DeepSpeed's own step."""
     if writes:
-        zero._partition_all_parameters()  # one that is whole just now would stay as it is
+        zero._partition_all_parameters()  # also one that is whole now
     for index, group in enumerate(zero.fp16_groups):
         on_nvme = zero._swappable_optimizer_subgroup(index)
         if on_nvme:

@@ -30,8 +30,8 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Take empty steps with DeepSpeed's AdamW for the CPU, which multiplies the powers of the betas
-    up and has no way to set them: so its bias correction goes on to the bit."""
+    """Take empty steps with DeepSpeed's AdamW for the CPU: its bias correction goes on to
+    the bit. It multiplies the powers of the betas up, and cannot set them."""
     group, nothing = optimizer.param_groups[0], torch.zeros(4, 1)
     for past in range(1, step + 1):
         optimizer.ds_opt_adam.adam_update(
@@ -41,10 +41,10 @@ def catch_up(optimizer, step: int) -> None:
 
 
 class TrainingState:
-    """Reads and writes what the optimizer works on, parameter by parameter, under every engine.
+    """Reads and writes what the optimizer works on, under every engine.
 
-    Every process must call the methods; what they return is on the main process's CPU, and empty
-    elsewhere.
+    Every process must call the methods; what they return is on the main process's
+    CPU, and empty elsewhere.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
@@ -59,12 +59,12 @@ class TrainingState:
         return self._whole(moments=False)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return name.exp_avg, name.exp_avg_sq (AdamW's) or name.momentum_buffer (Muon's)."""
+        """Return the same for name.exp_avg and so on, see `state_of`."""
         return self._whole(moments=True)
 
     def whole_model(self) -> Transformer | None:
-        """Return the model where the engine leaves it whole, or else a copy on the main process's
-        CPU and None elsewhere."""
+        """Return the model where the engine leaves it whole, or else a copy on the main
+        process's CPU and None elsewhere."""
         if not self.divides_model:
             return self.model
         weights = self.weights()
@@ -92,8 +92,8 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Put everything back, frozen weights too. Raises ConfigError: names or shapes that do not
-        fit the model."""
+        """Put everything back, frozen weights too.
+        Raises ConfigError: names or shapes that do not fit the model."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
@@ -113,7 +113,7 @@ class TrainingState:
             self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Put the fp32 weights back, and leave the optimizer and adapters that are not among them.
+        """Put the fp32 weights back; adapters may be missing among them.
         Raises ConfigError: names or shapes that do not fit the model."""
         if self.divides_model:  # its own parameters are empty
             with torch.device("meta"):
@@ -149,11 +149,8 @@ class TrainingState:
         return whole
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
-        """Yield (name, parameter, slice of it that this process holds, tensor) for weights or
-        moments, in one order on all processes; `writes` as in `partitions`.
-
-        The tensor is a flat view into the optimizer's own memory.
-        """
+        """Yield (name, parameter, slice that this process holds, flat view into the
+        optimizer's memory) of weights or moments, in one order on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
 
         def flat(group: dict, stepped: Tensor) -> dict[str, Tensor]:

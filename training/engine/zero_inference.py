@@ -27,8 +27,8 @@ class ZeroInference:
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """Return ZeRO-3 as the launcher asked for it, None for another engine. Raises UsageError:
-        DeepSpeed's file is refused, or DeepSpeed does not take this device."""
+        """Return ZeRO-3 as the launcher asked for it, None for another engine.
+        Raises UsageError: its file or this device cannot be used."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -42,13 +42,10 @@ class ZeroInference:
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return ZeRO-3 by the part of a configuration that is not about training. Raises
-        UsageError: as in training, or parameters are on NVMe."""
+        """Return ZeRO-3 by the part of a configuration that is not about training.
+        Raises UsageError: as in training, or parameters are on NVMe."""
         if offload_device(config, "param") == "nvme":
-            raise UsageError(
-                f"{source}: only training keeps parameters on NVMe; --config_file "
-                "configs/zero3_offload.yaml keeps them in RAM"
-            )
+            raise UsageError(f"{source}: only training keeps parameters on NVMe")
         section = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
         if dtype != "float32":
@@ -60,7 +57,7 @@ class ZeroInference:
         return cls(config)
 
     def load(self, folder: WeightsFolder) -> Transformer:
-        """Load the model in shares, parameter by parameter; all processes must call it."""
+        """Load the model in shares; all processes must call it."""
         import deepspeed
 
         from training.engine.launch import KEPT, skip_compiled_communication
