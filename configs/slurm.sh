@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Several machines under SLURM, from the repository's folder, which all of them see:
 #
-#   DATA=my.jsonl sbatch configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
-#   sbatch --nodes 4 configs/slurm.sh ...                               options of sbatch win over those below
+#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
 #
 # Not run yet. Five minutes before the end of its time it saves and ends: submit it again, with the --run_name of
 # before (job-NUMBER, unless you gave one), and it goes on, as it does by itself when a machine has failed.
