@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
-from training.engine.cpu_settings import keep_freed_memory, use_all_cores
-from training.engine.device import has_bf16
+from training.engine.device import has_bf16, keep_freed_memory, use_all_cores
 
 LEAST_UNITS = 3  # for an interval
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded

@@ -6,7 +6,7 @@ from conftest import REPOSITORY
 from training import cpu_steps
 from training.arguments import TrainingArguments
 from training.cpu_steps import ADAMW, MUON, cpu_flags
-from training.engine.kinds import engines
+from training.engine.estimate import engines
 from training.preflight import flags_for_cpu
 
 

@@ -24,8 +24,7 @@ from runs.folder import RunFolder
 from training import preflight
 from training.arguments import parse_arguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, estimate
-from training.engine.kinds import kind_of
+from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, estimate, kind_of
 from training.preflight import check_launch
 from training.prepare import prepare, shapes_of
 from training.resume import run_identity

@@ -11,8 +11,7 @@ from runs.folder import RunFolder
 from training import start_block
 from training.arguments import TrainingArguments
 from training.engine.compilation import Compilation
-from training.engine.estimate import GIB, MARGIN, OVERHEAD, Beside, estimate
-from training.engine.kinds import DDP
+from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, Beside, estimate
 from training.engine.launch import Engine
 from training.initial_weights import InitialWeights
 from training.prepare import Prepared, shapes_of

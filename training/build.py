@@ -62,7 +62,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         engine,
     )
     engine.fit_to(config.dim, prepared.n_trained)
-    set_up_deepspeed(engine, prepared.shapes, dtype.itemsize)
+    set_up_deepspeed(engine)
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)

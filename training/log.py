@@ -15,8 +15,7 @@ from torch import Tensor
 from common.atomic import write_whole
 from common.numbers import progress_bar
 from report.history import number, read_rows
-from training.engine.device import device_name, matrix_precision, mfu, peak_flops
-from training.engine.memory import peak_memory_bytes
+from training.engine.device import device_name, matrix_precision, mfu, peak_flops, peak_memory_bytes
 
 ABOVE_IN_A_ROW = 3  # reports with a loss above the first one that make a warning
 

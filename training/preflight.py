@@ -21,11 +21,9 @@ from common.errors import UsageError, one_line_errors
 from model import ConfigError
 from training.arguments import TrainingArguments, build_parser, parse_arguments
 from training.cpu_steps import cpu_flags
-from training.engine.device import require_usable_gpu
-from training.engine.estimate import largest_batch
-from training.engine.kinds import kind_of
-from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
-from training.engine.memory import GIB, available_memory
+from training.engine.device import GIB, available_memory, require_usable_gpu
+from training.engine.estimate import kind_of, largest_batch
+from training.engine.launch import check_precision, deepspeed_plugin, take_launch
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
 from training.stage_arguments import DistillationArguments, SFTArguments
@@ -119,7 +117,7 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
             fields.append("mixed_precision")
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
-    name_configuration(args)
+    take_launch(args)
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 

@@ -18,8 +18,7 @@ from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from runs.find import data_of
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import file_of, read_config
-from training.engine.deepspeed_schedule import take_schedule
+from training.engine.deepspeed_config import file_of, read_config, take_schedule
 from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same

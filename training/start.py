@@ -11,7 +11,7 @@ from runs.checkpoint import write_base
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import BuiltModel, build_model
 from training.engine.failures import one_line_failures
-from training.engine.launch import Engine, build_engine
+from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import StopRequest, leave
 from training.notebook import leave_as_found
@@ -66,7 +66,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     """
     started = time.monotonic()  # --time_limit counts from here
     require_trackers(args.trackers)
-    engine = build_engine(args)
+    engine = build_engines([args])[0]
     prepared = prepare(args, model_settings, engine)
     stop = StopRequest(engine, args.time_limit, args.save_minutes, since=started)
     run = start_run(prepared, engine, stop)

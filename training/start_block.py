@@ -7,12 +7,15 @@ import torch
 from common.numbers import counted
 from data.shards import CONVERSATIONS
 from model import LMConfig
-from training.engine.attention_kernel import attention_kernel
-from training.engine.device import device_name, matrix_precision
-from training.engine.estimate import Estimate, Workload, estimate, fits
+from training.engine.device import (
+    GIB,
+    attention_kernel,
+    available_memory,
+    device_name,
+    matrix_precision,
+)
+from training.engine.estimate import GPU, Estimate, Workload, estimate, fits
 from training.engine.failures import less_memory
-from training.engine.kinds import GPU
-from training.engine.memory import GIB, available_memory
 from training.optimizer import muon_matrices
 from training.run import Run
 from training.teacher import Teacher

@@ -18,8 +18,7 @@ from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import Beside
-from training.engine.kinds import DDP, kind_of
+from training.engine.estimate import DDP, Beside, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.zero_inference import ZeroInference

@@ -19,7 +19,7 @@ from formats.portable import load_tensors, save_tensors
 from model import LMConfig, Transformer
 from training.arguments import TrainingArguments
 from training.build import build_model
-from training.engine.launch import build_engine, plain_module
+from training.engine.launch import build_engines, plain_module
 from training.interruption import leave
 from training.optimizer import set_learning_rate
 
@@ -63,7 +63,7 @@ class Trainee:
             compile="off",
         )
         self.stepped = set()  # dtypes of weights and gradients that the optimizer steps
-        self.engine = build_engine(args)
+        self.engine = build_engines([args])[0]
         self.accelerator = self.engine.accelerator
         known = Known(args)
         built = build_model(known, self.engine)
