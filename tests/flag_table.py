@@ -7,8 +7,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import LMConfig
-from training.arguments import TrainingArguments, flags_of, show_default
-from training.stage_arguments import DistillationArguments, SFTArguments
+from training.arguments import (
+    DistillationArguments,
+    SFTArguments,
+    TrainingArguments,
+    flags_of,
+    show_default,
+)
 
 
 def flag_table() -> str:

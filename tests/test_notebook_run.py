@@ -13,8 +13,8 @@ from conftest import TINY
 from runs.checkpoint import read_state
 from runs.folder import lock
 from train_pretrain_accelerate import main
-from training.notebook import leave_as_found
 from training.run import Run
+from training.start import left_as_found
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
         return x * 2
 
     for _ in range(2):
-        with leave_as_found("program", []):
+        with left_as_found(["program"]):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
 

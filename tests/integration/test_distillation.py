@@ -202,7 +202,7 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     (line,) = [line for line in distilled.out.splitlines() if " teacher: " in line]
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
-    assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
+    assert line.endswith("whole on each process")
 
 
 def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher, tmp_path):
