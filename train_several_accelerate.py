@@ -189,3 +189,7 @@ def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | No
         "--resume auto: there is no step of which all have a sound checkpoint: leave out the "
         "--model that is behind, or give it another run_name and start it apart"
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -117,7 +117,7 @@ def test_a_student_must_read_what_its_teacher_does(weights, data, engine, packed
     config = find(weights, **divided).zero.config
     assert config["bf16"] == {"enabled": True}
     assert config["zero_optimization"]["memory_efficient_linear"] is False
-    assert "divides the teacher among the processes" in refused(weights, data, **divided)
+    assert "divides the teacher among a launcher" in refused(weights, data, **divided)
     find(weights, **divided).require_fit(data, engine=None)  # before a launch
 
 

@@ -61,8 +61,8 @@ class TrainingArguments:
     resume: str | None = setting(None, "'auto' for the newest checkpoint, or a run or a checkpoint")
     init_from: str | None = setting(
         None,
-        "begin with the weights and the shape of a run (RUN@best: at its lowest validation), a "
-        "checkpoint, a folder, or 'auto', the newest run of pretraining; --resume goes first",
+        "weights to begin with: a run, RUN@best (at its lowest validation), a checkpoint, a folder "
+        "or 'auto', the newest run of pretraining; --resume goes first",
     )
     keep_last: int = setting(3, "newest checkpoints to keep, besides the best; 0: all", AT_LEAST_0)
     time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
@@ -154,10 +154,7 @@ def changed(name: str, default):
 
 @dataclass
 class SFTArguments(TrainingArguments):
-    """Flags of fine-tuning; those of adapters have DeepSpeed-Chat's names.
-
-    Raises UsageError: a value or a combination of flags that cannot work.
-    """
+    """Flags of fine-tuning. Raises UsageError: values or flags that cannot work together."""
 
     program: ClassVar[str] = "train_sft_accelerate.py"
     about: ClassVar[str] = "Fine-tune a model on conversations, so that it answers."
@@ -220,8 +217,7 @@ class DistillationArguments(TrainingArguments):
     )
     teacher: str = setting(
         "auto",
-        "weights to learn from: of a run (RUN@best: at its lowest validation), a checkpoint, a "
-        "folder, ours or Hugging Face's, or 'auto', the newest run of pretraining",
+        "to learn from: a run or RUN@best, a checkpoint, a folder (Hugging Face's too), or 'auto'",
         FILE_NAME,
         group="distillation",
     )

@@ -81,7 +81,6 @@ def prepare(
     """Find and check everything that a run needs. With an engine all processes must call this.
 
     Args:
-        model_settings: those that were typed.
         engine: None for the check of a launch of so many processes.
 
     Raises UsageError, ConfigError, DataError: this cannot be trained.

@@ -64,19 +64,15 @@ def run_program(
 
 @contextmanager
 def left_as_found(command: list[str]) -> Iterator[None]:
-    """Leave the process so that another run can begin in it; in here `command` is sys.argv.
-
-    Accelerate keeps one state per process and refuses another precision; torch.compile stops after
-    eight models; and the environment would give the next run this run's engine.
-    """
+    """Leave the process so that another run can begin in it; in here `command` is sys.argv."""
 
     def forget_models() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
+        AcceleratorState._reset_state(reset_partial_state=True)  # it refuses another precision
         GradientState._reset_state()
-        if "torch._dynamo" in sys.modules:  # loading it takes seconds, and nothing was compiled
+        if "torch._dynamo" in sys.modules:  # which stops compiling after eight models
             torch.compiler.reset()
 
-    typed, sys.argv, environ = sys.argv, command, os.environ.copy()
+    typed, sys.argv, environ = sys.argv, command, os.environ.copy()  # it names this run's engine
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     forget_models()
     try:
@@ -103,7 +99,7 @@ def set_up_together(
     """Set up runs on the same batches; return each one that is not finished, and its random state.
 
     Args:
-        resumed: returns what each run is to --resume instead; the main process calls it.
+        resumed: returns what each run is to --resume instead; only the main process calls it.
     """
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
@@ -137,11 +133,8 @@ def take_engine(engine: Engine) -> None:
 
 
 def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) -> Run | None:
-    """Build the model, load its weights and say what is in use; None if the run is finished.
-
-    Every process must call it; `name` is that of `Run`. Raises UsageError, ConfigError: this cannot
-    be trained. Nothing in a folder with checkpoints was changed then.
-    """
+    """Build the model, load its weights and say what is in use; None if the run is finished. Every
+    process must call it. Raises UsageError, ConfigError: this cannot be trained."""
     args, start, train_set = prepared.args, prepared.start, prepared.train_set
     on_main_process(engine, partial(claim, start))
     engine.set_accumulation(args.accumulation_steps)
@@ -211,7 +204,9 @@ def start_block(run: Run) -> str:
         "attention": attention_kernel(prepared.config, dtype, device)[0],
         "compiled": run.built.compilation,
         "parameters": _parameters(prepared.shapes),
-        "adapters": lora and f"{lora}; {prepared.n_trained / 1e6:.2f} million are trained",
+        "adapters": lora
+        and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
+        f"{prepared.n_trained / 1e6:.2f} million parameters are trained",
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
         "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "

@@ -1,8 +1,6 @@
-"""A trained model whose predictions a student learns; it is never trained itself.
+"""A trained model whose predictions a student learns: whole on every process, or under ZeRO-3.
 
-Every process holds the whole teacher, or with --teacher_config its share under ZeRO-3. Accelerate
-is told of the student alone: a second DeepSpeed plugin would overwrite the accumulation of the
-first, and could not save a model without an optimizer.
+Accelerate is not told of it: a second DeepSpeed plugin would overwrite the first's accumulation.
 """
 
 from dataclasses import dataclass
@@ -51,10 +49,8 @@ class TeacherWeights:
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights | None":
-        """Find the teacher of --teacher; return None where there is none.
-
-        Raises UsageError, ConfigError: no weights there, or a DeepSpeed file other than ZeRO-3.
-        """
+        """Find the teacher of --teacher, if any. Raises UsageError, ConfigError: no weights there,
+        or a DeepSpeed file other than ZeRO-3."""
         if args.teacher is None:
             return None
         source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
@@ -78,10 +74,7 @@ class TeacherWeights:
         """Raise UsageError where the teacher cannot read what the student reads, or cannot be
         divided without a launcher. Before a launch there is no engine."""
         if self.zero and engine and not torch.distributed.is_initialized():
-            raise UsageError(
-                "--teacher_config divides the teacher among the processes of a launcher: leave it "
-                "out, or accelerate launch --config_file accelerate_config.yaml"
-            )
+            raise UsageError("--teacher_config divides the teacher among a launcher's processes")
         require_same_tokenizer(self.source, data)
         if (most := self.shapes.config.max_seq_len) < data.seq_len:
             raise UsageError(
@@ -91,11 +84,10 @@ class TeacherWeights:
 
 
 class Teacher:
-    """A teacher on its device, in the precision of training's forward pass.
-
-    Making it draws random numbers. Every process must make it and call it.
+    """A teacher on its device. Every process must make it, which draws random numbers, and call it.
 
     Args:
+        dtype: precision of training's forward pass.
         vocab_size: of the text's tokenizer; further outputs of the teacher are cut off.
 
     Raises UsageError, ConfigError: its weights cannot be read.

@@ -211,5 +211,5 @@ def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher,
     ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
     assert ended.code == 2, ended.out
     (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    assert "--teacher_config divides the teacher among the processes of a launcher" in line
+    assert "--teacher_config divides the teacher among a launcher's processes" in line
     assert list(tmp_path.iterdir()) == []
