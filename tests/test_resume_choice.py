@@ -39,8 +39,8 @@ def locks():
     release_locks()
 
 
-def find(out_dir: Path, quiet: bool = False, **flags) -> StartingPoint:
-    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags), quiet)
+def find(out_dir: Path, **flags) -> StartingPoint:
+    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags))
 
 
 def refused(out_dir: Path, **flags) -> str:

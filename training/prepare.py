@@ -88,7 +88,7 @@ def prepare(
     processes = engine.processes if engine else processes
 
     def decide() -> tuple:
-        start = find_starting_point(args, quiet=engine is None)
+        start = find_starting_point(args)
         own = with_own_weights(args, start)
         source = WeightsFolder.find(own.init_from, PRETRAINING) if own.init_from else None
         teacher = TeacherWeights.find(own)

@@ -38,20 +38,22 @@ class StartingPoint:
         return self.state.get("step", 0)
 
 
-def find_starting_point(args: TrainingArguments, quiet: bool = False) -> StartingPoint:
+def find_starting_point(args: TrainingArguments) -> StartingPoint:
     """Find the run folder, and its newest sound checkpoint if --resume asks for one.
 
     Nothing is written. Raises UsageError: there is no sound checkpoint at the path given, or a new
     run would fall on an old one.
     """
-    out, say = Path(args.out_dir), (lambda text: None) if quiet else print
+    out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
     if args.resume == "auto":
         if found := run_to_resume(out, args.program, args.run_name):
             run, checkpoints = found, found.all_checkpoints()
         else:
-            say(f"--resume auto: no checkpoint in {out / (args.run_name or '')}, a new run starts")
+            print(
+                f"--resume auto: no checkpoint in {out / (args.run_name or '')}, a new run starts"
+            )
     elif args.resume:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]
@@ -72,7 +74,7 @@ def find_starting_point(args: TrainingArguments, quiet: bool = False) -> Startin
         problem = damage(path)
         if problem is None:
             return StartingPoint(run, path, read_state(path))
-        say(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before")
+        print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before")
     if problem:
         raise UsageError(
             f"--resume {args.resume}: no sound checkpoint, {path} is damaged: {problem}"

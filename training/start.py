@@ -36,8 +36,6 @@ from training.run import Run
 from training.teacher import Teacher
 from training.trackers import require_trackers, start_trackers
 
-FEW_STEPS = 50
-
 
 def run_program(
     kind: type[TrainingArguments],
@@ -115,10 +113,9 @@ def set_up_together(
         raise UsageError(f"models differ in (max_seq_len, sequences of a step, steps): {batches}")
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
     runs = {}
-    width = max(len(args.run_name or "") for args, _ in models)
     for each, engine in zip(prepared, engines, strict=True):
         take_engine(engine)
-        name = f"{each.args.run_name:<{width}}" if len(models) > 1 else ""
+        name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name):
             runs[run] = random_state(engine.accelerator.device)
     if not runs:
@@ -245,10 +242,6 @@ def warnings(run: Run) -> list[str]:
             prepared.val_set is None,
             "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
             f"{other} --max_seq_len than {prepared.config.max_seq_len}",
-        ),
-        (
-            run.total_steps < FEW_STEPS,
-            f"WARNING: {run.total_steps} steps are hardly training; see --max_steps, --epochs",
         ),
         (
             not fits(engine.kind, work, room),
