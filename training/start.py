@@ -176,6 +176,9 @@ def start_block(run: Run) -> str:
     read = plain if data.lengths is None else data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,}"
+    hint = ""
+    if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # of run_accelerate.sh
+        hint = " (for ZeRO-2: --deepspeed ds_config.json, behind any launcher)"
     optimizer, dtype = "AdamW", getattr(torch, args.dtype)
     if args.optimizer == "muon":
         matrices = f"Muon on {len(muon_matrices(prepared.shapes))} matrices at learning rate"
@@ -194,7 +197,7 @@ def start_block(run: Run) -> str:
     fields = {
         "run folder": run.folder.path,
         "starts from": start.checkpoint.name if start.checkpoint else origin,
-        "engine": engine.name,
+        "engine": engine.name + hint,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": precision,
