@@ -9,7 +9,7 @@ from common.errors import UsageError
 from model import ConfigError, LMConfig
 from model.lora import LoRA
 from training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
-from training.prepare import MAY_DIFFER
+from training.prepare import MAY_DIFFER, prepared_data
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 NUMBERS = {item.name: item.type for item in FLAGS if item.type in (int, int | None, float)}
@@ -135,4 +135,4 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
 )
 def test_a_mistake_in_the_flags_of_fine_tuning_is_one_line(flags, says):
     with pytest.raises(UsageError, match=re.escape(says)):
-        SFTArguments(**flags)
+        prepared_data(SFTArguments(**flags), source=None, teacher=None)

@@ -186,8 +186,6 @@ class SFTArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.data is not None and (self.conversations != "builtin" or self.prepare_flags):
-            raise UsageError("--data is prepared, --conversations are not yet: give either")
         for name in ("lora_alpha", "lora_module_name", "only_optimize_lora"):
             if self.lora_dim is None and getattr(self, name) != getattr(SFTArguments, name):
                 raise UsageError(f"--{name} is about adapters: pass --lora_dim too, such as 8")
