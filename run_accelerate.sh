@@ -76,8 +76,8 @@ gpus=0
 ! command -v nvidia-smi rocm-smi >/dev/null ||
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
-# share: sequences of a process and step, of which preflight makes micro-batches that fit into a GPU; 0: as the flags
-# say; cpu: preflight adds the steps, the optimizer and the intervals that suit a CPU.
+# SHARE: sequences of a process and step, to be divided into micro-batches that fit into a GPU's memory; 0: as the
+# flags say; cpu: preflight adds the steps and the optimizer that suit a CPU.
 text=(--data "${packed:-}")
 [ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}")
 if [ "$stage" = sft ]; then
@@ -90,7 +90,8 @@ elif ((gpus > 0)); then
   shape=(--dim 1024 --n_layers 32)
   [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
 else # a small model that two cores train in a few minutes
-  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0) share=cpu
+  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0)
+  flags+=(--log_interval 20 --eval_interval 100 --sample_interval 100 --save_interval 200) share=cpu
   shape=(--dim 192 --n_layers 4 --n_heads 4)
   [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4)
 fi

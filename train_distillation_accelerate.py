@@ -9,8 +9,8 @@ models' logits.
 
 from functools import partial
 
+from training.arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
-from training.stage_arguments import DistillationArguments
 from training.start import run_program, set_up
 
 

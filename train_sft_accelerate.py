@@ -7,7 +7,7 @@ begin with (--init_from, by default the newest run's), rows that are whole conve
 only the tokens of answers count in the loss.
 """
 
-from training.stage_arguments import SFTArguments
+from training.arguments import SFTArguments
 from training.start import run_program, set_up
 
 

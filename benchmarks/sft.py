@@ -36,7 +36,7 @@ from formats.hugging_face import write_model, write_tokenizer
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
 from runs.weights import load_trained
-from training.stage_arguments import SFTArguments
+from training.arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")

@@ -17,7 +17,6 @@ from training.arguments import TrainingArguments
 from training.batches import MicroBatch, StepBatches
 from training.build import build_model, seed_everything
 from training.engine.launch import Engine
-from training.initial_weights import InitialWeights
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
 from training.run import Run
@@ -59,7 +58,7 @@ def run_of(accelerator, tmp_path):
         prepared = Prepared(
             args=args,
             start=StartingPoint(RunFolder(tmp_path), state={"step": trained}),
-            initial=InitialWeights({}),
+            source=None,
             teacher=None,
             train_set=Sequences(counts, every_target_counts),
             val_set=None,

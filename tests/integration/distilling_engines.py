@@ -36,6 +36,7 @@ class Noted(Teacher):
 def facts(teacher: Teacher) -> dict:
     """Of a teacher whose student has been trained."""
     saved, unchanged = teacher.found.source.tensors(), True
+    shares = [getattr(p, "ds_tensor", p) for p in teacher.model.parameters()]
     parameters = dict(teacher.model.named_parameters())
     for name, parameter in parameters.items():
         with gathered(parameter):
@@ -43,7 +44,7 @@ def facts(teacher: Teacher) -> dict:
     return {
         "unchanged": unchanged,
         "trained": any(p.requires_grad or p.grad is not None for p in parameters.values()),
-        "held": teacher.held,
+        "held": sum(p.numel() * p.element_size() for p in shares),
         "bytes": sum(shape_of(p).numel() * p.element_size() for p in parameters.values()),
     }
 

@@ -201,7 +201,7 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     (line,) = [line for line in distilled.out.splitlines() if " teacher: " in line]
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
-    assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
+    assert line.endswith("whole on each process")
 
 
 def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher, tmp_path):
@@ -210,5 +210,5 @@ def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher,
     ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
     assert ended.code == 2, ended.out
     (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    assert "--teacher_config divides the teacher among the processes of a launcher" in line
+    assert "--teacher_config divides the teacher among a launcher's processes" in line
     assert list(tmp_path.iterdir()) == []

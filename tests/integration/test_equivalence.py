@@ -295,5 +295,4 @@ def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(
     whole = runs("clipped", name)
     more = f"{moved(whole, tmp_path / 'moved')} --gradient_checkpointing {what}"
     resumed = start("clipped", name, packed, tmp_path / "moved", more)
-    assert "recomputed: blocks" in resumed.out
     assert_same_bits(resumed, whole)

@@ -10,7 +10,6 @@ import pytest
 from conftest import TINY, Trained, found_by, run_warm, train
 
 from train_several_accelerate import main
-from training.engine import compilation
 
 pytestmark = pytest.mark.slow
 
@@ -80,19 +79,16 @@ def test_the_models_are_on_engines_of_their_own_and_not_alike(done):
 
 
 @pytest.mark.parametrize("engine", MODELS)
-def test_it_stops_with_all_saved_and_ends_with_one_table_and_one_report(done, engine):
+def test_it_stops_with_all_saved_and_ends_with_one_report(done, engine):
     said = json.loads((done / "said.json").read_text())[engine]
     out, names = done / engine / "together", MODELS[engine]
-    assert f"report: {out / 'several.html'}\nstopped by the time limit" in said["stopped"]
-    assert " after step 1, saved; to go on:\n" in said["stopped"]
+    assert "stopped by the time limit after step 1, saved; to go on:\n" in said["stopped"]
     assert said["stopped"].rstrip().endswith("--resume auto")
-    resumed, width = said["resumed"], max(map(len, names))
+    resumed = said["resumed"]
     for name in names:
-        assert re.search(rf"^{name:<{width}}  step {STEPS}/{STEPS}  loss \d", resumed, re.MULTILINE)
+        assert re.search(rf"^{name}  step {STEPS}/{STEPS}  loss \d", resumed, re.MULTILINE)
         assert (out / name / "weights").is_dir()
-    table = resumed.rpartition("\n\nreport of all: ")[0].splitlines()
-    assert [row.split()[0] for row in table[-len(names) :]] == sorted(names)
-    assert table[-len(names) - 1].split()[:3] == ["run", "training", "loss"]
+    assert f"\nreport of all: {out / 'several.html'}" in resumed
     page = (out / "several.html").read_text(encoding="utf-8")
     assert all(name in page for name in names)
 
@@ -116,7 +112,7 @@ def test_a_model_that_gives_up_ends_all_of_them(packed, tmp_path):
     assert f"{tmp_path}/hopeless/bad_samples.json" in ended.out
 
 
-def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, monkeypatch, capsys):
+def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, capsys):
     first = tmp_path / "first"
 
     def two(*more: str, **second) -> None:
@@ -129,13 +125,7 @@ def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, mo
         there = (path for path in first.rglob("*") if path.is_file() and path.name != "lock")
         return {path: path.read_bytes() for path in there}
 
-    with monkeypatch.context() as patch:
-        patch.setattr(compilation, "obstacle", lambda device: "there is no compiler")
-        with pytest.raises(SystemExit):
-            two(compile="on")
-    assert "cannot compile: there is no compiler" in capsys.readouterr().err
-    assert contents() == {}
-    two()  # as if nothing had been there
+    two()
     shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-00000003")  # killed between two saves
     before = contents()
     with pytest.raises(SystemExit):
