@@ -40,11 +40,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
-        if cache is not None:
-            return self._forward(x, pos_cis, cache)
-        return recomputed(self._forward, x, pos_cis, self.recompute)
+        return recomputed(self._forward, self.recompute, x, pos_cis, cache)
 
-    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), pos_cis, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -125,10 +123,10 @@ class Transformer(nn.Module):
             for layer in self.layers:
                 x = layer(x, pos_cis)
         else:
-            pos_cis = cache.rotations(self.pos_cis, seq_len)
+            pos_cis = cache.begin(self.pos_cis, seq_len)
             for layer, own in zip(self.layers, cache.layers, strict=True):
                 x = layer(x, pos_cis, own)
-            x = cache.take(x)  # (B, dim)
+            x = cache.end(x)  # (B, dim)
         x = self.norm(x)
         if targets is None:
             return TransformerOutput(self.output(x), None)
@@ -147,7 +145,7 @@ class Transformer(nn.Module):
             return (loss, logits.argmax(dim=-1) == targets) if reduction == "hits" else (loss,)
 
         chunks = zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        scored = [recomputed(score, *chunk, "off" if whole else "blocks") for chunk in chunks]
+        scored = [recomputed(score, "off" if whole else "blocks", *chunk) for chunk in chunks]
         loss, *hits = (torch.cat(each).view_as(targets) for each in zip(*scored, strict=True))
         if reduction == "mean":
             loss = loss.sum() / (targets != IGNORE_INDEX).sum()
