@@ -1,7 +1,6 @@
 """A model as it writes: prompts are read, then one token of each sequence at a time.
 
-The block is that of `model/`. A pass for one token is as fast as the weights come out of memory, so
-`prepare_for_writing` lays the same modules out for it.
+The block is that of `model/`; `prepare_for_writing` lays its weights out for single tokens.
 """
 
 from collections.abc import Callable
@@ -19,10 +18,9 @@ from model.lora import weight_of
 class Packed:
     """x → x Wᵀ, where W stacks the weights of layers with the same input.
 
-    On a CPU a large W is reordered once into the blocks in which oneDNN reads it, as torch.compile
-    does with frozen weights; torch has no public function for that. Products with a few rows become
-    about twice as fast (benchmarks/generation.py). A small W in fp32 is not worth the 10 µs that a
-    call of oneDNN costs.
+    On a CPU a large W is reordered once into the blocks in which oneDNN reads it, which doubles the
+    speed of products with a few rows (benchmarks/generation.py). A small fp32 W is not worth the
+    10 µs of such a call.
     """
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
@@ -46,10 +44,8 @@ def _onednn_gains(weight: Tensor) -> bool:
 
 
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
-    """Return `attention.project` with one product for q, k and v.
-
-    The rotation is a complex product, which is quicker where nothing is compiled.
-    """
+    """Return `attention.project` with one product for q, k and v. The rotation is a complex
+    product, which is quicker where nothing is compiled."""
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
@@ -108,8 +104,7 @@ def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
 
 
 def _replace(module: nn.Module, **others) -> None:
-    """Replace submodules by functions. A call of a module looks for hooks first; in a small model
-    that takes a tenth of the time of a token."""
+    """Replace submodules by functions: calls of modules take a tenth of a small model's time."""
     for name, other in others.items():
         delattr(module, name)
         setattr(module, name, other)
@@ -118,13 +113,10 @@ def _replace(module: nn.Module, **others) -> None:
 class Decoder:
     """Read prompts, then take one token for each and return the logits of the next.
 
-    A sequence gives the same logits in any batch, but for rounding.
-
     Args:
         model: as it is now; when its weights change, make another decoder.
         dtype: of weights and cache; logits are always fp32.
-        divided: whether ZeRO-3 divides the model among processes. It is then used as it is, and
-            all processes must make the same passes.
+        divided: whether ZeRO-3 divides the model; all processes must then make the same passes.
     """
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
@@ -135,11 +127,8 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
-        """Read prompts, from 1 to max_seq_len token ids each.
-
-        Returns:
-            Their cache, and fp32 logits of each prompt's next token, (B, vocab_size).
-        """
+        """Read prompts of 1 to max_seq_len token ids; return their cache, and fp32 logits of each
+        prompt's next token, (B, vocab_size)."""
         lengths = [len(prompt) for prompt in prompts]
         cache = Cache(self.config, lengths, self.dtype, self.device)
         rows = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]

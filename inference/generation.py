@@ -1,8 +1,8 @@
 """Continue prompts: the one decoding loop of terminal, server and samples in training.
 
-Texts join and leave a batch at any token, and one pass over the weights serves all of them.
-Source: Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu (there called
-iteration-level scheduling, elsewhere continuous batching).
+Texts join and leave a batch at any token, and one pass over the weights serves all of them
+(continuous batching). Source: Yu et al., Orca,
+https://www.usenix.org/conference/osdi22/presentation/yu.
 """
 
 import math
@@ -21,10 +21,7 @@ from model.transformer import Transformer
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """The tokens that follow one prompt.
-
-    A text that fills the context goes on from its later half, which is read anew. To end it there
-    instead, limit `max_new_tokens`.
+    """The tokens that follow one prompt. A text that fills the context goes on from its later half.
 
     Args:
         prompt: token ids, at least one.
@@ -52,10 +49,10 @@ class Continuation:
             return
         if token in self.stop_ids:
             self.finish_reason = "stop"
-            return
-        self.ids.append(token)
-        if len(self.ids) == self.max_new_tokens:
-            self.finish_reason = "length"
+        else:
+            self.ids.append(token)
+            if len(self.ids) == self.max_new_tokens:
+                self.finish_reason = "length"
 
     def cancel(self) -> None:
         """Write no more of it. May be called from any thread."""
@@ -73,9 +70,9 @@ class Continuation:
 class StreamedText(Continuation):
     """A continuation that is delivered as text while it is written. It ends at the end piece.
 
-    The pieces together are what `tokenizer.decode` gives for all ids, up to the first stop string;
-    of overlapping ones, the first that is complete. Only text that the next id may change is held
-    back: the first bytes of a character, and an end that may be the beginning of a stop string.
+    The pieces together are what `tokenizer.decode` gives for all ids, up to the first stop string.
+    Only text that the next id may change is held back: the first bytes of a character, and an end
+    that may be the beginning of a stop string.
 
     Args:
         deliver: called with each piece of text, which may be empty, and `finish_reason` as it then
@@ -120,27 +117,24 @@ class StreamedText(Continuation):
 
     def _decode(self) -> None:
         """Decode the ids that are not decoded yet, but for the first bytes of a character."""
-        ids = self._before + self.ids[self._n_decoded :]
-        text = self.tokenizer.decode(ids)[self._skipped :]
-        if self.finish_reason or not text.endswith("\ufffd"):
-            self._held += text
-            self._n_decoded = len(self.ids)
+        ids = self.ids[self._n_decoded :]
+        if not self.finish_reason and self.tokenizer.decode(self._before + ids).endswith("\ufffd"):
+            ids = ids[:-3]  # these may be bytes of a character, which has 4 at most
+        if ids:
+            self._held += self.tokenizer.decode(self._before + ids)[self._skipped :]
+            self._n_decoded += len(ids)
             self._skipped = len(self.tokenizer.decode(self._before))
 
     def _n_uncertain(self) -> int:
         """Return how many characters at the end may begin a stop string."""
-        if self.finish_reason:
-            return 0
         starts = [stop[:n] for stop in self.stop for n in range(1, len(stop))]
-        return max((len(start) for start in starts if self._held.endswith(start)), default=0)
+        found = [len(start) for start in starts if self._held.endswith(start)]
+        return 0 if self.finish_reason else max(found, default=0)
 
 
 class Batch:
-    """Texts that grow together; row i of the cache belongs to `texts[i]`.
-
-    Each text draws with random numbers of its own. It becomes what it would be alone, but for
-    rounding.
-    """
+    """Texts that grow together, each as it would alone, but for rounding. Row i of the cache and
+    the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
@@ -221,13 +215,9 @@ def generate(
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the ids that follow each prompt.
+    """Return the ids that follow each prompt, which draws with seed + its index.
 
-    Args:
-        model: a decoder, or a model to make one of.
-        prompts: token ids, at least one each.
-        sampling: prompt i draws with seed + i.
-        next_ids, stop_ids: see `Continuation`; `next_ids` has one list for each prompt, or none.
+    See `Continuation`; `next_ids` has one list for each prompt, or none.
     """
     texts = [
         Continuation(

@@ -1,6 +1,5 @@
 """Talk to a trained model in the terminal.
 
-python -m scripts.chat RUN
 python -m scripts.chat RUN --system "Answer in one sentence." --temperature 0
 """
 
