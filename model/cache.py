@@ -24,14 +24,9 @@ class LayerCache:
         self.cache, self.keys, self.values = cache, keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, and attend to everything that is stored.
+        """Store k and v, (B, T, n_kv_heads, head_dim), and attend to everything that is stored.
 
-        Args:
-            q: (B, T, H, head_dim). T is 1, or the length of the prompts of an empty cache.
-            k, v: (B, T, n_kv_heads, head_dim).
-
-        Returns:
-            (B, T, H, head_dim).
+        q and the result are (B, T, H, head_dim). T is 1 but for the prompts of an empty cache.
         """
         cache, keys, values = self.cache, self.keys, self.values
         if cache.longest == 0:
@@ -79,11 +74,8 @@ class Cache:
         self.mask: Tensor | None = None  # (B, 1, 1, columns), true where the next token looks
 
     def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
-        """Get ready for the next tokens; return their rows of pos_cis, (seq_len, head_dim/2), or
-        (B, 1, head_dim/2) where sequences differ in length.
-
-        Raises ValueError: the longest sequence fills the context.
-        """
+        """Return the rows of pos_cis for the next tokens, (seq_len, head_dim/2), or (B, 1,
+        head_dim/2) where sequences differ in length. Raises ValueError: the context is full."""
         if self.longest == 0:
             return pos_cis[:seq_len]
         if self.longest == self.room:
@@ -97,8 +89,7 @@ class Cache:
         return pos_cis[self.columns][:, None]
 
     def end(self, x: Tensor) -> Tensor:
-        """Count the tokens as stored; return what x, (B, T, dim), has of the last token of each
-        sequence, (B, dim)."""
+        """Count the tokens as stored; return the last row of each sequence in x, (B, dim)."""
         if self.longest == 0:
             self.longest = max(self.lengths)
             return x[self.rows, self.columns - 1]
@@ -134,11 +125,10 @@ class Cache:
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Leave out cuDNN's attention where lengths change from call to call.
+    """Leave out cuDNN's attention, which makes a plan for every new length.
 
-    On compute capability 9 and 10 (H100, H200, B200) PyTorch prefers it in 16 bits, and it makes a
-    plan for every new shape: one for each token of a cache that grows. (`sdpa_kernel` can do this
-    too, but takes several times as long at every token.)
+    PyTorch prefers it in 16 bits on compute capability 9 and 10 (H100, H200, B200). (`sdpa_kernel`
+    can do this too, but takes several times as long at every token.)
     """
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
