@@ -70,16 +70,6 @@ def test_output_and_gradients_are_those_of_the_formula(shape, dtype, tolerance):
             assert relative_error(mine, theirs) < tolerance, name
 
 
-@SHAPE
-def test_bf16_is_as_close_to_the_formula_as_plain_attention(shape):
-    exact = reference(*heads(shape, torch.bfloat16)[:3])
-    blocks, plain = (
-        relative_error(attend(*heads(shape, torch.bfloat16)[:3]), exact)
-        for attend in (row_block_attention, lambda q, k, v: plain_attention(q, k, v, 0.0))
-    )
-    assert blocks < 1.5 * plain + 1e-3
-
-
 def test_gradients_pass_the_numerical_check():
     qkv = [x.double().requires_grad_() for x in heads((1, 67, 2, 1, 4))[:3]]
     # float64 is summed in float64: nothing is rounded to fp32 on the way
@@ -100,19 +90,6 @@ def test_scores_large_enough_to_overflow_exp_give_finite_results():
     out.backward(gradient)
     assert out.isfinite().all()
     assert q.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("shape", [(2, 0, 4, 2, 8), (0, 5, 4, 2, 8)], ids=["tokens", "batch"])
-def test_nothing_in_gives_nothing_out(shape):
-    q, k, v, _ = heads(shape)
-    assert row_block_attention(q, k, v).shape == q.shape
-
-
-def test_layouts_in_memory_do_not_matter():
-    q, k, v, _ = heads((2, 70, 4, 2, 8))
-    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert not strided[0].is_contiguous()
-    assert torch.equal(row_block_attention(*strided), row_block_attention(q, k, v))
 
 
 def test_on_a_cpu_fast_attention_is_blocks_of_rows_but_with_dropout_plain():
