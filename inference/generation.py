@@ -70,14 +70,12 @@ class Continuation:
 class StreamedText(Continuation):
     """A continuation that is delivered as text while it is written. It ends at the end piece.
 
-    The pieces together are what `tokenizer.decode` gives for all ids, up to the first stop string.
-    Only text that the next id may change is held back: the first bytes of a character, and an end
-    that may be the beginning of a stop string.
+    Text that the next id may change is held back: the first bytes of a character, and an end that
+    may be the beginning of a stop string.
 
     Args:
-        deliver: called with each piece of text, which may be empty, and `finish_reason` as it then
-            is. Nothing is delivered after that is set.
-        stop: texts that end it and are no part of it. Empty ones are ignored.
+        deliver: called with each piece of text, which may be empty, and `finish_reason`.
+        stop: texts that end it and are no part of it.
     """
 
     tokenizer: Tokenizer
@@ -126,7 +124,6 @@ class StreamedText(Continuation):
             self._skipped = len(self.tokenizer.decode(self._before))
 
     def _n_uncertain(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
         starts = [stop[:n] for stop in self.stop for n in range(1, len(stop))]
         found = [len(start) for start in starts if self._held.endswith(start)]
         return 0 if self.finish_reason else max(found, default=0)

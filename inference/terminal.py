@@ -22,12 +22,8 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt as the flags of scripts.generate say, and their speed.
-
-    A text that is computed alone is printed as it comes, the others when their batch has ended.
-
-    Raises UsageError: a prompt that does not fit into the context.
-    """
+    """Print continuations of each prompt as the flags of scripts.generate say, and their speed. A
+    text that is computed alone is printed as it comes. Raises UsageError: a prompt is too long."""
     asked = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context, size = decoder.config.max_seq_len, min(flags.batch_size, len(asked))
     streams, slides = size == 1 and not flags.jsonl, flags.beyond_context == "slide"
@@ -77,13 +73,9 @@ def _heading(i: int, prompts: list[str]) -> str:
     return number + prompts[i]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Chat:
-    """Answers go to stdout as they come, remarks to stderr.
-
-    When the context is full, the oldest questions and their answers are forgotten; the system
-    message stays.
-    """
+    """A conversation. When the context is full, the oldest questions and answers are forgotten."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -97,15 +89,12 @@ class Chat:
         self.n_answers = 0
 
     def converse(self) -> None:
-        """Answer until the input ends."""
         say("Enter asks. /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program.")
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
-        """Append a question; return the ids after which the model answers.
-
-        Raises UsageError: the question is too long by itself; then nothing is changed.
-        """
+        """Append a question; return the ids after which the model answers. Raises UsageError: the
+        question is too long by itself; then nothing is changed."""
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []
         turns = [*self.turns, Turn("user", question)]
@@ -124,10 +113,7 @@ class Chat:
         return ids
 
     def answer(self, line: str) -> None:
-        """Print the answer to what was typed, up to Ctrl-C. A question without answer is forgotten.
-
-        Raises UsageError: the question is too long.
-        """
+        """Print the answer to what was typed, up to Ctrl-C. Raises UsageError: it is too long."""
         if line.strip() == "/reset":
             self.turns.clear()
             say("Forgotten.")

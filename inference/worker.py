@@ -8,11 +8,8 @@ from inference.generation import Batch, StreamedText
 
 
 class Worker:
-    """Writes texts in a thread of its own. A new text joins the others at their next token.
-
-    Args:
-        together: texts that are written at a time, at most; others wait for one of them to end.
-    """
+    """Writes texts in a thread of its own, at most `together` at a time. A new text joins the
+    others at their next token."""
 
     def __init__(self, decoder: Decoder, together: int):
         self._decoder, self._together = decoder, together

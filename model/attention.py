@@ -27,15 +27,9 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
 
-    This is the readable reference for the fast paths. It holds all T × T scores in memory.
-
-    Args:
-        q: (B, T, H, head_dim).
-        k, v: (B, T, n_kv_heads, head_dim).
-        dropout: share of the attention weights set to zero.
-
-    Returns:
-        (B, T, H, head_dim).
+    This is the readable reference for the fast paths. It holds all T × T scores in memory. q and
+    the result are (B, T, H, head_dim), k and v (B, T, n_kv_heads, head_dim); dropout is the share
+    of the attention weights set to zero.
     """
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]

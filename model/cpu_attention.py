@@ -18,13 +18,8 @@ from torch import Tensor
 def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
 
-    Args:
-        q: (B, T, H, head_dim), any floating dtype.
-        k, v: (B, T, n_kv_heads, head_dim), n_kv_heads a divisor of H.
-
-    Returns:
-        (B, T, H, head_dim). Scores and weights have the dtype of q; gradients of k and v are summed
-        over the blocks in fp32.
+    q and the result are (B, T, H, head_dim), k and v (B, T, n_kv_heads, head_dim). Scores and
+    weights have the dtype of q; gradients of k and v are summed over the blocks in fp32.
     """
     batch, seq_len, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[2]

@@ -19,11 +19,7 @@ def precompute_pos_cis(
 ) -> Tensor:
     """Return the table of rotations: complex64 of shape (end, dim/2), every entry of modulus 1.
 
-    Args:
-        dim: head_dim, even.
-        end: number of positions.
-        theta: base of the frequencies.
-        scaling: Llama 3's, see `rotary_frequencies`.
+    dim is head_dim, even; end is the number of positions; theta is the base of the frequencies.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")

@@ -219,10 +219,7 @@ class Transformer(nn.Module):
         """Move or cast the module. pos_cis is moved but never cast: a real dtype has no imaginary
         part."""
         pos_cis = self._buffers.pop("pos_cis")
-        try:
-            super()._apply(fn, recurse)
-        finally:  # a move that fails, for want of memory, leaves the model whole
-            self.register_buffer("pos_cis", pos_cis, persistent=False)
+        super()._apply(fn, recurse)
         device = fn(torch.zeros(0, device=pos_cis.device)).device
         if pos_cis.is_meta and device.type != "meta":  # to_empty(): there is nothing to copy from
             pos_cis = self._rotations()

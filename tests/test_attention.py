@@ -140,5 +140,3 @@ def test_in_training_dropout_acts_on_attention_weights_and_on_the_output(use_fla
     assert shares == [0.5]
     assert (out == 0).float().mean().item() == pytest.approx(0.5, abs=0.1)
     assert not torch.equal(attend(x[:, :, None], x[:, :, None], x[:, :, None], 0.5), x[:, :, None])
-
-

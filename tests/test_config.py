@@ -61,22 +61,10 @@ def test_hidden_dim_follows_from_dim_as_in_llama(dim, multiple_of, hidden_dim):
     assert LMConfig(dim=dim, multiple_of=multiple_of).hidden_dim == hidden_dim
 
 
-def test_head_dim_is_the_share_of_one_query_head_unless_it_is_given():
-    assert LMConfig(dim=96, n_heads=6).head_dim == 16
-    assert LMConfig(dim=96, n_heads=6, head_dim=64).head_dim == 64
-    assert LMConfig(dim=100, n_heads=6, n_kv_heads=2, head_dim=64).head_dim == 64
-
-
 def test_a_config_from_before_there_were_these_fields_is_the_same_model():
     old = LMConfig().to_dict()
     del old["head_dim"], old["rope_scaling"]
     assert LMConfig.from_dict(old).shape() == LMConfig().shape()
-
-
-@pytest.mark.parametrize("value", [3, "llama3", {"factor": 8.0}, SCALING | {"rope_type": "llama3"}])
-def test_a_rope_scaling_that_is_none_is_refused(value):
-    with pytest.raises(ConfigError, match="model settings of the wrong type"):
-        LMConfig.from_dict({"rope_scaling": value})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from small_model import adapted, opinionated
 
 from inference.decoder import Decoder
 from model import ConfigError, LMConfig, Transformer
-from model.lora import LoRA, add_lora, is_adapter, merged_weights, weight_of
+from model.lora import add_lora, is_adapter, merged_weights, weight_of
 
 LAYERS = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 LAYERS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
@@ -111,13 +111,3 @@ def test_what_cannot_work_is_one_line_and_changes_nothing(choices, message):
     assert "\n" not in str(refused.value)
     assert model.lora is None
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_an_output_layer_of_its_own_may_have_an_adapter():
-    model = Transformer(LMConfig(dim=32, n_layers=1, n_heads=4, tie_embeddings=False))
-    add_lora(model, dim=4, alpha=6.0, module_name="output", only_lora=True)
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
-        "output.lora_a",
-        "output.lora_b",
-    ]
-    assert model.lora == LoRA(4, 6.0, "output", True)

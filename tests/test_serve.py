@@ -152,16 +152,6 @@ def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
     assert error["type"] == "invalid_request_error"
 
 
-def test_an_answer_ends_with_the_context_and_a_prompt_that_fills_it_is_refused(servers):
-    client = client_of(servers["short"])
-    prompt = "\x01" * (SHORT - 2)  # one token each, behind the begin piece
-    answer = client.completions.create(model="short", prompt=prompt, temperature=0)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.total_tokens == SHORT
-    with pytest.raises(openai.BadRequestError, match=f"{SHORT} tokens leave no room"):
-        client.completions.create(model="short", prompt=prompt + "\x01")
-
-
 def test_a_form_on_a_strangers_page_cannot_ask(servers):
     """A form can send any body from a browser, but not with this Content-Type."""
     body = {"messages": [TURN], "max_tokens": 2}

@@ -32,8 +32,6 @@ PAGE = Path(__file__).with_name("page.html")
 
 @dataclass(kw_only=True)
 class Served:
-    """A model that is offered."""
-
     worker: Worker
     tokenizer: Tokenizer
     context: int  # tokens

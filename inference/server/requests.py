@@ -73,8 +73,7 @@ class Asked(Form):
     n: Literal[1] = 1
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return the settings, with a random seed unless one is given. Raises ValueError: see
-        `Sampling`."""
+        """Return the settings, with a random seed unless one is given. Raises ValueError."""
         names = {field.name for field in fields(Sampling)}
         given = self.model_dump(include=names, exclude_none=True)
         return replace(default, **{"seed": random.getrandbits(62)} | given)
@@ -84,10 +83,8 @@ class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the prompt's ids, and the ids that may come next, [] for all.
-
-        Raises ValueError: messages that are no conversation with a question at its end.
-        """
+        """Return the prompt's ids, and the ids that may come next, [] for all. Raises ValueError:
+        messages that are no conversation with a question at its end."""
         turns = [message.turn() for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
