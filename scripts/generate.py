@@ -10,6 +10,7 @@ The last is for a model larger than a GPU. Text goes to stdout, everything else 
 import argparse
 import os
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from functools import partial
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
@@ -50,14 +51,12 @@ def generate(args: argparse.Namespace) -> None:
     decoder, trained = load(args)
     from inference.terminal import write_continuations  # a mistake in a flag needs no torch
 
-    def write(prompts: list[str]) -> None:
-        write_continuations(decoder, trained.tokenizer, sampling, prompts, args)
-
+    write = partial(write_continuations, decoder, trained.tokenizer, sampling, flags=args)
     if args.interactive:
         say("A prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
-        converse(lambda prompt: write([prompt]))
+        converse(lambda prompt: write(prompts=[prompt]))
     else:
-        write(prompts)
+        write(prompts=prompts)
 
 
 def main(argv: list[str] | None = None) -> None:

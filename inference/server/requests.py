@@ -1,7 +1,6 @@
 """Bodies of requests, in OpenAI's form: https://platform.openai.com/docs/api-reference.
 
-top_k, min_p and repetition_penalty are as in vLLM; their limits are in inference/sampling.py. A
-field that is not known is refused unless it asks for nothing.
+top_k, min_p and repetition_penalty are as in vLLM; inference/sampling.py has the limits.
 """
 
 import random
