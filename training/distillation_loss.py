@@ -62,7 +62,7 @@ def distillation_loss(
     total = torch.zeros(3, device=logits.device)
     chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
     for ours, wanted, expected in zip(*chunks, strict=True):
-        total = total + recomputed(partial(compute, theirs=expected), ours, wanted, what)
+        total = total + recomputed(partial(compute, theirs=expected), what, ours, wanted)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
     loss = alpha * hard + (1 - alpha) * soft
     return Distilled(loss, hard.detach(), soft.detach(), agreement.detach())
