@@ -10,8 +10,9 @@ models' logits.
 from functools import partial
 
 from training.distillation_loss import distillation_loss
+from training.run import Run
 from training.stage_arguments import DistillationArguments
-from training.start import run_program, set_up
+from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,16 +20,13 @@ def main(argv: list[str] | None = None) -> None:
     run_program(DistillationArguments, train, argv)
 
 
-def train(args: DistillationArguments, model_settings: dict) -> None:
-    """Everything between the flags and the finished run."""
-    run = set_up(args, model_settings)
-    if run is None:
-        return
+def train(run: Run) -> None:
+    """Everything between the set-up and the finished run."""
     compare = partial(
         distillation_loss,
-        alpha=args.alpha,
-        temperature=args.temperature,
-        kl=args.kl,
+        alpha=run.args.alpha,
+        temperature=run.args.temperature,
+        kl=run.args.kl,
         vocab_size=run.prepared.train_set.vocab_size,
         compiled=run.built.compilation.on,
     )
@@ -43,9 +41,8 @@ def train(args: DistillationArguments, model_settings: dict) -> None:
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()
-        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
-            return
-    run.finish()
+        run.end(step, grad_norm)  # log, validate, sample, save
+    run.finish()  # leave weights and a report, unless it was told to stop before the end
 
 
 if __name__ == "__main__":

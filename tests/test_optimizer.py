@@ -1,17 +1,101 @@
 import dataclasses
+import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import DummyOptim
 
+from common.errors import UsageError
 from model import LMConfig, Transformer
-from training.arguments import TrainingArguments
+from training.arguments import TrainingArguments, parse_arguments
 from training.engine.launch import Engine
-from training.optimizer import build_optimizer, parameter_groups, set_learning_rate
+from training.optimizer import (
+    MAX_DEFAULT_WARMUP,
+    LearningRate,
+    build_optimizer,
+    count_steps,
+    parameter_groups,
+    set_learning_rate,
+)
 
 ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
 MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon_momentum=0.7)
+PEAK = 4e-4
+SCHEDULES = ["cosine", "linear", "constant", "wsd"]
+
+
+def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
+    """Of steps 0 (never taken, nan) to the last."""
+    rate = LearningRate(PEAK, total, warmup, schedule, **settings)
+    return [math.nan, *(rate(step) for step in range(1, total + 1))]
+
+
+def test_cosine_equals_its_formula():
+    found = rates("cosine", 50, 5, min_ratio=0.2)
+    for step in range(6, 51):
+        wave = 0.5 * (1 + math.cos(math.pi * (step - 5) / 45))
+        assert found[step] == pytest.approx(PEAK * (0.2 + 0.8 * wave))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "decay_fraction", "start"),
+    [
+        ("linear", 0.2, 10),
+        ("wsd", 0.2, 80),
+        ("wsd", 1.0, 10),
+        ("wsd", 0.0, 100),
+        ("constant", 1, 100),
+    ],
+)
+def test_others_stay_at_the_peak_and_fall_by_the_same_at_every_step(
+    schedule, decay_fraction, start
+):
+    found = rates(schedule, decay_fraction=decay_fraction)
+    assert set(found[10 : start + 1]) == {PEAK}
+    falls = [a - b for a, b in pairwise(found[start:])]
+    assert falls == pytest.approx([PEAK * 0.9 / max(1, 100 - start)] * (100 - start))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("total", [1, 3, 999])
+@pytest.mark.parametrize("share", [0, 0.05, 1, 2])
+def test_the_rate_rises_in_a_line_to_the_peak_and_never_again(schedule, total, share):
+    warmup = int(total * share)
+    found = rates(schedule, total, warmup)[1:]
+    assert 0 < min(found) <= max(found) <= PEAK
+    rising, falling = found[:warmup], found[max(0, warmup - 1) :]
+    assert rising == pytest.approx([PEAK * i / warmup for i in range(1, len(rising) + 1)])
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(falling))
+    assert min(falling, default=PEAK) >= PEAK / 10 * (1 - 1e-12)
+
+
+def from_flags(typed: str, total_steps: int) -> LearningRate:
+    return LearningRate.from_arguments(parse_arguments(typed.split())[0], total_steps)
+
+
+def test_flags_reach_the_schedule():
+    flags = (
+        "--learning_rate 3e-3 --lr_schedule wsd --warmup_steps 7 --min_lr_ratio 0.5 "
+        "--decay_fraction 0.3"
+    )
+    assert from_flags(flags, 100) == LearningRate(3e-3, 100, 7, "wsd", 0.5, 0.3)
+    assert from_flags("", 100).schedule == "cosine"
+    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # a twentieth
+        assert from_flags("", total).warmup_steps == warmup
+    for warmup in (0, 10):
+        assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
+    with pytest.raises(UsageError, match="--warmup_steps 11: the whole run has 10 steps"):
+        from_flags("--warmup_steps 11", 10)
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps"), [("--epochs 3", 38), ("--epochs 3 --max_steps 5", 5), ("--epochs 4", 50)]
+)
+def test_steps_are_those_of_the_epochs_rounded_up(typed, steps):
+    args, _ = parse_arguments(f"{typed} --batch_size 2 --accumulation_steps 2".split())
+    assert count_steps(args, n_samples=100, processes=2) == steps
 
 
 def tiny(**settings) -> Transformer:
@@ -29,15 +113,18 @@ def names_in(model: Transformer, groups: list[dict]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_matrices_decay_and_norms_do_not(tie_embeddings):
+def test_matrices_decay_and_norms_do_not_and_muon_steps_those_of_the_blocks(tie_embeddings):
     model = tiny(tie_embeddings=tie_embeddings)
+    names = {name for name, _ in model.named_parameters()}
+    norms = {name for name in names if "norm" in name}
     groups = parameter_groups(model, 0.1)
-    decay, no_decay = names_in(model, groups)
+    assert names_in(model, groups) == [names - norms, norms]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all("norm" in name for name in no_decay)
-    assert not any("norm" in name for name in decay)
-    assert sorted([*decay, *no_decay]) == sorted(name for name, _ in model.named_parameters())
     assert len(parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)) == 1  # none is empty
+    optimizer = build(model, MUON, deepspeed={"optimizer": {"type": "AdamW"}})
+    blocks = {name for name in names - norms if name.startswith("layers.")}
+    assert len(blocks) == 2 * 7
+    assert names_in(model, optimizer.param_groups) == [blocks, names - norms - blocks, norms]
 
 
 @pytest.mark.parametrize("deepspeed", [None, {"zero_optimization": {"stage": 2}}])
@@ -56,18 +143,6 @@ def test_the_groups_reach_an_optimizer_of_the_deepspeed_file():
     assert isinstance(optimizer, DummyOptim)
     assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 0.2)
     assert [group["weight_decay"] for group in optimizer.params] == [0.2, 0.0]
-
-
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_muon_steps_the_matrices_of_the_blocks_and_nothing_else(tie_embeddings):
-    model = tiny(tie_embeddings=tie_embeddings)
-    optimizer = build(model, MUON, deepspeed={"optimizer": {"type": "AdamW"}})
-    by_muon, decay, no_decay = names_in(model, optimizer.param_groups)
-    assert len(by_muon) == 2 * 7
-    assert all(name.startswith("layers.") and "norm" not in name for name in by_muon)
-    assert decay == {"tok_embeddings.weight"} | (set() if tie_embeddings else {"output.weight"})
-    assert all("norm" in name for name in no_decay)
-    assert len(no_decay) == 2 * 2 + 1
 
 
 def test_the_flags_reach_both_parts_of_muon():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from training.batches import MicroBatch, StepBatches
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
@@ -14,7 +15,6 @@ from model import IGNORE_INDEX, LMConfig
 from runs.folder import RunFolder
 from training import run as run_module
 from training.arguments import TrainingArguments
-from training.batches import MicroBatch, StepBatches
 from training.build import build_model, seed_everything
 from training.engine.launch import Engine
 from training.initial_weights import InitialWeights

@@ -28,22 +28,15 @@ SAVE, TIME_LIMIT = 1, 1000
 class StopRequest:
     """Asks all ranks, once per step, whether to stop, and the main rank whether to save.
 
-    A first signal is noted. A second one, a moment later, ends the process at once; without a
-    launcher a second Ctrl-C is a KeyboardInterrupt.
-
-    Args:
-        time_limit: minutes after which to stop; None for never.
-        save_minutes: minutes from one checkpoint to the next; 0 for never.
-        since: when the program started, by `time.monotonic`.
+    A second signal ends the process at once; without a launcher Ctrl-C is a KeyboardInterrupt then.
+    The time limit is in minutes since `since`, when the program started by `time.monotonic`.
     """
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
-        self.engine = engine
-        self.deadline = since + 60 * (time_limit or math.inf)
+        self.engine, self.deadline = engine, since + 60 * (time_limit or math.inf)
         self.save_seconds = 60 * (save_minutes or math.inf)
-        self.time_to_save = False
-        self._save_at = time.monotonic() + self.save_seconds
         self._signal, self._since = 0, 0.0
+        self.saved()
         for number in SIGNALS:
             signal.signal(number, self._note)
 
@@ -86,17 +79,12 @@ def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
 
 
 def how_to_resume(run: Path | str) -> str:
-    """Return the command that goes on: the one that was typed, with --resume.
-
-    run_accelerate.sh leaves its own command in RESUME_WITH, quoted as Bash does it. Of launchers
-    the flags are not known here.
-    """
+    """Return the command that was typed (RESUME_WITH by run_accelerate.sh) with --resume."""
     typed = shlex.join([python(), *sys.argv])
     if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
-        typed = "the same command with"
+        typed = "the same command with"  # a launcher's flags are not known here
     typed = os.environ.get("RESUME_WITH", typed)
-    # --resume of an earlier stop; its value may be quoted in either way
-    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)
+    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)  # quoted in either way
     return f"{typed} --resume {shlex.quote(str(run))}"
 
 
@@ -106,12 +94,8 @@ def python() -> str:
 
 
 def leave() -> None:
-    """End a rank that is done, or has said why it ends, without the interpreter's shutdown.
-
-    The launcher then ends the other ranks before they say the same. And a thread of gloo that lets
-    go of a tensor while the interpreter shuts down aborts the process ("terminate called without an
-    active exception").
-    """
+    """End a rank that is done, or has said why it ends, without the shutdown, in which gloo may
+    abort. The launcher then ends the other ranks before they say the same."""
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return

@@ -1,10 +1,9 @@
 """Muon for the matrices of a network's hidden layers, with AdamW for everything else.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
-matrix by the nearest orthogonal matrix: every direction of the update becomes equally long, so that
-a few large directions do not drown the others. It computes what `torch.optim.Muon` does, with two
-additions. Matrices of one shape are orthogonalised together, in one batched product. Under ZeRO a
-process steps a flat partition that begins and ends within matrices; these are made whole first.
+matrix by the nearest orthogonal matrix. It computes what `torch.optim.Muon` does. Matrices of one
+shape are orthogonalised together. Under ZeRO a process steps a flat partition that begins and ends
+within matrices; these are made whole first.
 """
 
 from collections import defaultdict
@@ -17,23 +16,18 @@ from torch import Tensor
 from training.engine.partition import Part, Partition
 from training.engine.state import state_of
 
-# (a, b, c) of every iteration. Five iterations take singular values between 0.0015 and 1 to between
-# 0.68 and 1.20, which trains as well as all ones would.
+# (a, b, c) of every iteration: singular values from 0.0015 to 1 come to lie between 0.68 and 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 EPS = 1e-7
-# Elements orthogonalised at once: on a CPU as many as stay in its caches, on a GPU as many as keep
-# it busy. More would cost memory: the workspace is three times as large.
+# Elements orthogonalised at once: they stay in a CPU's caches, or keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Return nearly the nearest matrices with orthonormal rows or columns, in the dtype of x.
+    """Return nearly the nearest matrices with orthonormal rows or columns to x (batch, rows, cols).
 
     The quintic Newton-Schulz iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X acts on singular values as the
     polynomial aσ + bσ³ + cσ⁵. XXᵀ is of the shorter side.
-
-    Args:
-        x: (batch, rows, cols).
     """
     tall = x.shape[1] > x.shape[2]
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
@@ -46,22 +40,15 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class Update(NamedTuple):
-    """A matrix's update before it is orthogonalised, and the weights that it is for."""
-
-    matrix: Tensor  # (rows, cols), whole
+    matrix: Tensor  # (rows, cols), whole, before it is orthogonalised
     weights: Tensor  # the weights that this process steps, flat
     inside: slice  # their place in the flattened matrix
 
 
 class Muon(torch.optim.AdamW):
-    """Step groups with "algorithm": "muon" by Muon, and drop their gradients; step the others as
-    torch.optim.AdamW(fused=True).
-
-    Args:
-        groups: parameter groups. Muon's hold matrices, "momentum" and "weight_decay", the others
-            "betas", "eps" and "weight_decay". Weight decay is decoupled in both.
-        lr: learning rate of groups without a learning rate.
-        dtype: precision in which to orthogonalise.
+    """Step groups with "algorithm": "muon", which hold matrices and "momentum", by Muon, and drop
+    their gradients; step the others as torch.optim.AdamW(fused=True). `dtype` is the precision in
+    which to orthogonalise.
     """
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
@@ -71,11 +58,8 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step all groups. Under ZeRO every process must call it.
-
-        Nothing changes where the tensor `found_inf` is set and not zero, as with AdamW; asking
-        waits for the GPU.
-        """
+        """Step all groups. Under ZeRO every process must call it. Nothing changes where the tensor
+        `found_inf` is set and not zero, as with AdamW; asking waits for the GPU."""
         if getattr(self, "found_inf", False):
             return
         for group in self.param_groups:

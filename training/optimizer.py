@@ -1,17 +1,78 @@
-"""The optimizer: AdamW, made here or by DeepSpeed from its configuration file, or Muon."""
+"""The optimizer, AdamW or Muon, and its learning rate."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import DummyOptim
 from torch import nn
 
+from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import ADAM_EPS
 from training.engine.device import has_bf16
 from training.engine.launch import Engine
 from training.engine.partition import partitions, shape_of
 from training.muon import Muon
+
+MAX_DEFAULT_WARMUP = 2000
+
+
+def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
+    """Return the optimizer steps of the whole run: --max_steps, or those of --epochs."""
+    return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Learning rate as a function of the step, counted from 1: a resume has nothing to restore.
+
+    Linear warm-up reaches the peak at step `warmup_steps`. Then down to min_ratio·peak go
+    - cosine: in half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
+    - linear: in a straight line;
+    - wsd: in a straight line over the last decay_fraction of all steps (Hu et al.,
+      https://arxiv.org/abs/2404.06395).
+    """
+
+    peak: float
+    total_steps: int
+    warmup_steps: int
+    schedule: str = "cosine"
+    min_ratio: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __call__(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.schedule == "wsd":
+            start = max(start, self.total_steps - round(self.decay_fraction * self.total_steps))
+            if step <= start:
+                return self.peak
+        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        wave = 0.5 * (1 + math.cos(math.pi * progress))
+        share = wave if self.schedule == "cosine" else 1 - progress
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
+
+    @classmethod
+    def from_arguments(cls, args: TrainingArguments, total_steps: int) -> "LearningRate":
+        """Return the schedule of a run. Raises UsageError: warm-up beyond the last step."""
+        warmup, schedule = args.warmup_steps, args.lr_schedule or "cosine"
+        if warmup is None:
+            warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
+        if warmup > total_steps:
+            raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
+        end = args.min_lr_ratio, args.decay_fraction
+        return cls(args.learning_rate, total_steps, warmup, schedule, *end)
+
+
+def set_learning_rate(optimizer, value: float) -> None:
+    """Set each group's learning rate to value * group["lr_factor"] (default: 1)."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group.get("lr_factor", 1.0)
 
 
 def parameter_groups(
@@ -28,19 +89,13 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of the blocks; with adapters A and B, each by itself.
-
-    Embedding and output layer have a vector for every token, used rarely or often, and train better
-    by AdamW (https://kellerjordan.github.io/posts/muon/).
-    """
+    """Return the matrices of the blocks; with adapters A and B, each by itself."""
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer of --optimizer for `accelerator.prepare`; call `tell_layout` after it.
-
-    AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Where DeepSpeed's file holds an
-    "optimizer", a placeholder carries the parameter groups to it.
+    Where DeepSpeed's file holds an "optimizer", a placeholder carries the parameter groups to it.
     """
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     if args.optimizer == "muon":
@@ -64,16 +119,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
 
 
 def tell_layout(model: nn.Module, engine: Engine) -> None:
-    """Tell Muon what lies where in the flat tensors that DeepSpeed has it step.
-
-    `model` is as prepared.
-    """
+    """Tell Muon what lies where in the flat tensors that DeepSpeed has it step."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
-
-
-def set_learning_rate(optimizer, value: float) -> None:
-    """Set each group's learning rate to value * group["lr_factor"] (default: 1)."""
-    for group in optimizer.param_groups:
-        group["lr"] = value * group.get("lr_factor", 1.0)

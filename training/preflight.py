@@ -26,10 +26,10 @@ from training.engine.estimate import largest_batch
 from training.engine.kinds import kind_of
 from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
 from training.engine.memory import GIB, available_memory
+from training.log import require_trackers
 from training.prepare import Prepared, prepare
 from training.settings import saved_arguments
 from training.stage_arguments import DistillationArguments, SFTArguments
-from training.trackers import require_trackers
 
 KINDS = TrainingArguments, SFTArguments, DistillationArguments
 MICRO_BATCH = "batch_size", "accumulation_steps"

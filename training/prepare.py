@@ -24,6 +24,7 @@ from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 from training.initial_weights import InitialWeights
+from training.optimizer import count_steps
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -31,7 +32,6 @@ from training.resume import (
     run_identity,
     with_own_weights,
 )
-from training.schedule import count_steps
 from training.stage_arguments import SFTArguments
 from training.teacher import TeacherWeights
 

@@ -1,36 +1,99 @@
 """A training under way: the verbs of which the pages train_*.py are made."""
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from common.errors import UsageError
-from training.batches import MicroBatch, StepBatches
+from data.dataset import TokenStream, micro_batches
+from data.order import LengthSampler, MicroBatchSampler
+from model import IGNORE_INDEX
+from training.arguments import TrainingArguments
 from training.build import BuiltModel
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
-from training.finish import finish, say_stopped
 from training.interruption import StopRequest, end_stopped
 from training.log import TrainingLog
-from training.optimizer import set_learning_rate
+from training.optimizer import LearningRate, set_learning_rate
 from training.prepare import Prepared
 from training.profiler import StepProfiler
-from training.samples import SampleWriter
-from training.schedule import LearningRate
+from training.results import leave_results, say_stopped, write_sample
 from training.teacher import Teacher
 from training.validation import validate, validation_loader
 
 
+class MicroBatch(NamedTuple):
+    """Sequences that one process feeds forward at once."""
+
+    tokens: Tensor  # (batch_size, length), on the device
+    targets: Tensor  # (batch_size, length); IGNORE_INDEX where a target does not count
+    n_targets: int  # targets that count
+    n_tokens: int  # tokens without padding
+    weight: float = 1.0  # n_targets over the mean n_targets of the step's micro-batches
+
+
+class StepBatches:
+    """Read the training data in the order of the run, behind the step that was trained last.
+
+    Every target of a global batch weighs the same in the gradient, whichever micro-batch holds it.
+    """
+
+    def __init__(
+        self, train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
+    ):
+        self.train_set, self.engine = train_set, engine
+        self.accumulation_steps = args.accumulation_steps
+        self.samples_per_step = args.global_batch(engine.processes)
+        self.full_targets = args.batch_size * train_set.seq_len
+        sampler = MicroBatchSampler
+        if train_set.lengths is not None:
+            lengths, whole = train_set.lengths, self.samples_per_step
+            sampler = partial(LengthSampler, lengths=lengths, global_batch=whole)
+        self.sampler = sampler(
+            len(train_set),
+            args.batch_size,
+            rank=engine.accelerator.process_index,
+            world_size=engine.processes,
+            seed=args.seed,
+            start=start_step * self.samples_per_step,
+        )
+        self._device = engine.accelerator.device
+        on_gpu = self._device.type == "cuda"
+        self._source = micro_batches(train_set, self.sampler, args.num_workers, pin_memory=on_gpu)
+
+    def of_step(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the next step. Every process must call it."""
+        batches = (self._read() for _ in range(self.accumulation_steps))
+        if self.train_set.every_target_counts:
+            yield from batches
+            return
+        batches = list(batches)  # their weights need the targets on all processes
+        count = self.engine.total(sum(batch.n_targets for batch in batches))
+        mean = max(1, count) / (self.accumulation_steps * self.engine.processes)
+        for batch in batches:
+            yield batch._replace(weight=batch.n_targets / mean)
+
+    def _read(self) -> MicroBatch:
+        """Read a micro-batch and begin its copy to the device."""
+        tokens, targets = next(self._source)
+        n_targets = n_tokens = targets.numel()
+        if not self.train_set.every_target_counts:
+            counts = targets != IGNORE_INDEX
+            n_targets = int(counts.sum())
+            # A sample ends with a target that counts; behind it there is padding.
+            n_tokens = int(counts.flip(1).cummax(1).values.sum())
+        tokens, targets = (x.to(self._device, non_blocking=True) for x in (tokens, targets))
+        return MicroBatch(tokens, targets, n_targets, n_tokens)
+
+
 @dataclass(eq=False)
 class Run:
-    """One step is `begin`; a forward pass and `backward` for each of the `micro_batches`;
-    `clip_gradients` and the optimizer's step; and `end`. The training pages spell it out.
-    """
+    """All that training needs, and the verbs of a step; the training pages spell them out."""
 
     prepared: Prepared  # what is trained on which data; a checkpoint that it names is loaded
     engine: Engine
@@ -41,46 +104,42 @@ class Run:
 
     def __post_init__(self):
         prepared, engine, built = self.prepared, self.engine, self.built
-        start, train_set = prepared.start, prepared.train_set
+        start, train_set, val_set = prepared.start, prepared.train_set, prepared.val_set
         args = self.args = prepared.args
-        self.accelerator = engine.accelerator
-        self.folder = start.folder
-        self.first_step = start.step + 1
+        self.accelerator, self.folder = engine.accelerator, start.folder
+        self.first_step, self.total_steps = start.step + 1, prepared.total_steps
         self.model, self.optimizer = built.model, built.optimizer
-        self.total_steps = prepared.total_steps
+        self.stopped: tuple[int, str] | None = None  # the last step and the reason
         self.learning_rate = LearningRate.from_arguments(args, self.total_steps)
         self.batches = StepBatches(train_set, args, engine, start.step)
         flops = prepared.shapes.flops_per_token(train_set.tokens_per_sample)
-        if self.teacher:
-            forward = self.teacher.found.shapes.flops_per_token(train_set.tokens_per_sample) / 3
-            flops += forward  # a third of what training takes
+        if self.teacher:  # a forward pass is a third of what training takes
+            flops += self.teacher.found.shapes.flops_per_token(train_set.tokens_per_sample) / 3
         self.log = TrainingLog(
             self.accelerator,
-            self.folder.metrics,
-            log_interval=args.log_interval,
+            self.folder,
+            args,
             tokens_per_step=self.batches.samples_per_step * train_set.tokens_per_sample,
             flops_per_token=flops,
             total_steps=self.total_steps,
             first_step=self.first_step,
-            parts=args.logged,
             name=self.name,
         )
         if start.checkpoint:
             load_checkpoint(start.checkpoint, engine, built.state, self.log.meter)
         self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
-        self.val_loader = prepared.val_set and validation_loader(
-            prepared.val_set, args.batch_size, args.eval_samples, self.accelerator
-        )
-        prompt_from = prepared.val_set or train_set
-        self.samples = SampleWriter(
-            args, self.folder.samples, built.state.whole_model, prompt_from, self.log
+        self.val_loader = val_set and validation_loader(
+            val_set, args.batch_size, args.eval_samples, self.accelerator
         )
         self.checkpointer = Checkpointer(prepared, engine, built, self.log)
 
     def steps(self) -> Iterator[int]:
-        """Yield the optimizer steps to take, counted from 1."""
+        """Yield the optimizer steps to take, counted from 1, until the run is told to stop."""
         self.model.train()
-        yield from range(self.first_step, self.total_steps + 1)
+        for step in range(self.first_step, self.total_steps + 1):
+            yield step
+            if self.stopped:
+                return
 
     def begin(self, step: int) -> None:
         """Set the learning rate, now, because DeepSpeed steps inside `backward`; profile if due."""
@@ -97,20 +156,14 @@ class Run:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Average the gradients of the step's micro-batches; exchange them as seldom as possible.
-
-        Forward pass and `backward` of a micro-batch belong in here.
-        """
+        Forward pass and `backward` of a micro-batch belong in here."""
         self.profiler.phase("forward")
         with self.accelerator.accumulate(self.model):
             yield
 
     def backward(self, loss: Tensor, batch: MicroBatch, **parts: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss, and note the loss for the log.
-
-        Args:
-            loss: mean over the targets of the micro-batch that count.
-            parts: detached means over the same targets, by the names in `args.logged`.
-        """
+        """Add the gradient of a micro-batch's loss, the mean over its targets that count, and note
+        it for the log; `parts` are detached means over the same targets."""
         self.profiler.phase("backward")
         # The mean over no target is not a number; its gradient counts as zero.
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
@@ -122,40 +175,31 @@ class Run:
 
     def clip_gradients(self) -> float | Tensor:
         """Scale the gradient to a norm of --grad_clip at most; return the norm before, on a GPU as
-        a tensor that has yet to be computed.
-
-        A step whose norm is not finite is left out. DeepSpeed and the loss scaling of fp16 see to
-        that themselves. Other optimizers are told by `found_inf`, as a GradScaler tells them.
-        """
+        a tensor that has yet to be computed. A step whose norm is not finite is left out."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        # DeepSpeed and the loss scaling of fp16 look themselves; others are told as by a GradScaler
         if self.engine.deepspeed is None and self.accelerator.scaler is None:
             self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
         return norm if getattr(norm, "is_cuda", False) else float(norm)
 
-    def end(self, step: int, grad_norm: float | Tensor) -> bool:
-        """Do as `report` does, and save where it is time. Return whether the run was asked to stop;
-        it is saved then. Raises UsageError: see `report`."""
+    def end(self, step: int, grad_norm: float | Tensor) -> None:
+        """Do as `report` does, and save where it is time or the run was told to stop."""
         val_loss = self.report(step, grad_norm)
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
             self.save(step, val_loss)
             self.stop.saved()
-        if reason is None or step == self.total_steps:
-            return False
-        saved = self.close()
-        if self.engine.is_main:
-            say_stopped(self.folder, step, reason, saved)
-        end_stopped([self.engine], saved)
-        return True
+        if reason and step < self.total_steps:
+            self.stopped = step, reason
 
     def report(self, step: int, grad_norm: float | Tensor) -> float | None:
         """Log the step; validate and write a sample where it is time. Return the validation loss,
         None without a validation.
 
-        Raises UsageError: --max_bad_steps steps in a row had a gradient that is not finite, which
-        is looked at every so many steps.
+        Raises UsageError: the last --max_bad_steps steps had a non-finite gradient. To look waits
+        for a GPU, and so happens every so many steps.
         """
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
@@ -163,30 +207,18 @@ class Run:
         self.log.step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
-        # Seldom, because looking waits for a GPU.
-        if self._is_time(step, self.args.max_bad_steps):
-            self._require_good_steps(step)
+        most, bad = self.args.max_bad_steps, self.log.meter.bad_in_row
+        if self._is_time(step, most) and bad >= most:
+            self.checkpointer.wait()
+            raise UsageError(
+                f"{int(bad)} steps in a row had a non-finite gradient and changed nothing, the "
+                f"last one was step {step}: try a lower --learning_rate"
+            )
         is_due = self._is_time(step, self.args.eval_interval)
         val_loss = self.validate(step) if is_due else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)
         return val_loss
-
-    def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
-        """Return whether a checkpoint is due, by the best validation or by --save_interval."""
-        is_best = val_loss is not None and val_loss < self.checkpointer.lowest
-        return is_best or self._is_time(step, self.args.save_interval)
-
-    def save(self, step: int, val_loss: float | None) -> None:
-        """Begin a checkpoint; a thread writes it behind training."""
-        with self.log.clock.pause():
-            self.checkpointer.save(step, val_loss)
-
-    def close(self) -> bool:
-        """Wait for the last checkpoint and close the log; return whether it was saved."""
-        saved = self.checkpointer.wait()
-        self.log.close()
-        return saved
 
     def validate(self, step: int) -> float | None:
         """Log the loss of the validation split and return it; None where there is no split, or the
@@ -202,47 +234,46 @@ class Run:
     def write_sample(self, step: int) -> None:
         """Write what the model generates after this step."""
         with self.log.clock.pause():
-            self.samples.write(step)
+            write_sample(step, self.built.state.whole_model(), self.prepared, self.log)
+
+    def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
+        """Return whether a checkpoint is due, by the best validation or by --save_interval."""
+        is_best = val_loss is not None and val_loss < self.checkpointer.lowest
+        return is_best or self._is_time(step, self.args.save_interval)
 
     def _is_time(self, step: int, interval: int) -> bool:
         """Return True every `interval` steps (0: never) and at the last step."""
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
-    def _require_good_steps(self, step: int) -> None:
-        """Raise UsageError, and write down the samples of this step, after max_bad_steps steps in a
-        row whose gradient was not finite."""
-        count = self.log.meter.bad_in_row()
-        if count < self.args.max_bad_steps:
-            return
-        self.checkpointer.wait()
-        size = self.batches.samples_per_step
-        samples = self.batches.sampler.indices(np.arange((step - 1) * size, step * size)).tolist()
-        if self.engine.is_main:
-            row = {"step": step, "samples": samples}
-            self.folder.bad_samples.write_text(json.dumps(row) + "\n", encoding="utf-8")
-        raise UsageError(
-            f"{count} steps in a row had a non-finite gradient and changed nothing; the batch of "
-            f"step {step} was samples {', '.join(map(str, samples[:16]))} (all in "
-            f"{self.folder.bad_samples}); try a lower --learning_rate"
-        )
+    def save(self, step: int, val_loss: float | None) -> None:
+        """Begin a checkpoint; a thread writes it behind training."""
+        with self.log.clock.pause():
+            self.checkpointer.save(step, val_loss)
+
+    def close(self) -> bool:
+        """Wait for the last checkpoint and close the log; return whether it was saved."""
+        saved = self.checkpointer.wait()
+        self.log.close()
+        return saved
 
     def finish(self) -> None:
-        """Leave weights, a sample and the report of a run that came to its end. Raises UsageError:
-        see `leave_results`."""
+        """Leave the results; where the run was told to stop, say how to go on instead. Raises
+        UsageError: see `leave_results`."""
+        if self.stopped:
+            saved = self.close()
+            if self.engine.is_main:
+                say_stopped(self.folder, *self.stopped, saved)
+            end_stopped([self.engine], saved)
+            return
         self.leave_results()
         self.accelerator.end_training()
 
     def leave_results(self) -> None:
-        """Write weights, sample and report.
-
-        Raises UsageError: the weights are there, but the last checkpoint is not.
-        """
+        """Write weights, sample and report. Raises UsageError: the last checkpoint is not saved."""
         weights = self.built.state.weights()
         saved = self.close()
         if self.engine.is_main:
-            config, lora = self.prepared.config, self.prepared.shapes.lora
-            prompt_from, say = self.samples.prompt_from, self.log.say
-            finish(self.args, self.folder, config, weights, lora, prompt_from, say)
+            leave_results(self.prepared, weights, self.log.say)
         if not saved:
             path = self.folder.path
             raise UsageError(f"{path}: the weights are there, the last checkpoint is not")

@@ -25,10 +25,10 @@ from training.build import random_state, restore_random
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_main_process
 from training.interruption import StopRequest, end_stopped, how_to_resume
+from training.log import require_trackers
 from training.prepare import prepare
 from training.run import Run
 from training.start import settle, start_run
-from training.trackers import require_trackers
 
 PROGRAM = "train_several_accelerate.py"
 ABOUT = "Pretrain several small Llama-like models side by side, on the same batches."

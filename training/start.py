@@ -14,6 +14,7 @@ from training.engine.failures import one_line_failures
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import StopRequest, leave
+from training.log import require_trackers, start_trackers
 from training.notebook import leave_as_found
 from training.prepare import Prepared, prepare
 from training.resume import claim, say_what_changed, set_aside
@@ -21,7 +22,6 @@ from training.run import Run
 from training.settings import write_settings
 from training.start_block import start_block, warnings
 from training.teacher import Teacher
-from training.trackers import require_trackers, start_trackers
 
 
 @contextmanager
@@ -42,18 +42,17 @@ def one_program(name: str, argv: list[str] | None) -> Iterator[None]:
 
 def run_program(
     kind: type[TrainingArguments],
-    train: Callable[[TrainingArguments, dict], None],
+    train: Callable[[Run], None],
     argv: list[str] | None,
 ) -> None:
-    """Call `train` with the arguments in argv, see `one_program`.
-
-    Args:
-        train: takes the arguments, of this kind, and the settings of the model that were typed.
-    """
+    """Set up a run by the arguments in argv, of this kind, and `train` it unless it is finished;
+    see `one_program`."""
     with one_program(kind.program, argv):
         args, model_settings = parse_arguments(argv, kind)
         with one_line_failures(args, model_settings):
-            train(args, model_settings)
+            run = set_up(args, model_settings)
+            if run is not None:
+                train(run)
 
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
@@ -117,7 +116,6 @@ def settle(run: Run) -> None:
         tokenizer = prepared.train_set.tokenizer_path
         write_settings(run.folder, run.args, prepared.config, engine, tokenizer)
     run.log.open()
-    run.samples.open()
     path = run.folder.path
     start_trackers(run.accelerator, run.args, path, prepared.config, run.first_step)
 

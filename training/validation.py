@@ -37,14 +37,8 @@ def spread(n: int, most: int) -> list[int]:
 def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Measure the mean loss over every target that counts, of all processes.
-
-    Args:
-        bytes_per_token: of the text. Begin and end markers count as tokens but not as bytes.
-
-    Returns:
-        "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 /
-        bytes_per_token, which compares models with different tokenizers, and "samples".
+    """Return the mean "loss" in nats over every target that counts, of all processes, "perplexity",
+    "bits_per_byte", which compares models with different tokenizers, and the number of "samples".
     """
     model.eval()
     total, weight, samples = 0.0, 0, 0
