@@ -1,13 +1,11 @@
 """The verbs of a step; what launches prove is in tests/integration."""
 
 import json
-from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from training.batches import MicroBatch, StepBatches
 
 from common.errors import UsageError
 from data.dataset import PackedDataset
@@ -20,7 +18,7 @@ from training.engine.launch import Engine
 from training.initial_weights import InitialWeights
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
-from training.run import Run
+from training.run import MicroBatch, Run, StepBatches
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
@@ -107,7 +105,6 @@ def norm_of(tensors: list[torch.Tensor]) -> float:
 
 COUNTS = [
     (ALL, True),
-    (ALL, False),  # counting them gives the same
     ([8, 1, 0, 3, 8, 2], False),
     ([0, 0, 0, 0, 0, 1], False),
 ]
@@ -120,7 +117,7 @@ def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_is_in(
     run = run_of(counts, every_target_counts)
     batches = take(run, 1)
     accumulated = gradients(run)
-    assert not run.end(1, 1.0)
+    run.end(1, 1.0)
     assert run.log.clock.tokens == 0  # a report begins a new clock
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     run.model.zero_grad()
@@ -137,8 +134,6 @@ def test_a_step_without_any_target_has_no_gradient_and_no_loss(run_of):
     take(run, 1)
     assert not any(gradient.any() for gradient in gradients(run))
     assert update(run) == 0
-    run.log.meter.end_step(0.0)
-    assert run.log.meter.take(0)[0]["loss"] is None
 
 
 def batches_of(rank: int, processes: int, counts: list[int], accumulation: int, start_step=0):
@@ -254,15 +249,11 @@ def test_a_step_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
     assert run.optimizer.state
 
 
-def end(run: Run, *steps: int, grad_norm: float = 1.0) -> list[bool]:
-    return [run.end(step, grad_norm) for step in steps]
-
-
 def test_every_interval_and_the_end_have_what_was_asked_for(run_of, monkeypatch):
     """A validation that is the best is saved too."""
     run, done = run_of(sample_interval=3, eval_interval=1, save_interval=3), []
     losses = iter((3.0, 3.0, 3.5, None))
-    monkeypatch.setattr(run.samples, "write", lambda step: done.append(("sample", step)))
+    monkeypatch.setattr(run, "write_sample", lambda step: done.append(("sample", step)))
     monkeypatch.setattr(run, "validate", lambda step: next(losses))
 
     def save(step, val_loss):
@@ -270,7 +261,8 @@ def test_every_interval_and_the_end_have_what_was_asked_for(run_of, monkeypatch)
         done.append(("save", step))
 
     monkeypatch.setattr(run.checkpointer, "save", save)
-    assert end(run, 1, 2, 3, 4) == [False] * 4
+    for step in run.steps():
+        run.end(step, 1.0)
     assert done == [("save", 1), ("sample", 3), ("save", 3), ("save", 4)]
 
 
@@ -279,30 +271,22 @@ def test_a_run_that_is_told_to_stop_is_saved(run_of, monkeypatch, capsys):
     monkeypatch.setattr(run_module, "end_stopped", lambda engines, saved: None)
     monkeypatch.setattr(run.checkpointer, "save", lambda step, val_loss: saved.append(step))
     run.stop.reason = lambda: "SIGTERM"
-    assert end(run, 1) == [True]
+    for step in run.steps():
+        run.end(step, 1.0)
+    run.finish()
     assert saved == [1]
     assert "stopped by SIGTERM after step 1, saved" in capsys.readouterr().out
 
 
-def test_a_run_gives_up_after_too_many_bad_steps_and_names_the_samples(run_of, tmp_path):
-    """It looks every --max_bad_steps steps."""
-    run = run_of(ALL * 2, max_bad_steps=2)
-    assert [run.end(step, norm) for step, norm in ((1, NAN), (2, 1.0), (3, NAN))] == [False] * 3
-    with pytest.raises(UsageError, match=r"2 steps in a row .* the batch of step 4 was samples"):
-        run.end(4, INF)
-    row = json.loads((tmp_path / "bad_samples.json").read_text())
-    read = islice(iter(run.batches.sampler), 3 * ACCUMULATION, 4 * ACCUMULATION)
-    assert row == {"step": 4, "samples": [i for batch in read for i in batch]}
+@pytest.mark.parametrize(("most", "norms"), [(2, [NAN, 1.0, NAN, INF]), (3, [1.0, NAN, NAN, NAN])])
+def test_a_run_gives_up_after_too_many_bad_steps(run_of, tmp_path, most, norms):
+    """It looks every --max_bad_steps steps, and at the end."""
+    run = run_of(ALL * 2, max_bad_steps=most)
+    for step in (1, 2, 3):
+        run.end(step, norms[step - 1])
+    with pytest.raises(UsageError, match=f"{most} steps in a row .* step 4"):
+        run.end(4, norms[3])
     assert not list(tmp_path.glob("checkpoints/*"))
-
-
-def test_a_run_that_ends_between_two_looks_gives_up_too(run_of):
-    run = run_of(ALL * 2, max_bad_steps=3)
-    run.total_steps = 4
-    for step, norm in ((1, 1.0), (2, NAN), (3, NAN)):
-        run.end(step, norm)
-    with pytest.raises(UsageError, match="3 steps in a row"):
-        run.end(4, NAN)
 
 
 def test_another_rank_or_seed_draws_other_numbers():
