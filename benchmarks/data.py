@@ -173,7 +173,7 @@ def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
         run.optimizer.zero_grad()
         float(norm)  # waits for a GPU
         seconds.append(time.perf_counter() - start)
-    tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
+    tokens = run.samples_per_step * run.prepared.train_set.seq_len
     seconds = seconds[WARM_UP_STEPS:]
     return tokens / median(seconds), sum(waits[WARM_UP_STEPS:]) / sum(seconds)
 

@@ -105,11 +105,11 @@ def start(accelerator, tmp_path, clock):
     """Makes an open TrainingLog; closes it in the end."""
     made = []
 
-    def start(accelerator=accelerator, log_interval=1, **changes) -> TrainingLog:
-        settings = {"tokens_per_step": 640, "flops_per_token": 1000}
-        settings |= {"total_steps": 100, "first_step": 1}
-        args = TrainingArguments(log_interval=log_interval)
-        made.append(TrainingLog(accelerator, RunFolder(tmp_path), args, **settings | changes))
+    def start(log_interval=1, **changes) -> TrainingLog:
+        settings = {"accelerator": accelerator, "tokens_per_step": 640, "flops_per_token": 1000}
+        settings |= {"total_steps": 100, "first_step": 1, "folder": RunFolder(tmp_path)}
+        settings |= {"args": TrainingArguments(log_interval=log_interval)}
+        made.append(TrainingLog(**settings | changes))
         made[-1].open()
         return made[-1]
 
@@ -136,7 +136,7 @@ def feed(clock):
         clock.now += seconds
         log.meter.add(1.0, loss=torch.tensor(loss))
         log.clock.tokens += 640
-        log.step(step, learning_rate=1e-3, grad_norm=grad_norm, epoch=step / 100)
+        log.step(step, 1e-3, grad_norm=grad_norm, epoch=step / 100)
 
     return feed
 

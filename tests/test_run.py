@@ -18,7 +18,7 @@ from training.engine.launch import Engine
 from training.initial_weights import InitialWeights
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
-from training.run import MicroBatch, Run, StepBatches
+from training.run import MicroBatch, Run, step_batches
 
 ACCUMULATION, BATCH, SEQ_LEN, VOCAB, STEPS = 3, 2, 8, 50, 4
 ALL = [SEQ_LEN] * ACCUMULATION * BATCH
@@ -148,9 +148,8 @@ def batches_of(rank: int, processes: int, counts: list[int], accumulation: int, 
     engine = SimpleNamespace(accelerator=accelerator, processes=processes, total=total_of)
     size = 12 // processes // accumulation
     args = TrainingArguments(batch_size=size, accumulation_steps=accumulation)
-    batches = StepBatches(Sequences(counts, counts == [8] * 12), args, engine, start_step)
-    assert batches.samples_per_step == 12
-    return [list(batches.of_step()) for _ in range(2 - start_step)]
+    batches = step_batches(Sequences(counts, counts == [8] * 12), args, engine, start_step)
+    return [list(next(batches)) for _ in range(2 - start_step)]
 
 
 @pytest.mark.parametrize("counts", [[8] * 12, [8, 1, 0, 3, 8, 2] * 2])

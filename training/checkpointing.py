@@ -77,17 +77,14 @@ class Checkpointer:
 
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
         """Write the copy, in the thread, and say how it ended."""
-        started, self._saved = time.perf_counter(), False
+        self._saved = False
         try:
             size = write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
             self.log.say(f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on")
             return
-        self._saved, speed = True, size / (time.perf_counter() - started)
-        self.log.say(
-            f"saved {self.folder.checkpoint(state['step'])}: training stalled {stalled:.2f} s, "
-            f"{size:.1f} MB written behind it at {speed:.0f} MB/s"
-        )
+        self._saved, path = True, self.folder.checkpoint(state["step"])
+        self.log.say(f"saved {path}: training stalled {stalled:.2f} s, {size:.1f} MB behind it")
         prune(self.folder, self.keep_last)
 
 

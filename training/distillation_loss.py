@@ -5,8 +5,7 @@ that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Ba
 chunk of logits again, so that no fp32 copy of all exists. Compiled it takes half the time.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ def distillation_loss(
             loss alone.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
-    compute = partial(_compiled() if compiled else _sums, temperature, kl, vocab_size)
+    compute = partial(torch.compile(_sums) if compiled else _sums, temperature, kl, vocab_size)
     what = "blocks" if targets.numel() > size else "off"
     total = torch.zeros(3, device=logits.device)
     chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
@@ -77,8 +76,3 @@ def _sums(
     soft = temperature**2 * divergence.where(counts, 0).sum()  # a 0 without a gradient
     agreements = ((logits.argmax(-1) == theirs.argmax(-1)) & counts).sum()
     return torch.stack([hard, soft, agreements.float()])
-
-
-@cache
-def _compiled() -> Callable:
-    return torch.compile(_sums)

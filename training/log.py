@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -56,10 +56,8 @@ class LossMeter:
         self._step.zero_()
 
     def take(self, tokens: int) -> tuple[dict[str, float | None], float]:
-        """Return the means over all processes since the last call, and the sum of `tokens`.
-
-        A mean is None where every step was skipped. Every process must call it.
-        """
+        """Return the means over all processes since the last call, None where every step was
+        skipped, and the sum of `tokens`. Every process must call it."""
         tokens_here = torch.tensor([tokens], device=self._sums.device)
         sums = self.accelerator.reduce(torch.cat([self._sums, tokens_here]))
         *totals, weight, tokens = sums.tolist()
@@ -104,7 +102,7 @@ class StepClock:
         self.paused += time.perf_counter() - start
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingLog:
     """Report every `log_interval` steps, at the first and at the last step.
 
@@ -114,7 +112,6 @@ class TrainingLog:
     accelerator: Accelerator  # as prepared; only its main process writes
     folder: RunFolder
     args: TrainingArguments
-    _: KW_ONLY
     tokens_per_step: float  # of all processes together, on average
     flops_per_token: float
     total_steps: int  # of the run
@@ -123,9 +120,9 @@ class TrainingLog:
 
     def __post_init__(self):
         self.meter, self.clock = LossMeter(self.accelerator, self.args.logged), StepClock()
+        total, done = self.total_steps, self.first_step - 1
         silent = bool(self.name) or not self.accelerator.is_main_process
-        done = self.first_step - 1
-        self.bar = progress_bar(self.total_steps, "step", "step", initial=done, disable=silent)
+        self.bar = progress_bar(total, "step", "step", initial=done, disable=silent)
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
         self._file, self._unwritten = None, b""
@@ -137,21 +134,19 @@ class TrainingLog:
                 drop_rows_from(path, self.first_step)
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
 
-    def step(
-        self, step: int, learning_rate: float, grad_norm: float | Tensor, epoch: float
-    ) -> None:
+    def step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
         """Note that an optimizer step has ended; report where it is time."""
         self.clock.steps += 1
         self.bar.update()
         self.meter.end_step(grad_norm)
         is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
         if is_due:
-            self._report(step, learning_rate, float(grad_norm), epoch)
+            self._report(step, rate, float(grad_norm), epoch)
         if is_due or step == self.first_step:
             float(grad_norm)  # wait for a GPU
             self.clock = StepClock()
 
-    def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
+    def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
         clock, elapsed = self.clock, time.perf_counter() - self.clock.began
         seconds = elapsed - clock.paused
         means, tokens = self.meter.take(clock.tokens)
@@ -169,7 +164,7 @@ class TrainingLog:
             "epoch": round(epoch, 4),
             "tokens": round(step * self.tokens_per_step),
             **means,
-            "learning_rate": learning_rate,
+            "learning_rate": rate,
             "grad_norm": grad_norm,
             "skipped_steps": skipped,
             "tokens_per_second": speed,
@@ -182,7 +177,7 @@ class TrainingLog:
         self.bar.set_postfix_str(f"loss {texts['loss']}", refresh=False)
         shown = "  ".join(f"{name} {text}" for name, text in texts.items())
         self.say(
-            f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
+            f"step {step}/{self.total_steps}  {shown}  lr {rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}" + f"  skipped {skipped}" * bool(skipped)
         )
 
@@ -250,10 +245,8 @@ def require_trackers(names: list[str]) -> None:
 def start_trackers(
     accelerator: Accelerator, args: TrainingArguments, run: Path, model: LMConfig, first_step: int
 ) -> None:
-    """Give the accelerator its trackers; `accelerator.log` then reaches all of them.
-
-    TensorBoard forgets what an interrupted run wrote for `first_step` and later.
-    """
+    """Give the accelerator its trackers. TensorBoard forgets what an interrupted run wrote for
+    `first_step` and later."""
     if not args.trackers:
         return
     accelerator.log_with = filter_trackers(args.trackers, str(run))

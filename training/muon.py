@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from training.engine.partition import Part, Partition
 from training.engine.state import state_of
 
 # (a, b, c) of every iteration: singular values from 0.0015 to 1 come to lie between 0.68 and 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-EPS = 1e-7
 # Elements orthogonalised at once: they stay in a CPU's caches, or keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
@@ -30,8 +30,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     polynomial aσ + bσ³ + cσ⁵. XXᵀ is of the shorter side.
     """
     tall = x.shape[1] > x.shape[2]
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = x / norm.clamp(min=EPS)  # no singular value above 1
+    x = normalize(x, dim=(1, 2), eps=1e-7)  # no singular value above 1
     for a, b, c in NEWTON_SCHULZ:
         gram = x.mT @ x if tall else x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

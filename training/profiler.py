@@ -41,7 +41,7 @@ class StepProfiler:
             self.phase("data")
 
     def phase(self, name: str) -> None:
-        """End the phase before and begin this one; "forward" begins a micro-batch."""
+        """End the phase before and begin this one."""
         if not self._seconds:
             return
         self._end_phase()
@@ -81,7 +81,6 @@ class StepProfiler:
         self.phase("backward")
 
     def _export(self, step: int) -> str:
-        """Write the trace, delete old ones, and return its path."""
         rank = f"rank{self.accelerator.process_index}"
         path = self.folder / f"step-{step:08d}-{rank}.json.gz"
         try:

@@ -37,58 +37,46 @@ class MicroBatch(NamedTuple):
     weight: float = 1.0  # n_targets over the mean n_targets of the step's micro-batches
 
 
-class StepBatches:
-    """Read the training data in the order of the run, behind the step that was trained last.
+def step_batches(
+    train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
+) -> Iterator[Iterator[MicroBatch]]:
+    """Yield the micro-batches of each step behind start_step. Every process must iterate.
 
     Every target of a global batch weighs the same in the gradient, whichever micro-batch holds it.
     """
+    global_batch, device = args.global_batch(engine.processes), engine.accelerator.device
+    sampler = MicroBatchSampler
+    if train_set.lengths is not None:
+        sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
+    order = sampler(
+        len(train_set),
+        args.batch_size,
+        rank=engine.accelerator.process_index,
+        world_size=engine.processes,
+        seed=args.seed,
+        start=start_step * global_batch,
+    )
+    source = micro_batches(train_set, order, args.num_workers, pin_memory=device.type == "cuda")
 
-    def __init__(
-        self, train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
-    ):
-        self.train_set, self.engine = train_set, engine
-        self.accumulation_steps = args.accumulation_steps
-        self.samples_per_step = args.global_batch(engine.processes)
-        self.full_targets = args.batch_size * train_set.seq_len
-        sampler = MicroBatchSampler
-        if train_set.lengths is not None:
-            lengths, whole = train_set.lengths, self.samples_per_step
-            sampler = partial(LengthSampler, lengths=lengths, global_batch=whole)
-        self.sampler = sampler(
-            len(train_set),
-            args.batch_size,
-            rank=engine.accelerator.process_index,
-            world_size=engine.processes,
-            seed=args.seed,
-            start=start_step * self.samples_per_step,
-        )
-        self._device = engine.accelerator.device
-        on_gpu = self._device.type == "cuda"
-        self._source = micro_batches(train_set, self.sampler, args.num_workers, pin_memory=on_gpu)
-
-    def of_step(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the next step. Every process must call it."""
-        batches = (self._read() for _ in range(self.accumulation_steps))
-        if self.train_set.every_target_counts:
-            yield from batches
-            return
-        batches = list(batches)  # their weights need the targets on all processes
-        count = self.engine.total(sum(batch.n_targets for batch in batches))
-        mean = max(1, count) / (self.accumulation_steps * self.engine.processes)
-        for batch in batches:
-            yield batch._replace(weight=batch.n_targets / mean)
-
-    def _read(self) -> MicroBatch:
-        """Read a micro-batch and begin its copy to the device."""
-        tokens, targets = next(self._source)
+    def read() -> MicroBatch:
+        tokens, targets = next(source)
         n_targets = n_tokens = targets.numel()
-        if not self.train_set.every_target_counts:
+        if not train_set.every_target_counts:
             counts = targets != IGNORE_INDEX
             n_targets = int(counts.sum())
             # A sample ends with a target that counts; behind it there is padding.
             n_tokens = int(counts.flip(1).cummax(1).values.sum())
-        tokens, targets = (x.to(self._device, non_blocking=True) for x in (tokens, targets))
+        tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
         return MicroBatch(tokens, targets, n_targets, n_tokens)
+
+    while True:
+        batches = (read() for _ in range(args.accumulation_steps))
+        if not train_set.every_target_counts:
+            batches = list(batches)  # their weights need the targets on all processes
+            count = engine.total(sum(batch.n_targets for batch in batches))
+            mean = max(1, count) / (args.accumulation_steps * engine.processes)
+            batches = [batch._replace(weight=batch.n_targets / mean) for batch in batches]
+        yield batches
 
 
 @dataclass(eq=False)
@@ -111,15 +99,16 @@ class Run:
         self.model, self.optimizer = built.model, built.optimizer
         self.stopped: tuple[int, str] | None = None  # the last step and the reason
         self.learning_rate = LearningRate.from_arguments(args, self.total_steps)
-        self.batches = StepBatches(train_set, args, engine, start.step)
+        self.samples_per_step = args.global_batch(engine.processes)
+        self._batches = step_batches(train_set, args, engine, start.step)
         flops = prepared.shapes.flops_per_token(train_set.tokens_per_sample)
         if self.teacher:  # a forward pass is a third of what training takes
             flops += self.teacher.found.shapes.flops_per_token(train_set.tokens_per_sample) / 3
         self.log = TrainingLog(
-            self.accelerator,
-            self.folder,
-            args,
-            tokens_per_step=self.batches.samples_per_step * train_set.tokens_per_sample,
+            accelerator=self.accelerator,
+            folder=self.folder,
+            args=args,
+            tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
             flops_per_token=flops,
             total_steps=self.total_steps,
             first_step=self.first_step,
@@ -147,9 +136,9 @@ class Run:
         self.profiler.begin_step(step)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the step, on the device."""
+        """Yield the micro-batches of the step."""
         self.profiler.phase("data")
-        for batch in self.batches.of_step():
+        for batch in next(self._batches):
             yield batch
             self.profiler.phase("data")
 
@@ -169,7 +158,7 @@ class Run:
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
         self.accelerator.backward(weighted)
         if batch.n_targets:
-            share = batch.n_targets / self.batches.full_targets
+            share = batch.n_targets / (self.args.batch_size * self.prepared.train_set.seq_len)
             self.log.meter.add(share, loss=loss.detach(), **parts)
         self.log.clock.tokens += batch.n_tokens
 
@@ -196,19 +185,15 @@ class Run:
 
     def report(self, step: int, grad_norm: float | Tensor) -> float | None:
         """Log the step; validate and write a sample where it is time. Return the validation loss,
-        None without a validation.
-
-        Raises UsageError: the last --max_bad_steps steps had a non-finite gradient. To look waits
-        for a GPU, and so happens every so many steps.
-        """
+        None without one. Raises UsageError: --max_bad_steps steps had a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
-        epoch = step * self.batches.samples_per_step / len(self.prepared.train_set)
+        epoch = step * self.samples_per_step / len(self.prepared.train_set)
         self.log.step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
         most, bad = self.args.max_bad_steps, self.log.meter.bad_in_row
-        if self._is_time(step, most) and bad >= most:
+        if self._is_time(step, most) and bad >= most:  # seldom: it waits for a GPU
             self.checkpointer.wait()
             raise UsageError(
                 f"{int(bad)} steps in a row had a non-finite gradient and changed nothing, the "
@@ -221,8 +206,7 @@ class Run:
         return val_loss
 
     def validate(self, step: int) -> float | None:
-        """Log the loss of the validation split and return it; None where there is no split, or the
-        loss is not finite."""
+        """Log the validation loss and return it; None without a split, or if it is not finite."""
         if not self.val_loader:
             return None
         with self.log.clock.pause():
@@ -242,7 +226,6 @@ class Run:
         return is_best or self._is_time(step, self.args.save_interval)
 
     def _is_time(self, step: int, interval: int) -> bool:
-        """Return True every `interval` steps (0: never) and at the last step."""
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
     def save(self, step: int, val_loss: float | None) -> None:
@@ -257,16 +240,15 @@ class Run:
         return saved
 
     def finish(self) -> None:
-        """Leave the results; where the run was told to stop, say how to go on instead. Raises
-        UsageError: see `leave_results`."""
-        if self.stopped:
-            saved = self.close()
-            if self.engine.is_main:
-                say_stopped(self.folder, *self.stopped, saved)
-            end_stopped([self.engine], saved)
+        """Leave the results; where the run was told to stop, say how to go on instead."""
+        if not self.stopped:
+            self.leave_results()
+            self.accelerator.end_training()
             return
-        self.leave_results()
-        self.accelerator.end_training()
+        saved = self.close()
+        if self.engine.is_main:
+            say_stopped(self.folder, *self.stopped, saved)
+        end_stopped([self.engine], saved)
 
     def leave_results(self) -> None:
         """Write weights, sample and report. Raises UsageError: the last checkpoint is not saved."""
@@ -275,5 +257,4 @@ class Run:
         if self.engine.is_main:
             leave_results(self.prepared, weights, self.log.say)
         if not saved:
-            path = self.folder.path
-            raise UsageError(f"{path}: the weights are there, the last checkpoint is not")
+            raise UsageError(f"{self.folder.path}: its last checkpoint has not been saved")

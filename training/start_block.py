@@ -24,7 +24,7 @@ ZERO_2 = " (for ZeRO-2: --deepspeed ds_config.json, behind any launcher)"
 def start_block(run: Run) -> str:
     """Return one line per fact, names aligned. Every process must call it."""
     args, engine, prepared, rate = run.args, run.engine, run.prepared, run.learning_rate
-    data, device, batch = prepared.train_set, run.accelerator.device, run.batches.samples_per_step
+    data, device, batch = prepared.train_set, run.accelerator.device, run.samples_per_step
     lora, dtype = prepared.shapes.lora, getattr(torch, args.dtype)
     attention, keeps_scores = attention_kernel(prepared.config, dtype, device)
     origin = prepared.initial.describe()
