@@ -118,7 +118,6 @@ def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_is_in(
     batches = take(run, 1)
     accumulated = gradients(run)
     run.end(1, 1.0)
-    assert run.log.clock.tokens == 0  # a report begins a new clock
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     run.model.zero_grad()
     tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
@@ -168,7 +167,6 @@ def test_a_step_has_the_same_samples_and_weights_however_it_is_shared(
             )
         mean = sum(counts) / len(parts)
         assert [part.weight for part in parts] == [pytest.approx(p.n_targets / mean) for p in parts]
-        assert sum(part.n_tokens for part in parts) == sum(counts)
     for mine, again in zip(shared, resumed, strict=True):
         for batch, same in zip(mine[1], again[0], strict=True):
             assert torch.equal(batch.tokens, same.tokens)

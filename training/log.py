@@ -55,15 +55,13 @@ class LossMeter:
         self.skipped_steps += ~good
         self._step.zero_()
 
-    def take(self, tokens: int) -> tuple[dict[str, float | None], float]:
+    def take(self) -> dict[str, float | None]:
         """Return the means over all processes since the last call, None where every step was
-        skipped, and the sum of `tokens`. Every process must call it."""
-        tokens_here = torch.tensor([tokens], device=self._sums.device)
-        sums = self.accelerator.reduce(torch.cat([self._sums, tokens_here]))
-        *totals, weight, tokens = sums.tolist()
+        skipped. Every process must call it."""
+        *totals, weight = self.accelerator.reduce(self._sums.clone()).tolist()
         self._sums.zero_()
         means = [total / weight if weight else None for total in totals]
-        return dict(zip(self.names[:-1], means, strict=True)), tokens
+        return dict(zip(self.names[:-1], means, strict=True))
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run goes on with, by its names in a checkpoint."""
@@ -91,8 +89,7 @@ class StepClock:
     """Steps and time since the last report; each report makes a new clock."""
 
     def __init__(self):
-        self.steps = self.tokens = 0  # tokens of this process, without padding
-        self.paused, self.began = 0.0, time.perf_counter()  # seconds
+        self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()  # seconds
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -112,7 +109,7 @@ class TrainingLog:
     accelerator: Accelerator  # as prepared; only its main process writes
     folder: RunFolder
     args: TrainingArguments
-    tokens_per_step: float  # of all processes together, on average
+    tokens_per_step: float  # of all processes together, on average, without padding
     flops_per_token: float
     total_steps: int  # of the run
     first_step: int  # of this start
@@ -149,11 +146,11 @@ class TrainingLog:
     def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
         clock, elapsed = self.clock, time.perf_counter() - self.clock.began
         seconds = elapsed - clock.paused
-        means, tokens = self.meter.take(clock.tokens)
+        means = self.meter.take()
         skipped, speed, utilisation = int(self.meter.skipped_steps), None, None
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            speed = round(tokens / seconds, 1)
+            speed = round(clock.steps * self.tokens_per_step / seconds, 1)
             processes = self.accelerator.num_processes
             utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
             shown = "" if utilisation is None else f"MFU {utilisation:.1%}  "

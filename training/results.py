@@ -5,7 +5,6 @@ import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import indent
 
 import torch
 from torch import Tensor
@@ -53,9 +52,14 @@ def prompt_and_continuation(
         prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
     else:
         prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
-    sampling, stop_ids = Sampling(seed=args.seed), (tokenizer.eos_id,)
-    n_tokens, next_ids = args.sample_tokens, [next_ids]
-    (ids,) = generate(model, [prompt], n_tokens, sampling, next_ids=next_ids, stop_ids=stop_ids)
+    (ids,) = generate(
+        model,
+        [prompt],
+        args.sample_tokens,
+        Sampling(seed=args.seed),
+        next_ids=[next_ids],
+        stop_ids=(tokenizer.eos_id,),
+    )
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 
@@ -75,9 +79,6 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
     try:
         with open(log.folder.samples, "a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        for tracker in log.accelerator.trackers:
-            if tracker.name == "tensorboard":
-                tracker.log({"sample": indent(prompt + text, "    ")}, step=step)
     except OSError as error:
         log.say(f"SAMPLE NOT WRITTEN: {error}")
     log.say(f"step {step}/{log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")

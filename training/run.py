@@ -30,10 +30,9 @@ from training.validation import validate, validation_loader
 class MicroBatch(NamedTuple):
     """Sequences that one process feeds forward at once."""
 
-    tokens: Tensor  # (batch_size, length), on the device
-    targets: Tensor  # (batch_size, length); IGNORE_INDEX where a target does not count
+    tokens: Tensor  # (batch_size, length), on the device, like the targets
+    targets: Tensor  # (batch_size, length); IGNORE_INDEX where one does not count
     n_targets: int  # targets that count
-    n_tokens: int  # tokens without padding
     weight: float = 1.0  # n_targets over the mean n_targets of the step's micro-batches
 
 
@@ -60,14 +59,11 @@ def step_batches(
 
     def read() -> MicroBatch:
         tokens, targets = next(source)
-        n_targets = n_tokens = targets.numel()
+        n_targets = targets.numel()
         if not train_set.every_target_counts:
-            counts = targets != IGNORE_INDEX
-            n_targets = int(counts.sum())
-            # A sample ends with a target that counts; behind it there is padding.
-            n_tokens = int(counts.flip(1).cummax(1).values.sum())
+            n_targets = int((targets != IGNORE_INDEX).sum())
         tokens, targets = (x.to(device, non_blocking=True) for x in (tokens, targets))
-        return MicroBatch(tokens, targets, n_targets, n_tokens)
+        return MicroBatch(tokens, targets, n_targets)
 
     while True:
         batches = (read() for _ in range(args.accumulation_steps))
@@ -144,8 +140,7 @@ class Run:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Average the gradients of the step's micro-batches; exchange them as seldom as possible.
-        Forward pass and `backward` of a micro-batch belong in here."""
+        """Exchange gradients as seldom as possible; forward and `backward` belong in here."""
         self.profiler.phase("forward")
         with self.accelerator.accumulate(self.model):
             yield
@@ -160,7 +155,6 @@ class Run:
         if batch.n_targets:
             share = batch.n_targets / (self.args.batch_size * self.prepared.train_set.seq_len)
             self.log.meter.add(share, loss=loss.detach(), **parts)
-        self.log.clock.tokens += batch.n_tokens
 
     def clip_gradients(self) -> float | Tensor:
         """Scale the gradient to a norm of --grad_clip at most; return the norm before, on a GPU as
@@ -241,14 +235,14 @@ class Run:
 
     def finish(self) -> None:
         """Leave the results; where the run was told to stop, say how to go on instead."""
-        if not self.stopped:
+        if self.stopped:
+            saved = self.close()
+            if self.engine.is_main:
+                say_stopped(self.folder, *self.stopped, saved)
+            end_stopped([self.engine], saved)
+        else:
             self.leave_results()
             self.accelerator.end_training()
-            return
-        saved = self.close()
-        if self.engine.is_main:
-            say_stopped(self.folder, *self.stopped, saved)
-        end_stopped([self.engine], saved)
 
     def leave_results(self) -> None:
         """Write weights, sample and report. Raises UsageError: the last checkpoint is not saved."""
