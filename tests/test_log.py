@@ -106,7 +106,7 @@ def start(accelerator, tmp_path, clock):
     def start(log_interval=1, **changes) -> TrainingLog:
         settings = {"accelerator": accelerator, "tokens_per_step": 640, "flops_per_token": 1000}
         settings |= {"total_steps": 100, "first_step": 1, "folder": RunFolder(tmp_path)}
-        settings |= {"args": TrainingArguments(log_interval=log_interval)}
+        settings |= {"args": TrainingArguments(log_interval=log_interval, log_with="none")}
         made.append(TrainingLog(**settings | changes))
         made[-1].open()
         return made[-1]

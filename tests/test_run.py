@@ -49,7 +49,7 @@ def run_of(accelerator, tmp_path):
 
     def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
         defaults = {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "warmup_steps": 2}
-        defaults |= {"dtype": "float32", "log_interval": 1, "compile": "off"}
+        defaults |= {"dtype": "float32", "log_interval": 1, "compile": "off", "log_with": "none"}
         args = TrainingArguments(**defaults | flags)
         engine = Engine(accelerator, "single process", deepspeed=None)
         engine.set_accumulation(ACCUMULATION)

@@ -6,7 +6,6 @@ chunk of logits again, so that no fp32 copy of all exists. Compiled it takes hal
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,15 +18,6 @@ KL = ("forward", "reverse")
 CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six times as much
 
 
-class Distilled(NamedTuple):
-    """Means over the targets that count, in fp32; 0 where none counts."""
-
-    loss: Tensor  # alpha * hard + (1 - alpha) * soft; it alone has a gradient
-    hard: Tensor  # cross-entropy with the targets
-    soft: Tensor  # T² times the divergence
-    agreement: Tensor  # share of positions at which both models' likeliest token is the same
-
-
 def distillation_loss(
     logits: Tensor,
     theirs: Tensor,
@@ -38,8 +28,11 @@ def distillation_loss(
     kl: str,
     vocab_size: int | None = None,
     compiled: bool = False,
-) -> Distilled:
-    """Return the student's loss and its parts.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the student's loss, alpha * hard + (1 - alpha) * soft, and without a gradient its
+    parts: hard, the cross-entropy with the targets; soft, T² times the divergence; agreement, the
+    share of positions at which both models' likeliest token is the same. They are means over the
+    targets that count, in fp32; 0 where none counts.
 
     Args:
         logits: (B, T, vocab_size or more), the student's, in any precision.
@@ -58,7 +51,7 @@ def distillation_loss(
         total = total + recomputed(partial(compute, theirs=expected), ours, wanted, what)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
     loss = alpha * hard + (1 - alpha) * soft
-    return Distilled(loss, hard.detach(), soft.detach(), agreement.detach())
+    return loss, hard.detach(), soft.detach(), agreement.detach()
 
 
 def _sums(

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from common.atomic import write_whole
 from common.errors import UsageError
-from common.progress import progress_bar
-from model import LMConfig
 from report.history import number, read_rows
-from runs.folder import RunFolder
+from runs.folder import RunFolder, read_settings
 from training.arguments import TrainingArguments
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops
 from training.engine.memory import peak_memory_bytes
@@ -27,10 +25,7 @@ from training.engine.memory import peak_memory_bytes
 
 class LossMeter:
     """Collect losses, and further means named `parts`, on the device: asking waits for a GPU.
-
-    A step whose gradient norm is not finite changes no weights. It counts as skipped and is left
-    out of the means.
-    """
+    A step whose gradient norm is not finite counts as skipped and is left out of the means."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
@@ -86,10 +81,10 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and time since the last report; each report makes a new clock."""
+    """Steps and seconds since the last report; each report makes a new clock."""
 
     def __init__(self):
-        self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()  # seconds
+        self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -113,28 +108,41 @@ class TrainingLog:
     flops_per_token: float
     total_steps: int  # of the run
     first_step: int  # of this start
-    name: str = ""  # begins every line, where several runs have a log and no progress bar
+    name: str = ""  # begins every line, where several runs have a log
 
     def __post_init__(self):
         self.meter, self.clock = LossMeter(self.accelerator, self.args.logged), StepClock()
-        total, done = self.total_steps, self.first_step - 1
-        silent = bool(self.name) or not self.accelerator.is_main_process
-        self.bar = progress_bar(total, "step", "step", initial=done, disable=silent)
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
         self._file, self._unwritten = None, b""
 
     def open(self) -> None:
         """Begin to write, once nothing can be refused any more; drop rows that come again."""
+        first, run = self.first_step, self.folder.path
         if self.accelerator.is_main_process:
-            for path in (self.folder.metrics, self.folder.samples):
-                drop_rows_from(path, self.first_step)
+            for path in filter(Path.exists, (self.folder.metrics, self.folder.samples)):
+                rows = [row for row in read_rows(path) if row["step"] < first and first > 1]
+                lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+                write_whole(path, "".join(lines))
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
+        if not self.args.trackers:
+            return
+        self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
+        self.accelerator.project_configuration.logging_dir = str(run)
+        # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
+        shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
+        shared |= {"resume": "allow", "config": read_settings(self.folder.settings)}
+        options = {
+            "tensorboard": {"purge_step": first},  # forget the rows that come again
+            "wandb": {"name": run.name, "dir": str(run), **shared},
+            "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
+        }
+        project = "tensorboard" if self.args.trackers == ["tensorboard"] else "pretrain"
+        self.accelerator.init_trackers(project, None, options)
 
     def step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
         """Note that an optimizer step has ended; report where it is time."""
         self.clock.steps += 1
-        self.bar.update()
         self.meter.end_step(grad_norm)
         is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
         if is_due:
@@ -170,11 +178,9 @@ class TrainingLog:
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
         self._write(values, "train")
-        texts = {k: "n/a" if mean is None else f"{mean:.4f}" for k, mean in means.items()}
-        self.bar.set_postfix_str(f"loss {texts['loss']}", refresh=False)
-        shown = "  ".join(f"{name} {text}" for name, text in texts.items())
+        texts = (f"{k} {'n/a' if mean is None else f'{mean:.4f}'}" for k, mean in means.items())
         self.say(
-            f"step {step}/{self.total_steps}  {shown}  lr {rate:.2e}  "
+            f"step {step}/{self.total_steps}  {'  '.join(texts)}  lr {rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}" + f"  skipped {skipped}" * bool(skipped)
         )
 
@@ -191,14 +197,12 @@ class TrainingLog:
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Print on the main process without tearing the progress bar."""
+        """Print on the main process. A log file on a full disk does not end the run."""
         if self.accelerator.is_main_process:
-            with suppress(OSError):  # a log file on a full disk must not end the run
-                self.bar.clear()
+            with suppress(OSError):
                 print(f"{self.name}  {text}" if self.name else text, flush=True)
 
     def close(self) -> None:
-        self.bar.close()
         if self._file is not None:
             self._file.close()
 
@@ -225,37 +229,8 @@ def as_time(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def drop_rows_from(path: Path, step: int) -> None:
-    """Drop the rows of this step and later from a file of JSON lines; step 1 drops all rows."""
-    if path.exists():
-        rows = [row for row in read_rows(path) if row["step"] < step and step > 1]
-        write_whole(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-
-
 def require_trackers(names: list[str]) -> None:
     """Raise UsageError where a tracker's package is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")
-
-
-def start_trackers(
-    accelerator: Accelerator, args: TrainingArguments, run: Path, model: LMConfig, first_step: int
-) -> None:
-    """Give the accelerator its trackers. TensorBoard forgets what an interrupted run wrote for
-    `first_step` and later."""
-    if not args.trackers:
-        return
-    accelerator.log_with = filter_trackers(args.trackers, str(run))
-    accelerator.project_configuration.logging_dir = str(run)
-    # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
-    run_id = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]
-    # TensorBoard would make a folder of these per start.
-    shared = {"id": run_id, "resume": "allow", "config": vars(args) | model.to_dict()}
-    options = {
-        "tensorboard": {"purge_step": first_step},
-        "wandb": {"name": run.name, "dir": str(run), **shared},
-        "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
-    }
-    project = "tensorboard" if args.trackers == ["tensorboard"] else "pretrain"
-    accelerator.init_trackers(project, None, options)

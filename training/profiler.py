@@ -30,7 +30,6 @@ class StepProfiler:
         self._phase, self._since = "", 0.0  # when it began
         self._micro_batches = 0
         self._mark, self._recording = ExitStack(), ExitStack()
-        self._trace: torch.profiler.profile | None = None
         if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed steps in backward
             self._engine_step, model.step = model.step, self._timed_engine_step
 
@@ -47,8 +46,7 @@ class StepProfiler:
         self._end_phase()
         self._micro_batches += name == "forward"
         if name == "forward" and self._micro_batches == self.args.accumulation_steps:
-            profile = self.accelerator.profile(ProfileKwargs())
-            self._trace = self._recording.enter_context(profile)
+            self._trace = self._recording.enter_context(self.accelerator.profile(ProfileKwargs()))
         self._mark.enter_context(torch.profiler.record_function(name))
         self._phase, self._since = name, self._now()
 

@@ -14,7 +14,7 @@ from training.engine.failures import one_line_failures
 from training.engine.launch import Engine, build_engine
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import StopRequest, leave
-from training.log import require_trackers, start_trackers
+from training.log import require_trackers
 from training.notebook import leave_as_found
 from training.prepare import Prepared, prepare
 from training.resume import claim, say_what_changed, set_aside
@@ -116,8 +116,6 @@ def settle(run: Run) -> None:
         tokenizer = prepared.train_set.tokenizer_path
         write_settings(run.folder, run.args, prepared.config, engine, tokenizer)
     run.log.open()
-    path = run.folder.path
-    start_trackers(run.accelerator, run.args, path, prepared.config, run.first_step)
 
 
 def load_initial_weights(prepared: Prepared, built: BuiltModel, engine: Engine) -> None:
