@@ -7,8 +7,6 @@ The steps are those of pretraining, see train_pretrain_accelerate.py. What diffe
 models' logits.
 """
 
-from functools import partial
-
 from training.distillation_loss import distillation_loss
 from training.run import Run
 from training.stage_arguments import DistillationArguments
@@ -22,21 +20,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(run: Run) -> None:
     """Everything between the set-up and the finished run."""
-    compare = partial(
-        distillation_loss,
-        alpha=run.args.alpha,
-        temperature=run.args.temperature,
-        kl=run.args.kl,
-        vocab_size=run.prepared.train_set.vocab_size,
-        compiled=run.built.compilation.on,
-    )
+    args, compiled = run.args, run.built.compilation.on
+    vocab_size = run.prepared.train_set.vocab_size
     for step in run.steps():
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
                 theirs = run.teacher(batch.tokens)
                 ours = run.model(batch.tokens).logits
-                loss, hard, soft, agreement = compare(ours, theirs, batch.targets)
+                losses = distillation_loss(ours, theirs, batch.targets, args, vocab_size, compiled)
+                loss, hard, soft, agreement = losses
                 run.backward(loss, batch, hard_loss=hard, soft_loss=soft, agreement=agreement)
         grad_norm = run.clip_gradients()
         run.optimizer.step()

@@ -210,7 +210,7 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
         room.wait(timeout=60)
         return write_checkpoint(*args)
 
-    monkeypatch.setattr(checkpointing, "write_checkpoint", write)
+    monkeypatch.setattr(checkpointing.files, "write_checkpoint", write)
     checkpointer = checkpointer_of(run, 1.0)
     checkpointer.save(1, None)
     checkpointer.state.value = 2.0

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from test_compilation import needs_compiler
@@ -54,9 +56,9 @@ def with_gradient(
     kl: str = "forward",
     **settings,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    settings |= {"alpha": alpha, "temperature": temperature, "kl": kl}
+    args = SimpleNamespace(alpha=alpha, temperature=temperature, kl=kl)
     logits = logits.clone().requires_grad_()
-    found = distillation_loss(logits, theirs, targets, **settings)
+    found = distillation_loss(logits, theirs, targets, args, **settings)
     found[0].backward()
     return found, logits.grad
 

@@ -28,12 +28,13 @@ SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 
 def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
     """Of steps 0 (never taken, nan) to the last."""
-    rate = LearningRate(PEAK, total, warmup, schedule, **settings)
+    settings |= {"lr_schedule": schedule, "learning_rate": PEAK, "warmup_steps": warmup}
+    rate = LearningRate(TrainingArguments(**settings), total)
     return [math.nan, *(rate(step) for step in range(1, total + 1))]
 
 
 def test_cosine_equals_its_formula():
-    found = rates("cosine", 50, 5, min_ratio=0.2)
+    found = rates("cosine", 50, 5, min_lr_ratio=0.2)
     for step in range(6, 51):
         wave = 0.5 * (1 + math.cos(math.pi * (step - 5) / 45))
         assert found[step] == pytest.approx(PEAK * (0.2 + 0.8 * wave))
@@ -60,7 +61,7 @@ def test_others_stay_at_the_peak_and_fall_by_the_same_at_every_step(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("total", [1, 3, 999])
-@pytest.mark.parametrize("share", [0, 0.05, 1, 2])
+@pytest.mark.parametrize("share", [0, 0.05, 1])
 def test_the_rate_rises_in_a_line_to_the_peak_and_never_again(schedule, total, share):
     warmup = int(total * share)
     found = rates(schedule, total, warmup)[1:]
@@ -72,7 +73,7 @@ def test_the_rate_rises_in_a_line_to_the_peak_and_never_again(schedule, total, s
 
 
 def from_flags(typed: str, total_steps: int) -> LearningRate:
-    return LearningRate.from_arguments(parse_arguments(typed.split())[0], total_steps)
+    return LearningRate(parse_arguments(typed.split())[0], total_steps)
 
 
 def test_flags_reach_the_schedule():
@@ -80,7 +81,9 @@ def test_flags_reach_the_schedule():
         "--learning_rate 3e-3 --lr_schedule wsd --warmup_steps 7 --min_lr_ratio 0.5 "
         "--decay_fraction 0.3"
     )
-    assert from_flags(flags, 100) == LearningRate(3e-3, 100, 7, "wsd", 0.5, 0.3)
+    rate = from_flags(flags, 100)
+    assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
+    assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
     assert from_flags("", 100).schedule == "cosine"
     for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # a twentieth
         assert from_flags("", total).warmup_steps == warmup

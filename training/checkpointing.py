@@ -12,16 +12,7 @@ from safetensors.torch import load_file
 from common.atomic import remove
 from common.errors import UsageError
 from formats.portable import load_tensors
-from runs.checkpoint import (
-    OPTIMIZER,
-    RANDOM,
-    WEIGHTS,
-    best,
-    read_state,
-    saved_weights,
-    val_loss,
-    write_checkpoint,
-)
+from runs import checkpoint as files
 from runs.folder import RunFolder, step_of
 from training.build import BuiltModel, random_state, restore_random
 from training.engine.launch import Engine
@@ -47,7 +38,7 @@ class Checkpointer:
         } | ({"lora": vars(lora)} if lora else {})
         # All need the same answer, and other machines may see the files late.
         paths = [path for path in self.folder.all_checkpoints() if step_of(path) <= step]
-        lowest = val_loss(found) if (found := best(paths)) else math.inf
+        lowest = files.val_loss(found) if (found := files.best(paths)) else math.inf
         self.lowest = on_main_process(engine, lambda: lowest)
         self._writer = threading.Thread()
         self._saved = True  # False: the last save has failed
@@ -59,10 +50,12 @@ class Checkpointer:
         self.wait()
         started = time.perf_counter()
         self.lowest = min(self.lowest, math.inf if val_loss is None else val_loss)
-        tensors = {WEIGHTS: self.state.weights(), OPTIMIZER: self.state.moments()}
+        tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
         mine = random_state(self.engine.accelerator.device) | self.log.meter.state()
         ranks = gather_object([mine]) if self.engine.processes > 1 else [mine]
-        tensors[RANDOM] = {f"{i}.{name}": v for i, of in enumerate(ranks) for name, v in of.items()}
+        tensors[files.RANDOM] = {
+            f"{i}.{name}": v for i, of in enumerate(ranks) for name, v in of.items()
+        }
         state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
         if self.engine.is_main:
             work = (tensors, state, time.perf_counter() - started)
@@ -79,7 +72,7 @@ class Checkpointer:
         """Write the copy, in the thread, and say how it ended."""
         self._saved = False
         try:
-            size = write_checkpoint(self.folder, tensors, state) / 1e6
+            size = files.write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
             self.log.say(f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on")
             return
@@ -93,7 +86,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
-    keep = {*checkpoints[-keep_last:], best(checkpoints)}
+    keep = {*checkpoints[-keep_last:], files.best(checkpoints)}
     leftovers = run.checkpoints.glob("step-*.*")  # of a kill
     for path in [*leftovers, *(path for path in checkpoints if path not in keep)]:
         remove(path)
@@ -106,10 +99,12 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
 
     def attempt() -> None:
         try:
-            scalars = read_state(path)
-            state.load(saved_weights(path), load_tensors(path / OPTIMIZER), scalars, str(path))
+            scalars = files.read_state(path)
+            state.load(
+                files.saved_weights(path), load_tensors(path / files.OPTIMIZER), scalars, str(path)
+            )
             ranks = [{} for _ in range(scalars["processes"])]
-            for name, value in load_file(path / RANDOM).items():
+            for name, value in load_file(path / files.RANDOM).items():
                 number, _, what = name.partition(".")
                 ranks[int(number)][what] = value
             meter.load_state(ranks, rank)

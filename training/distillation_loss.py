@@ -22,10 +22,7 @@ def distillation_loss(
     logits: Tensor,
     theirs: Tensor,
     targets: Tensor,
-    *,
-    alpha: float,
-    temperature: float,
-    kl: str,
+    args,
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -38,19 +35,21 @@ def distillation_loss(
         logits: (B, T, vocab_size or more), the student's, in any precision.
         theirs: (B, T, vocab_size), the teacher's.
         targets: (B, T) int64; IGNORE_INDEX leaves a position out.
-        kl: "forward" is KL(teacher || student), "reverse" is KL(student || teacher).
+        args: with alpha, temperature and kl: "forward" is KL(teacher || student), "reverse" is
+            KL(student || teacher).
         vocab_size: of the text's tokenizer; the student's further outputs, if any, are in the hard
             loss alone.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
-    compute = partial(torch.compile(_sums) if compiled else _sums, temperature, kl, vocab_size)
+    compute = torch.compile(_sums) if compiled else _sums
+    compute = partial(compute, args.temperature, args.kl, vocab_size)
     what = "blocks" if targets.numel() > size else "off"
     total = torch.zeros(3, device=logits.device)
     chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
     for ours, wanted, expected in zip(*chunks, strict=True):
         total = total + recomputed(partial(compute, theirs=expected), ours, wanted, what)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
-    loss = alpha * hard + (1 - alpha) * soft
+    loss = args.alpha * hard + (1 - args.alpha) * soft
     return loss, hard.detach(), soft.detach(), agreement.detach()
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from accelerate.utils import DummyOptim
@@ -24,7 +23,6 @@ def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
     return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
 
 
-@dataclass(frozen=True)
 class LearningRate:
     """Learning rate as a function of the step, counted from 1: a resume has nothing to restore.
 
@@ -33,14 +31,18 @@ class LearningRate:
     - linear: in a straight line;
     - wsd: in a straight line over the last decay_fraction of all steps (Hu et al.,
       https://arxiv.org/abs/2404.06395).
+
+    Raises UsageError: warm-up beyond the last step.
     """
 
-    peak: float
-    total_steps: int
-    warmup_steps: int
-    schedule: str = "cosine"
-    min_ratio: float = 0.1
-    decay_fraction: float = 0.2
+    def __init__(self, args: TrainingArguments, total_steps: int):
+        self.schedule, self.total_steps = args.lr_schedule or "cosine", total_steps
+        self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
+        self.decay_fraction, self.warmup_steps = args.decay_fraction, args.warmup_steps
+        if self.warmup_steps is None:
+            self.warmup_steps = min(MAX_DEFAULT_WARMUP, total_steps // 20)
+        if (warmup := self.warmup_steps) > total_steps:
+            raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
 
     def __call__(self, step: int) -> float:
         if step <= self.warmup_steps:
@@ -56,17 +58,6 @@ class LearningRate:
         wave = 0.5 * (1 + math.cos(math.pi * progress))
         share = wave if self.schedule == "cosine" else 1 - progress
         return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
-
-    @classmethod
-    def from_arguments(cls, args: TrainingArguments, total_steps: int) -> "LearningRate":
-        """Return the schedule of a run. Raises UsageError: warm-up beyond the last step."""
-        warmup, schedule = args.warmup_steps, args.lr_schedule or "cosine"
-        if warmup is None:
-            warmup = min(MAX_DEFAULT_WARMUP, total_steps // 20)
-        if warmup > total_steps:
-            raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
-        end = args.min_lr_ratio, args.decay_fraction
-        return cls(args.learning_rate, total_steps, warmup, schedule, *end)
 
 
 def set_learning_rate(optimizer, value: float) -> None:

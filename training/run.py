@@ -94,7 +94,7 @@ class Run:
         self.first_step, self.total_steps = start.step + 1, prepared.total_steps
         self.model, self.optimizer = built.model, built.optimizer
         self.stopped: tuple[int, str] | None = None  # the last step and the reason
-        self.learning_rate = LearningRate.from_arguments(args, self.total_steps)
+        self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = step_batches(train_set, args, engine, start.step)
         flops = prepared.shapes.flops_per_token(train_set.tokens_per_sample)
