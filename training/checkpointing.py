@@ -53,9 +53,7 @@ class Checkpointer:
         tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
         mine = random_state(self.engine.accelerator.device) | self.log.meter.state()
         ranks = gather_object([mine]) if self.engine.processes > 1 else [mine]
-        tensors[files.RANDOM] = {
-            f"{i}.{name}": v for i, of in enumerate(ranks) for name, v in of.items()
-        }
+        tensors[files.RANDOM] = {f"{i}.{k}": v for i, of in enumerate(ranks) for k, v in of.items()}
         state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
         if self.engine.is_main:
             work = (tensors, state, time.perf_counter() - started)
@@ -99,10 +97,8 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
 
     def attempt() -> None:
         try:
-            scalars = files.read_state(path)
-            state.load(
-                files.saved_weights(path), load_tensors(path / files.OPTIMIZER), scalars, str(path)
-            )
+            scalars, moments = files.read_state(path), load_tensors(path / files.OPTIMIZER)
+            state.load(files.saved_weights(path), moments, scalars, str(path))
             ranks = [{} for _ in range(scalars["processes"])]
             for name, value in load_file(path / files.RANDOM).items():
                 number, _, what = name.partition(".")
