@@ -8,8 +8,8 @@ import torch
 from test_partition import divided
 from torch import nn
 
-from training import muon
-from training.muon import NEWTON_SCHULZ, Muon
+from training import optimizer as module
+from training.optimizer import NEWTON_SCHULZ, Muon
 
 SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (32, 16)]
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
@@ -46,7 +46,7 @@ def largest_difference(a: list, b: list) -> float:
 
 @pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements: 16 × 16 twice is 512
 def test_in_fp32_it_is_the_formula(monkeypatch, at_once):
-    monkeypatch.setitem(muon.BATCH_ELEMENTS, "cpu", at_once)
+    monkeypatch.setitem(module.BATCH_ELEMENTS, "cpu", at_once)
     mine, by_hand = matrices(), [p.detach().double() for p in matrices()]
     train(ours(mine), mine)
     momenta = [torch.zeros_like(p) for p in by_hand]
