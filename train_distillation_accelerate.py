@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-The steps are those of pretraining, see train_pretrain_accelerate.py. What differs: the teacher
+As train_pretrain_accelerate.py; what differs: the teacher
 (--teacher, by default the newest run) reads each micro-batch too, and the loss compares both
 models' logits.
 """

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_config.yaml train_sft_accelerate.py [flags]
 
-The steps are those of pretraining, see train_pretrain_accelerate.py. What differs: the weights to
+As train_pretrain_accelerate.py; what differs: the weights to
 begin with (--init_from, by default the newest run's), rows that are whole conversations, and that
 only the tokens of answers count in the loss.
 """

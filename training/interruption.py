@@ -16,13 +16,10 @@ from pathlib import Path
 from training.engine.launch import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
-SAME_REQUEST_SECONDS = 2.0
-# Environment variable of run_accelerate.sh: a file that a run makes when it has saved and stops.
-STOP_NOTE = "STOP_NOTE"
+SAME_REQUEST_SECONDS = 2.0  # Ctrl-C reaches a rank from the terminal and from the launcher
+STOP_NOTE = "STOP_NOTE"  # names a file that a run of run_accelerate.sh makes when it is saved
 CHECKPOINT_WRITER = "checkpoint writer"  # name of the thread that `leave` waits for
-# Codes that ranks exchange, besides the numbers of signals.
-SAVE, TIME_LIMIT = 1, 1000
+SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange, besides the numbers of signals
 
 
 class StopRequest:
@@ -34,8 +31,7 @@ class StopRequest:
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine, self.deadline = engine, since + 60 * (time_limit or math.inf)
-        self.save_seconds = 60 * (save_minutes or math.inf)
-        self._signal, self._since = 0, 0.0
+        self.save_seconds, self._signal, self._since = 60 * (save_minutes or math.inf), 0, 0.0
         self.saved()
         for number in SIGNALS:
             signal.signal(number, self._note)
@@ -46,15 +42,12 @@ class StopRequest:
         self._save_at = time.monotonic() + self.save_seconds
 
     def reason(self) -> str | None:
-        """Return why to stop, None to go on, and set `time_to_save`: both are the same on every
-        rank. Every process must call it."""
+        """Return why to stop, None to go on, and set `time_to_save`. Every process must call it."""
         now = time.monotonic()
-        code = self._signal or (TIME_LIMIT if now > self.deadline else 0)
-        if not code and self.engine.is_main and now > self._save_at:
-            code = SAVE
-        code = self.engine.largest(code)
+        code = self._signal or TIME_LIMIT * (now > self.deadline)
+        code = self.engine.largest(code or SAVE * (self.engine.is_main and now > self._save_at))
         self.time_to_save = code == SAVE
-        if code in (0, SAVE):
+        if code <= SAVE:
             return None
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
 

@@ -31,7 +31,7 @@ class LossMeter:
         self.accelerator = accelerator
         self.names = ("loss", *parts, "weight")
         self._saved_names = [f"log.{name}" for name in (*self.names, "skipped_steps")]
-        # Weighted sums of the means, and the sum of the weights.
+        # Weighted sums of the means, and the sum of the weights
         self._step = torch.zeros(len(self.names), device=accelerator.device)
         self._sums = torch.zeros_like(self._step)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
@@ -60,18 +60,16 @@ class LossMeter:
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run goes on with, by its names in a checkpoint."""
-        values = [*self._sums.tolist(), self.skipped_steps.item()]
-        tensors = (torch.tensor(value, dtype=torch.float64) for value in values)
-        return dict(zip(self._saved_names, tensors, strict=True))
+        values = torch.tensor([*self._sums.tolist(), self.skipped_steps], dtype=torch.float64)
+        return {name: values[i].clone() for i, name in enumerate(self._saved_names)}
 
     def load_state(self, ranks: list[dict[str, Tensor]], rank: int) -> None:
-        """Go on with what the ranks of a checkpoint saved; other ranks share the sums equally."""
-        processes = self.accelerator.num_processes
-        if len(ranks) == processes:
-            ranks, processes = [ranks[rank]], 1
-        sums = sum(self._vector(saved) for saved in ranks) / processes
-        self._sums.copy_(sums[:-1])
-        self.skipped_steps.fill_(int(self._vector(ranks[0])[-1]))
+        """Go on with what the ranks of a checkpoint saved; of another number of ranks, the first
+        process takes the sums."""
+        saved = [self._vector(each) for each in ranks]
+        same = len(ranks) == self.accelerator.num_processes
+        self._sums.copy_((saved[rank] if same else sum(saved) * (rank == 0))[:-1])
+        self.skipped_steps.fill_(int(saved[0][-1]))
 
     def _vector(self, saved: dict[str, Tensor]) -> Tensor:
         if "log" not in saved:
@@ -96,10 +94,8 @@ class StepClock:
 
 @dataclass(kw_only=True)
 class TrainingLog:
-    """Report every `log_interval` steps, at the first and at the last step.
-
-    Throughput leaves out pauses and the first step of a start, which compiles and fills caches.
-    """
+    """Report every `log_interval` steps, at the first and at the last step. Throughput leaves out
+    pauses and the first step of a start, which compiles and fills caches."""
 
     accelerator: Accelerator  # as prepared; only its main process writes
     folder: RunFolder

@@ -1,9 +1,8 @@
 """The optimizer, AdamW or Muon for the matrices of the blocks, and its learning rate.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
-matrix by the nearest orthogonal matrix, as `torch.optim.Muon` does. Matrices of one shape are
-orthogonalised together. Under ZeRO a process steps a flat partition that begins and ends within
-matrices; these are made whole first.
+matrix by the nearest orthogonal matrix, as `torch.optim.Muon` does. Under ZeRO a process steps a
+flat partition that begins and ends within matrices; these are made whole first.
 """
 
 import math
@@ -102,8 +101,9 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     Where DeepSpeed's file holds an "optimizer", a placeholder carries the parameter groups to it.
     """
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
-    if args.optimizer == "muon":
-        matrices = muon_matrices(model)
+    matrices = muon_matrices(model) if args.optimizer == "muon" else []
+    groups = parameter_groups(model, args.weight_decay, without=matrices)
+    if matrices:
         by_muon = {
             "params": matrices,
             "algorithm": "muon",
@@ -111,12 +111,10 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
             "weight_decay": args.weight_decay,
             "lr_factor": args.muon_learning_rate / args.learning_rate,
         }
-        by_adamw = parameter_groups(model, args.weight_decay, without=matrices)
         # A GPU without bf16 takes fp32: in fp16 small gradients would be gone before they count.
         in_fp32 = args.dtype == "float32" or (torch.cuda.is_available() and not has_bf16())
         dtype = torch.float32 if in_fp32 else torch.bfloat16
-        return Muon([by_muon, *(group | adam for group in by_adamw)], args.learning_rate, dtype)
-    groups = parameter_groups(model, args.weight_decay)
+        return Muon([by_muon, *(group | adam for group in groups)], args.learning_rate, dtype)
     if "optimizer" in (engine.deepspeed or {}):
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
@@ -130,11 +128,8 @@ def tell_layout(model: nn.Module, engine: Engine) -> None:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Return nearly the nearest matrices with orthonormal rows or columns to x (batch, rows, cols).
-
-    The quintic Newton-Schulz iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X acts on singular values as the
-    polynomial aσ + bσ³ + cσ⁵. XXᵀ is of the shorter side.
-    """
+    """Return nearly the nearest matrices with orthonormal rows or columns to x (batch, rows, cols):
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X acts on singular values as the polynomial aσ + bσ³ + cσ⁵."""
     tall = x.shape[1] > x.shape[2]
     x = normalize(x, dim=(1, 2), eps=1e-7)  # no singular value above 1
     for a, b, c in NEWTON_SCHULZ:
@@ -152,9 +147,7 @@ class Update(NamedTuple):
 
 class Muon(torch.optim.AdamW):
     """Step groups with "algorithm": "muon", which hold matrices and "momentum", by Muon, and drop
-    their gradients; step the others as torch.optim.AdamW(fused=True). `dtype` is the precision in
-    which to orthogonalise.
-    """
+    their gradients; step the others as torch.optim.AdamW(fused=True)."""
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
@@ -219,7 +212,7 @@ class Muon(torch.optim.AdamW):
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield matrices of one shape, as many as should be orthogonalised at once."""
+    """Yield matrices of one shape that are orthogonalised at once."""
     by_shape = defaultdict(list)
     for update in updates:
         by_shape[update.matrix.shape].append(update)

@@ -28,7 +28,7 @@ class StepProfiler:
         self.accelerator, self.folder, self.args = accelerator, folder, args
         self._seconds: dict[str, float] = {}  # of the step being measured
         self._phase, self._since = "", 0.0  # when it began
-        self._micro_batches = 0
+        self._micro_batches, self._trace = 0, None
         self._mark, self._recording = ExitStack(), ExitStack()
         if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed steps in backward
             self._engine_step, model.step = model.step, self._timed_engine_step
@@ -59,7 +59,17 @@ class StepProfiler:
         seconds, self._seconds = self._seconds, {}
         total = sum(seconds.values())
         shares = (f"{name} {part:.3f} s ({part / total:.1%})" for name, part in seconds.items())
-        line = f"profile of step {step}: {total:.3f} s  {'  '.join(shares)}  {self._export(step)}"
+        rank = f"rank{self.accelerator.process_index}"
+        path = self.folder / f"step-{step:08d}-{rank}.json.gz"
+        trace = f"trace: {path}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._trace.export_chrome_trace(str(path))
+            for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
+                old.unlink()
+        except OSError as error:
+            trace = f"TRACE NOT WRITTEN: {error}"
+        line = f"profile of step {step}: {total:.3f} s  {'  '.join(shares)}  {trace}"
         return seconds | {"step": total}, line
 
     def _end_phase(self) -> None:
@@ -77,15 +87,3 @@ class StepProfiler:
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")
-
-    def _export(self, step: int) -> str:
-        rank = f"rank{self.accelerator.process_index}"
-        path = self.folder / f"step-{step:08d}-{rank}.json.gz"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(path))
-            for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
-                old.unlink()
-        except OSError as error:
-            return f"TRACE NOT WRITTEN: {error}"
-        return f"trace: {path}"

@@ -64,10 +64,8 @@ def prompt_and_continuation(
 
 
 def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: TrainingLog):
-    """Add a sample to samples.jsonl, on the main process. A full disk does not stop training.
-
-    A copy of the `model` makes it, in the precision of training's forward pass, with a random
-    generator of its own: training goes on as if nothing had happened.
+    """Add a sample to samples.jsonl, on the main process. A copy of the `model` makes it, in the
+    precision of training, with a random generator of its own. A full disk does not stop training.
     """
     if not log.accelerator.is_main_process:  # the others wait at their next exchange
         return
@@ -87,11 +85,8 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
 def leave_results(
     prepared: Prepared, weights: dict[str, Tensor], say: Callable[[str], None]
 ) -> None:
-    """Write the trained weights, sample.txt, loss.png and report.html, and say the last words.
-
-    A run with a folder of weights is finished: it appears whole, after all but the report. Weights
-    have adapters added to the base; a run with adapters also leaves these in PEFT's form.
-    """
+    """Write the trained weights, with adapters added to the base, sample.txt, loss.png and
+    report.html, and say the last words. A run with a folder of weights is finished."""
     run, config, lora = prepared.start.folder, prepared.config, prepared.shapes.lora
     if lora:
         with whole_folder(run.adapter) as folder:
@@ -132,8 +127,7 @@ def _copy_template(run: RunFolder, folder: Path) -> None:
 
 def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     """Say why a run stopped before its end, whether it is saved, and how to go on."""
-    state = "saved" if saved else "NOT SAVED"
-    command = "nothing has been saved so far"
+    state, command = "saved" if saved else "NOT SAVED", "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
     print(f"report: {leave_report([run.path], run.report)}")

@@ -39,10 +39,8 @@ class MicroBatch(NamedTuple):
 def step_batches(
     train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
 ) -> Iterator[Iterator[MicroBatch]]:
-    """Yield the micro-batches of each step behind start_step. Every process must iterate.
-
-    Every target of a global batch weighs the same in the gradient, whichever micro-batch holds it.
-    """
+    """Yield the micro-batches of each step behind start_step. Every process must iterate. Every
+    target of a global batch weighs the same in the gradient, whichever micro-batch holds it."""
     global_batch, device = args.global_batch(engine.processes), engine.accelerator.device
     sampler = MicroBatchSampler
     if train_set.lengths is not None:
@@ -77,7 +75,7 @@ def step_batches(
 
 @dataclass(eq=False)
 class Run:
-    """All that training needs, and the verbs of a step; the training pages spell them out."""
+    """All that training needs, and the verbs of the training pages."""
 
     prepared: Prepared  # what is trained on which data; a checkpoint that it names is loaded
     engine: Engine
@@ -193,8 +191,7 @@ class Run:
                 f"{int(bad)} steps in a row had a non-finite gradient and changed nothing, the "
                 f"last one was step {step}: try a lower --learning_rate"
             )
-        is_due = self._is_time(step, self.args.eval_interval)
-        val_loss = self.validate(step) if is_due else None
+        val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)
         return val_loss

@@ -38,8 +38,7 @@ def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
     """Return the mean "loss" in nats over every target that counts, of all processes, "perplexity",
-    "bits_per_byte", which compares models with different tokenizers, and the number of "samples".
-    """
+    "bits_per_byte", which compares models with different tokenizers, and the count of "samples"."""
     model.eval()
     total, weight, samples = 0.0, 0, 0
     for tokens, targets in loader:
