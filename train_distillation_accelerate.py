@@ -2,9 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-As train_pretrain_accelerate.py; what differs: the teacher
-(--teacher, by default the newest run) reads each micro-batch too, and the loss compares both
-models' logits.
+Unlike in pretraining the teacher (--teacher, by default the newest run) reads each micro-batch too,
+and the loss compares both models' logits.
 """
 
 from training.distillation_loss import distillation_loss

@@ -2,9 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_sft_accelerate.py [flags]
 
-As train_pretrain_accelerate.py; what differs: the weights to
-begin with (--init_from, by default the newest run's), rows that are whole conversations, and that
-only the tokens of answers count in the loss.
+Unlike pretraining it begins with weights (--init_from, by default the newest run's), its rows are
+whole conversations, and only the tokens of answers count in the loss.
 """
 
 from training.run import Run

@@ -23,11 +23,8 @@ SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange, besides the numbers of 
 
 
 class StopRequest:
-    """Asks all ranks, once per step, whether to stop, and the main rank whether to save.
-
-    A second signal ends the process at once; without a launcher Ctrl-C is a KeyboardInterrupt then.
-    The time limit is in minutes since `since`, when the program started by `time.monotonic`.
-    """
+    """Asks all ranks, once per step, whether to stop, and the main rank whether to save. A second
+    signal ends the process at once. Limits are in minutes, `since` is by `time.monotonic`."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine, self.deadline = engine, since + 60 * (time_limit or math.inf)

@@ -16,11 +16,8 @@ KEPT_TRACES = 10  # newest traces of a rank: a long run would fill the disk
 
 
 class StepProfiler:
-    """Measure one optimizer step in --profile_interval; do nothing in the steps between.
-
-    A measured step waits for the device between phases. Its trace, in `folder`, holds the last
-    micro-batch and the optimizer, to be small enough to open.
-    """
+    """Measure one optimizer step in --profile_interval, which waits for the device between phases.
+    Its trace, in `folder`, holds the last micro-batch and the optimizer: more is hard to open."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, folder: Path, args: TrainingArguments

@@ -37,8 +37,7 @@ SHOWN = 80  # characters of a sample in the log
 def prompt_and_continuation(
     model: Decoder | Transformer, tokenizer: Tokenizer, prepared: Prepared
 ) -> tuple[str, str]:
-    """Return the prompt (--sample_prompt, or how the validation data begins) and how the model goes
-    on."""
+    """Return the prompt, or how the validation data begins, and how the model goes on."""
     args, data, next_ids = prepared.args, prepared.val_set or prepared.train_set, []
     if args.sample_prompt is None:
         tokens, targets = data[0]
