@@ -2,9 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py [flags]
 
-Reads what `python -m scripts.prepare_data` wrote, trains on the launcher's engine (DeepSpeed ZeRO,
-DDP, or a single process) and leaves everything in one run folder. A step always means an optimizer
-step; a micro-batch is what one process feeds forward at once.
+Reads what `python -m scripts.prepare_data` wrote and leaves everything in one run folder. A step
+always means an optimizer step; a micro-batch is what one process feeds forward at once.
 """
 
 from training.arguments import TrainingArguments

@@ -67,7 +67,6 @@ class Checkpointer:
         return self._saved
 
     def _write(self, tensors: dict, state: dict, stalled: float) -> None:
-        """Write the copy, in the thread, and say how it ended."""
         self._saved = False
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6

@@ -35,10 +35,8 @@ def distillation_loss(
         logits: (B, T, vocab_size or more), the student's, in any precision.
         theirs: (B, T, vocab_size), the teacher's.
         targets: (B, T) int64; IGNORE_INDEX leaves a position out.
-        args: with alpha, temperature and kl: "forward" is KL(teacher || student), "reverse" is
-            KL(student || teacher).
-        vocab_size: of the text's tokenizer; the student's further outputs, if any, are in the hard
-            loss alone.
+        args: with alpha, temperature and kl; "forward" is KL(teacher || student).
+        vocab_size: of the text; the student's further outputs, if any, are in the hard loss alone.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
     compute = torch.compile(_sums) if compiled else _sums

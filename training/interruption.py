@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,7 +56,7 @@ class StopRequest:
             os._exit(128 + number)
 
 
-def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
+def end_stopped(engines: list[Engine], saved: bool) -> None:
     """End the processes of runs that were told to stop; exit code 1 if they are not saved."""
     note = os.environ.get(STOP_NOTE)
     if note and saved and engines[0].accelerator.is_local_main_process:

@@ -121,8 +121,6 @@ class TrainingLog:
                 lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
                 write_whole(path, "".join(lines))
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
-        if not self.args.trackers:
-            return
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)
         # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.

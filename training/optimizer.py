@@ -121,7 +121,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
 
 
 def tell_layout(model: nn.Module, engine: Engine) -> None:
-    """Tell Muon what lies where in the flat tensors that DeepSpeed has it step."""
+    """Tell Muon what lies in the flat tensors that DeepSpeed has it step."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
@@ -185,7 +185,6 @@ class Muon(torch.optim.AdamW):
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Yield the updates of matrices in p of which this process steps any weights."""
         weights, gradient = p.view(-1), p.grad
         if p not in self.layout:
             yield Update(gradient, weights, slice(None))
@@ -212,7 +211,6 @@ class Muon(torch.optim.AdamW):
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
-    """Yield matrices of one shape that are orthogonalised at once."""
     by_shape = defaultdict(list)
     for update in updates:
         by_shape[update.matrix.shape].append(update)

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,18 +71,16 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
     tokenizer = open_tokenizer(log.folder.path)  # --data may be prepared anew meanwhile
     with torch.compiler.set_stance("force_eager"):  # other shapes would be compiled anew
         prompt, text = prompt_and_continuation(decoder, tokenizer, prepared)
-    row = {"step": step, "prompt": prompt, "text": text}
+    row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
     try:
         with open(log.folder.samples, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(f"{row}\n")
     except OSError as error:
         log.say(f"SAMPLE NOT WRITTEN: {error}")
     log.say(f"step {step}/{log.total_steps}  sample {(prompt + text)[:SHOWN]!r}")
 
 
-def leave_results(
-    prepared: Prepared, weights: dict[str, Tensor], say: Callable[[str], None]
-) -> None:
+def leave_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingLog) -> None:
     """Write the trained weights, with adapters added to the base, sample.txt, loss.png and
     report.html, and say the last words. A run with a folder of weights is finished."""
     run, config, lora = prepared.start.folder, prepared.config, prepared.shapes.lora
@@ -107,7 +104,7 @@ def leave_results(
     adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     best = final_numbers(read_history(run.path)).get("best validation loss", "")
     best = best and f"best validation loss {best}: {run.path}{BEST}\n"
-    say(
+    log.say(
         f"\n{best}"
         f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n\n"
         f"loss curve: {run.loss_picture}\n"

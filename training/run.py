@@ -246,6 +246,6 @@ class Run:
         weights = self.built.state.weights()
         saved = self.close()
         if self.engine.is_main:
-            leave_results(self.prepared, weights, self.log.say)
+            leave_results(self.prepared, weights, self.log)
         if not saved:
             raise UsageError(f"{self.folder.path}: its last checkpoint has not been saved")

@@ -42,8 +42,7 @@ def validate(
     model.eval()
     total, weight, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        # A second compilation would cost more than it gains here.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # to compile again would cost more
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
         # It drops the samples that were repeated to give every process a whole batch.
