@@ -67,17 +67,11 @@ class SeveralArguments(TrainingArguments):
 
 def main(argv: list[str] | None = None) -> None:
     """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
-    run_program(SeveralArguments, train, argv)
+    run_program(SeveralArguments, train, argv, set_up)
 
 
-def train(args: SeveralArguments, model_settings: dict) -> None:
-    """Everything between the flags and the finished runs."""
-    models = read_models(args, model_settings)
-    folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
-    runs = set_up_together(models, partial(resumed_together, folders, args.resume))
-    if not runs:  # all are finished
-        return
-    runs = Runs(runs, folders)
+def train(runs: "Runs") -> None:
+    """Everything between the set-up and the finished runs."""
     for step in runs.first.steps():
         val_losses = {}
         for run in runs.in_turn():
@@ -90,9 +84,16 @@ def train(args: SeveralArguments, model_settings: dict) -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
             val_losses[run] = run.report(step, grad_norm)  # log, validate, sample
-        if runs.end(step, val_losses):  # save, all of them or none; true: asked to stop
-            return
-    runs.finish()
+        runs.end(step, val_losses)  # save, all of them or none
+    runs.finish()  # leave weights and reports, unless they were told to stop before the end
+
+
+def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
+    """Return the runs to train, None if all are finished. Raises UsageError, ConfigError."""
+    models = read_models(args, model_settings)
+    folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
+    runs = set_up_together(models, partial(resumed_together, folders, args.resume))
+    return Runs(runs, folders) if runs else None
 
 
 class Runs:
@@ -120,8 +121,8 @@ class Runs:
             self._random[run] = random_state(run.accelerator.device)
             self._left[run] = time.perf_counter()
 
-    def end(self, step: int, val_losses: dict[Run, float | None]) -> bool:
-        """Save all runs where it is time for one; return whether they were asked to stop."""
+    def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
+        """Save all runs where it is time for one or they were told to stop."""
         stop = self.first.stop
         reason = stop.reason()
         due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
@@ -129,18 +130,21 @@ class Runs:
             for run in self.in_turn():
                 run.save(step, val_losses[run])
             stop.saved()
-        if reason is None or step == self.first.total_steps:
-            return False
-        each_saved = [run.close() for run in self.all]
-        if self.first.engine.is_main:
-            state = "saved" if all(each_saved) else "NOT ALL SAVED"
-            print(f"stopped by {reason} after step {step}, {state}; to go on:")
-            print(f"  {how_to_resume('auto')}", flush=True)
-        end_stopped([run.engine for run in self.all], all(each_saved))
-        return True
+        if reason and step < self.first.total_steps:
+            self.first.stopped = step, reason
 
     def finish(self) -> None:
-        """Leave the results of each run, and one report of all. Raises UsageError: see `Run`."""
+        """Leave the results of each run, and one report of all; where they were told to stop, say
+        how to go on instead. Raises UsageError: see `Run.leave_results`."""
+        if self.first.stopped:
+            each_saved = [run.close() for run in self.all]
+            if self.first.engine.is_main:
+                step, reason = self.first.stopped
+                state = "saved" if all(each_saved) else "NOT ALL SAVED"
+                print(f"stopped by {reason} after step {step}, {state}; to go on:")
+                print(f"  {how_to_resume('auto')}", flush=True)
+            end_stopped([run.engine for run in self.all], all(each_saved))
+            return
         for run in self.in_turn():
             run.log.say(f"\n{run.folder.path}:")
             run.leave_results()

@@ -30,7 +30,6 @@ class RunFolder:
         self.report = path / "report.html"
         self.sample = path / "sample.txt"
         self.samples = path / "samples.jsonl"  # written during training
-        self.bad_samples = path / "bad_samples.json"  # the batch at which the run gave up
 
     @property
     def tokenizer(self) -> Path:

@@ -152,10 +152,8 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_its_run_is_not(tmp_p
 
 def test_going_back_sets_the_course_not_taken_aside(tmp_path):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
-    run.bad_samples.touch()
     run.weights.mkdir()
     set_aside(find(tmp_path, resume=str(run.checkpoint(1))))
-    assert not run.bad_samples.exists()
     assert not run.weights.exists()
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
     assert len(list(run.path.glob("weights.aside-*"))) == 1

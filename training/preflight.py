@@ -23,9 +23,9 @@ from training.arguments import PROGRAMS, TrainingArguments, as_arguments, build_
 from training.engine.device import GIB, available_memory, require_usable_gpu
 from training.engine.estimate import kind_of, largest_batch
 from training.engine.launch import check_precision, deepspeed_plugin, take_launch
+from training.log import require_trackers
 from training.prepare import Prepared, prepare
 from training.resume import saved_arguments
-from training.trackers import require_trackers
 
 # On a CPU: further passes teach less and less (https://arxiv.org/abs/2305.16264).
 PASSES = 4

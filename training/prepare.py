@@ -23,6 +23,7 @@ from training.engine.deepspeed_config import file_of, read_config, take_schedule
 from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
+from training.optimizer import count_steps
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -30,7 +31,6 @@ from training.resume import (
     run_identity,
     with_own_weights,
 )
-from training.schedule import count_steps
 from training.teacher import TeacherWeights, require_same_tokenizer
 
 # Paths, which may differ between machines, and what the main process decides for all.

@@ -154,7 +154,6 @@ def set_aside(start: StartingPoint) -> None:
         if path.exists():
             path.rename(f"{path}.aside-{int(time.time())}")
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
-    run.bad_samples.unlink(missing_ok=True)
 
 
 def write_settings(

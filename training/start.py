@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -33,23 +34,25 @@ from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
 from training.interruption import SIGNALS, StopRequest, leave
+from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
 from training.resume import claim, set_aside, write_settings
 from training.run import Run
 from training.teacher import Teacher
-from training.trackers import require_trackers, start_trackers
 
 
 def run_program(
     kind: type[TrainingArguments],
-    train: Callable[[TrainingArguments, dict], None],
+    train: Callable[[Any], None],
     argv: list[str] | None,
+    make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
-    """Call `train` with the arguments and the settings of the model that were typed. A user's
+    """Set up what `train` takes, a `Run` by default, and train it unless it is finished. A user's
     mistake ends in one line.
 
     Args:
+        make: returns what `train` takes, None where it is finished; by default `set_up`.
         argv: flags of a run in a process that lives on, such as a notebook's kernel; None takes
             those of the command line, and the process ends with the run.
     """
@@ -58,7 +61,9 @@ def run_program(
         with one_line_errors(kind.program, UsageError, ConfigError), process:
             args, model_settings = parse_arguments(argv, kind)
             with one_line_failures(args, model_settings):
-                train(args, model_settings)
+                subject = (make or set_up)(args, model_settings)
+                if subject is not None:
+                    train(subject)
     finally:
         if argv is None:
             leave()
@@ -164,16 +169,13 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
         set_aside(start)
         write_settings(start.folder, args, prepared.config, engine, train_set.tokenizer_path)
     run.log.open()
-    run.samples.open()
-    path = start.folder.path
-    start_trackers(engine.accelerator, args, path, prepared.config, run.first_step)
     return run
 
 
 def start_block(run: Run) -> str:
     """Return one line per fact, names aligned; no line for a fact that is None."""
     args, engine, prepared, rate = run.args, run.engine, run.prepared, run.learning_rate
-    device, data, batch = run.accelerator.device, prepared.train_set, run.batches.samples_per_step
+    device, data, batch = run.accelerator.device, prepared.train_set, run.samples_per_step
     start, lora = prepared.start, prepared.shapes.lora
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
     plain = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"

@@ -113,7 +113,7 @@ def test_the_next_stage_goes_on_from_the_newest_run(clone, pretrained, tmp_path)
     ended = run_accelerate(clone, Path(), flags, DATA="", **stage)
     assert ended.code == 0, ended.out
     assert "starts from: out/runs/mine/weights, with a new optimizer\n" in ended.out
-    assert "before the first step: validation loss" in ended.out
+    assert "step 0/2  validation loss" in ended.out
     tuned = clone / "out" / "runs" / "tuned"
     assert f"-m scripts.chat {tuned.relative_to(clone)}" in ended.out
     assert (tuned / "weights" / "chat_template.jinja").is_file()
