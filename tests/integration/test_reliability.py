@@ -5,7 +5,6 @@ import random
 import shlex
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 from textwrap import indent
@@ -15,12 +14,13 @@ import pytest
 from conftest import (
     REPOSITORY,
     SAFETY_NET_SECONDS,
-    TINY,
     Finished,
-    clean_environment,
-    launch_command,
+    Trained,
+    kill_all,
     run_warm,
     start_warm,
+    train_command,
+    wait_for,
 )
 from safetensors.torch import load_file
 from warm_ranks import WarmProcess
@@ -33,49 +33,31 @@ SCRIPT = "train_pretrain_accelerate.py"
 ENDLESS = "--max_steps 1000000 --compile off"  # so long a run would be compiled
 
 
-def with_script(command: list[str], script: str) -> list[str]:
-    return [script if part == SCRIPT else part for part in command]
-
-
 class Trainer:
     """Starts runs of one setting in one output folder."""
 
     def __init__(self, out: Path, packed: Path, engine: str, processes: int, flags: str):
-        self.out, self.engine, self.processes = out, engine, processes
-        common = ["--data", str(packed), "--out_dir", str(out), "--eval_interval", "0"]
-        self.flags = [*TINY, *common, *flags.split()]
+        self.out, self.packed, self.flags = out, packed, f"--eval_interval 0 {flags}"
+        self.engine, self.processes = engine, processes
 
-    def command(self, name: str, flags: str = "") -> list[str]:
-        launch = launch_command(self.engine, self.processes)
-        return [*launch, *self.flags, "--run_name", name, *flags.split()]
+    def command(self, name: str, flags: str = "", script: str = SCRIPT) -> list[str]:
+        what = (self.engine, self.processes, self.packed, self.out / name)
+        command = train_command(*what, f"{self.flags} {flags}")
+        return [script if part == SCRIPT else part for part in command]
 
     def finish(self, name: str, flags: str = "", script: str = SCRIPT) -> Finished:
-        return run_warm(with_script(self.command(name, flags), script))
+        return run_warm(self.command(name, flags, script))
 
     def start(self, name: str, flags: str = "", script: str = SCRIPT, **environ: str):
         """A process whose words go to NAME.log."""
         with open(self.out / f"{name}.log", "a") as log:
-            return start_warm(with_script(self.command(name, flags), script), log, **environ)
-
-    def launch(
-        self, name: str, flags: str = "", script: str = SCRIPT, **environ: str
-    ) -> subprocess.Popen:
-        """The same as a real launch."""
-        with open(self.out / f"{name}.log", "a") as log:
-            return subprocess.Popen(
-                with_script(self.command(name, flags), script),
-                cwd=REPOSITORY,
-                env=clean_environment() | environ,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
+            return start_warm(self.command(name, flags, script), log, **environ)
 
     def said(self, name: str) -> str:
         return (self.out / f"{name}.log").read_text()
 
     def checkpoint(self, name: str, step: int) -> Path:
-        return self.out / name / "checkpoints" / f"step-{step:08d}"
+        return Trained(self.out / name, "").checkpoint(step)
 
     def rows(self, name: str) -> list[dict]:
         """metrics.jsonl without what the clock decides."""
@@ -84,48 +66,9 @@ class Trainer:
         return [{k: v for k, v in json.loads(x).items() if k not in timed} for x in lines]
 
 
-def ranks(process: subprocess.Popen | WarmProcess) -> list[psutil.Process]:
-    """The training processes under a launcher."""
-    if isinstance(process, WarmProcess):
-        return [psutil.Process(pid) for pid in process.ranks]
-    children = psutil.Process(process.pid).children(recursive=True)
-    return sorted(
-        (child for child in children if "RANK" in child.environ()),
-        key=lambda child: int(child.environ()["RANK"]),
-    )
-
-
-def kill_everything(process: subprocess.Popen | WarmProcess) -> None:
-    tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in tree:
-        if member.is_running():
-            member.kill()
-    process.wait()
-    while not all(map(has_ended, tree)):
-        time.sleep(0.01)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def wait_for(condition, process: subprocess.Popen | WarmProcess) -> bool:
-    """True once the condition holds, False if the process ended before."""
-    end = time.monotonic() + SAFETY_NET_SECONDS
-    while not condition():
-        if process.poll() is not None:
-            return condition()
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return True
-
-
-def same_bytes(one: Path, other: Path) -> bool:
-    files = ("weights.safetensors", "optimizer.safetensors")
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in files)
+def ranks(launcher: WarmProcess) -> list[psutil.Process]:
+    """Return the training processes in their order."""
+    return sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.pid)
 
 
 # Where a run can be told to stand still: what it is about to call, and how often it calls it in
@@ -160,7 +103,7 @@ main()
 
 def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_path, thorough):
     """SIGKILL to launcher and ranks, in the middle of each thing that a run does."""
-    kills = 20 if thorough else 4
+    kills = 12 if thorough else 4
     steps = 16 * kills
     flags = f"--max_steps {steps} --save_interval 4 --dropout 0.1 --batch_size 4 --log_interval 3"
     trainer = Trainer(tmp_path, packed, "zero2", 2, flags + " --keep_last 2")
@@ -175,22 +118,22 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
         owner, name, counts = PLACES[place]
         stands = tmp_path / f"stands-{attempt}"
         how = {"STAND_STILL": f"{owner} {name} {dice.choice(counts)}", "STANDS": str(stands)}
-        start = trainer.launch if thorough and attempt == 1 else trainer.start
-        process = start("killed", "--resume auto", str(script), **how)
-        assert wait_for(stands.exists, process), trainer.said("killed")[-3000:]
-        kill_everything(process)
+        process = trainer.start("killed", "--resume auto", str(script), **how)
+        wait_for(stands.exists, process)
+        kill_all(process)
         if place == "write a file of a checkpoint":
             assert list(folder.glob("*.partial"))
-    # And once wherever it may be, if it is not at its end.
+    # And once wherever it may be.
     before = set(folder.glob("step-*"))
     process = trainer.start("killed", "--resume auto")
-    if wait_for(lambda: set(folder.glob("step-*")) - before, process):
-        time.sleep(dice.uniform(0, 0.3))
-    if process.poll() is None:
-        kill_everything(process)
+    wait_for(lambda: set(folder.glob("step-*")) - before, process)
+    time.sleep(dice.uniform(0, 0.3))
+    kill_all(process)
     assert trainer.finish("killed", "--resume auto").code == 0
 
-    assert same_bytes(trainer.checkpoint("whole", steps), trainer.checkpoint("killed", steps))
+    whole, killed = (Trained(tmp_path / name, "") for name in ("whole", "killed"))
+    assert killed.checkpoint() == killed.checkpoint(steps)
+    assert killed.ends_as(whole)
     assert trainer.rows("whole") == trainer.rows("killed")
 
 
@@ -203,8 +146,9 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
 ):
     trainer = Trainer(tmp_path, packed, engine, processes, ENDLESS)
     process = trainer.start("run")
-    assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
-    ranks(process)[-1].send_signal(getattr(signal, name))
+    wait_for(lambda: "step 5/" in trainer.said("run"), process)
+    rank = ranks(process)[-1] if processes > 1 else process
+    rank.send_signal(getattr(signal, name))
     assert process.wait(SAFETY_NET_SECONDS) == 0
     step = int((tmp_path / "run/checkpoints/latest").read_text().strip()[5:])
     said = trainer.said("run")
@@ -217,14 +161,14 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
 
 
 def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
-    """Which is the launcher's doing, and torchrun's: a real launch."""
+    """By the launcher, and torchrun under it."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
-    process = trainer.launch("run")
-    assert wait_for(lambda: "step 5/" in trainer.said("run"), process)
+    process = trainer.start("run")
+    wait_for(lambda: "step 5/" in trainer.said("run"), process)
     all_ranks = ranks(process)
     all_ranks[0].kill()
     assert process.wait(SAFETY_NET_SECONDS) != 0
-    assert all(map(has_ended, all_ranks))
+    assert not any(rank.is_running() for rank in all_ranks)
     said = trainer.said("run")
     assert "rank      : 0 (local_rank: 0)\n  exitcode  : -9" in said
 
@@ -262,7 +206,7 @@ def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, t
     script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
     ended = trainer.finish("run", script=script)
     assert ended.code == 1
-    assert "Traceback" not in ended.out
+    assert ended.out.count("Traceback") == 1  # the launcher's own
     lines = [line for line in ended.out.splitlines() if "error: " in line]
     assert lines[0].startswith(
         f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 1: "
