@@ -206,6 +206,7 @@ def run_program(words: list[str], search: list[str]) -> None:
     importlib.invalidate_caches()
     if is_module:
         sys.argv[0] = importlib.util.find_spec(name).origin
+        sys.modules.pop(name, None)  # a program that is started is not a module yet
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(name, run_name="__main__")
@@ -225,8 +226,6 @@ def import_everything() -> list[str]:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     for name in (*MODULES, *PROGRAMS):
         importlib.import_module(name)
-    for name in PROGRAMS:  # a program that is started is not a module yet
-        del sys.modules[name]
     gc.freeze()
     return search
 

@@ -92,7 +92,6 @@ SHARED_OUT = {
 }
 ADAPTERS = "--lora_dim 4 --only_optimize_lora"
 MUON = f"{ADAPTERS} --optimizer muon"
-VARIANT = pytest.mark.variant
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +113,8 @@ def reference(base, data, tmp_path_factory):
     ("name", "more"),
     [
         *((name, "") for name in SHARED_OUT if "ZeRO-1" not in name),
-        ("ZeRO-3 2 x 2 x 2 accumulation", ADAPTERS),
-        pytest.param("DDP 2 x 4", ADAPTERS, marks=VARIANT),
-        pytest.param("ZeRO-1 2 x 2 x 2 accumulation", ADAPTERS, marks=VARIANT),
-        pytest.param("ZeRO-2 2 x 1 x 4 accumulation", ADAPTERS, marks=VARIANT),
-        pytest.param("ZeRO-2 2 x 1 x 4 accumulation", MUON, marks=VARIANT),
+        *((name, ADAPTERS) for name in SHARED_OUT if "plain" not in name),
+        ("ZeRO-2 2 x 1 x 4 accumulation", MUON),
     ],
 )
 def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name, more):
@@ -160,9 +156,8 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
     flags = f"--max_steps 6 --save_interval 3 --batch_size {8 // processes} --resume auto{more}"
     whole = sft(engine, processes, tmp_path / "whole", flags, start)
     assert "a new run starts" in whole.out
-    stopped = tmp_path / "stopped"
-    shutil.copytree(whole.checkpoint(3), stopped / "checkpoints" / "step-00000003")
-    for name in ("metrics.jsonl", "settings.json", "tokenizer.model"):
+    stopped = whole.stopped_after(3, tmp_path / "stopped")
+    for name in ("settings.json", "tokenizer.model"):
         shutil.copy(whole.path / name, stopped)
     if more:
         shutil.copytree(whole.path / "base", stopped / "base")
@@ -171,10 +166,7 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
     resumed = sft(engine, processes, stopped, flags, start)
     assert "starts from: step-00000003" in resumed.out
     assert resumed.column("loss") == whole.column("loss")
-    for file in ("weights", "optimizer", "random"):
-        ours, theirs = resumed.tensors(file), whole.tensors(file)
-        assert ours.keys() == theirs.keys()
-        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    assert resumed.ends_as(whole)
 
 
 def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
@@ -214,9 +206,8 @@ def test_mistakes_are_one_line(base, data, packed, tmp_path):
         (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
     ):
         ended = run_warm([sys.executable, script, *TINY, *flags.split()])
-        assert ended.code == 2, ended.out
-        assert "Traceback" not in ended.out
-        (line,) = [line for line in ended.out.splitlines() if "error:" in line]
+        program = "prepare_data" if "prepare_data" in keyword else script
+        line = ended.error(program)
         assert keyword in line
     assert str(missing) in line
     assert list(tmp_path.iterdir()) == []
