@@ -86,12 +86,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="session")
-def thorough(request) -> bool:
-    """Whether slow proofs run in full."""
-    return request.config.getoption("--all")
-
-
-@pytest.fixture(scope="session")
 def path_without_compilers(tmp_path_factory) -> str:
     """A PATH with this Python and a few tools. The environment's own folder holds ninja."""
     folder = tmp_path_factory.mktemp("bin")
@@ -220,6 +214,13 @@ def wait_for(condition, *processes: subprocess.Popen | WarmProcess) -> None:
         time.sleep(0.02)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def kill_all(process: subprocess.Popen | WarmProcess) -> None:
     """Kill a process and all that it has started, and wait until they are gone."""
     tree = psutil.Process(process.pid)
@@ -228,7 +229,7 @@ def kill_all(process: subprocess.Popen | WarmProcess) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait(SAFETY_NET_SECONDS)
-    psutil.wait_procs(members, timeout=SAFETY_NET_SECONDS)
+    wait_for(lambda: all(map(has_ended, members)))
 
 
 def copy_repository(folder: Path) -> Path:

@@ -15,18 +15,14 @@ from formats.portable import load_portable
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
-COMPILES = all(map(shutil.which, ("ninja", "c++")))  # DeepSpeed's AdamW for the CPU
-AIO = COMPILES and find_library("aio") is not None
+AIO = all(map(shutil.which, ("ninja", "c++"))) and find_library("aio") is not None
 
 
-@pytest.fixture(scope="module", autouse=True)
-def operations(thorough) -> None:
-    """Compile DeepSpeed's own operations, which --all uses, before a run needs them: beside other
-    tests that takes longer than a run may."""
-    for name in ("CPUAdamBuilder", *["PinMemoryBuilder", "AsyncIOBuilder"] * AIO):
-        if thorough and COMPILES:
-            load = f"from deepspeed.ops.op_builder import {name}; {name}().load()"
-            subprocess.run([sys.executable, "-c", load], check=True)
+def compile_operation(builder: str) -> None:
+    """Compile an operation of DeepSpeed's before a run needs it: that takes longer than a run may
+    beside other tests."""
+    load = f"from deepspeed.ops.op_builder import {builder}; {builder}().load()"
+    subprocess.run([sys.executable, "-c", load], check=True)
 
 
 # Engine and number of processes, one after the other in one run: 8 sequences each step.
@@ -44,14 +40,14 @@ FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule con
 
 
 @pytest.fixture(scope="module")
-def relay(packed, tmp_path_factory, path_without_compilers, thorough) -> list[Trained]:
+def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
     """A run that every engine takes one step further, validating and writing a sample."""
-    environ = {} if thorough else {"PATH": path_without_compilers}
     path, runs = tmp_path_factory.mktemp("relay") / "run", []
     for step, (engine, processes) in enumerate(RELAY, start=1):
         flags = f"{FLAGS} --batch_size {8 // processes} --max_steps {step} --resume auto"
         flags += f" --sample_interval {step} --eval_samples 17"
-        runs.append(train(f"configs/{engine}.yaml", processes, packed, path, flags, **environ))
+        where = (f"configs/{engine}.yaml", processes, packed, path)
+        runs.append(train(*where, flags, PATH=path_without_compilers))
     return runs
 
 
@@ -111,6 +107,8 @@ def nvme_file(folder: Path) -> Path:
 def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
     # Partitions below 1 MiB stay in memory: most of this model's are larger, and more than buffers.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
+    for builder in ("CPUAdamBuilder", "PinMemoryBuilder", "AsyncIOBuilder"):
+        compile_operation(builder)
     file = nvme_file(tmp_path / "nvme")
     whole = train(file, 2, packed, tmp_path / "whole", flags)
     assert "engine: DeepSpeed ZeRO-3, all on NVMe" in whole.out

@@ -132,16 +132,7 @@ def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=10 * tolerance)
 
 
-def test_adapters_go_on_under_another_engine(sft, reference, tmp_path):
-    path = tmp_path / "run"
-    first = sft("zero2", 2, path, f"--max_steps 3 --batch_size 4 {ADAPTERS}")
-    assert all(name.endswith((".lora_a", ".lora_b")) for name in first.tensors())
-    resumed = sft("plain", 1, path, f"--max_steps 6 --batch_size 8 --resume {path} {ADAPTERS}")
-    expected = reference(ADAPTERS).column("loss")
-    assert resumed.column("loss") == pytest.approx(expected, rel=1e-5)
-
-
-LORA = " --lora_dim 4 --only_optimize_lora --dropout 0.1"
+LORA = f" {ADAPTERS} --dropout 0.1"
 LORA_AND_OTHERS = " --lora_dim 4 --lora_alpha 32 --dtype bfloat16"
 
 
@@ -183,11 +174,9 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
         assert torch.equal(left[name], under_way[name])
     names = set(run.tensors())
     assert adapter.keys() == names
-    others = {name for name in names if not is_adapter(name)}
-    assert len(names - others) == 2 * 7 * 2  # factors, layers, blocks
-    assert not any("attention.w" in name or "feed_forward.w" in name for name in others)
-    assert ("tok_embeddings.weight" in others) != only_lora
-    assert bool(others) != only_lora
+    factors = [name for name in names if is_adapter(name)]
+    assert len(factors) == 2 * 7 * 2  # of layers and blocks
+    assert ("tok_embeddings.weight" in names) != only_lora
     changed = {name for name in begun if not torch.equal(left[name], begun[name])}
     assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}
     trained = sum(tensor.numel() for tensor in run.tensors().values()) / 1e6
