@@ -31,13 +31,7 @@ def wait_until(condition: Callable):
 
 
 class LiveServer:
-    """Answers at `url` until it is closed.
-
-    Args:
-        name: of the model.
-        context: tokens that the model sees.
-        sampling: where a request does not say.
-    """
+    """Answers at `url` until it is closed; `context` is in tokens."""
 
     def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)

@@ -13,8 +13,6 @@ from flag_table import flag_table
 
 ENGLISH, CHINESE = "README.md", "README_zh.md"
 TEXTS = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE)}
-# tensorboard's, pip's, pytest's (tests/conftest.py) and torchrun's; and `--no-`, which switches
-# flags off.
 LAUNCHER_FLAGS = (
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
@@ -22,6 +20,7 @@ LAUNCHER_FLAGS = (
     *("--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--no_local_rank"),
     *("--master_addr", "--master_port", "--node_rank", "--no_ssh"),
 )
+# Of tensorboard, pip, pytest and torchrun; and `--no-`, which switches flags off.
 OTHER_FLAGS = {"--logdir", "--no-deps", "--all", "--no", "--nproc_per_node"}
 HAN = r"[\u4e00-\u9fff]"
 

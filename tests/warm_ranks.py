@@ -1,12 +1,10 @@
 """Start programs without the seconds that each of them spends on imports.
 
 A helper process imports PyTorch, DeepSpeed and the like once and is forked for every program. A
-fork is set up as a fresh interpreter is: environment, folder, command line, search path, signals,
-output. The launchers of Accelerate, PyTorch and DeepSpeed run as they are, but the Python processes
-that they start are forks too.
-
-A fork differs from a fresh interpreter in three ways: modules are there before they are imported,
-sets have the same order in all processes, and /proc has the helper's environment.
+fork is set up as a fresh interpreter is. The launchers of Accelerate, PyTorch and DeepSpeed run as
+they are, but the Python processes that they start are forks too. They differ from fresh ones in
+three ways: modules are there before they are imported, sets have the same order in all processes,
+and /proc has the helper's environment.
 """
 
 import atexit

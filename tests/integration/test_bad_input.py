@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, TINY, launch_command, run_warm, train, write_corpus
+from conftest import REPOSITORY, TINY, run_warm, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -83,39 +83,6 @@ def test_a_port_that_is_in_use(refused):
 def test_a_full_disk_while_training(refused, small_disk):
     disk = small_disk("300k")
     assert "no space left" in refused(f"--max_steps 1 --dim 64 --out_dir {disk}")
-
-
-RANK_1_ELSEWHERE = """
-import os, sys
-sys.path.insert(0, {repository!r})
-if os.environ["RANK"] == "1":
-    os.chdir({folder!r})
-from train_pretrain_accelerate import main
-main()
-"""
-
-
-@pytest.mark.parametrize("what", ["data", "checkpoint", "weights"])
-def test_what_one_rank_cannot_see_is_said_by_the_first_with_its_place(packed, tmp_path, what):
-    """A relative path stands for a disk that one of two machines does not have."""
-    out = os.path.relpath(tmp_path, REPOSITORY)
-    run_1 = train("plain", 1, packed, tmp_path / "run", "--max_steps 1")
-    data, missing, flags = {
-        "data": (os.path.relpath(packed, REPOSITORY), "no prepared data here", ""),
-        "checkpoint": (packed, "state.json", "--resume auto --run_name run"),
-        "weights": (packed, "config.json", f"--init_from {out}/run"),
-    }[what]
-    script = tmp_path / "rank_1_elsewhere.py"
-    script.write_text(RANK_1_ELSEWHERE.format(repository=str(REPOSITORY), folder=str(run_1.path)))
-    command = [*launch_command("ddp", 2)[:-1], str(script), *TINY, "--data", str(data)]
-    batch = ["--batch_size", "4", "--max_steps", "2", "--out_dir", out]
-    ended = run_warm([*command, *batch, *flags.split()])
-    assert ended.code == 1
-    assert ended.out.count("Traceback") == 1  # the launcher's own
-    line = next(line for line in ended.out.splitlines() if "error: " in line)
-    assert line.startswith(f"{SCRIPT}: error: ")
-    assert missing in line
-    assert f"(only rank 1 on {socket.gethostname()} of 2 processes: " in line
 
 
 def test_a_full_disk_while_preparing(tmp_path, small_disk):

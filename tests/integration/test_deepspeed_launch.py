@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import sys
-from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -77,23 +76,15 @@ def test_torchrun_starts_deepspeed_as_well(accelerate, packed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "stage"),
-    [
-        ("accelerate_zero2_student", {}, 2),  # a scheduler with "auto", as the flags say
-        ("hugging_face_zero3", {"scheduler": ..., "optimizer.params.torch_adam": True}, 3),
-    ],
+    ("name", "stage"),  # the first has a scheduler with "auto"
+    [("accelerate_zero2_student", 2), ("hugging_face_zero3", 3)],
 )
-def test_a_template_of_others_trains_as_our_own_file(
-    accelerate, deepspeed, tmp_path, name, told, stage
-):
+def test_a_template_of_others_trains_as_our_own_file(accelerate, deepspeed, tmp_path, name, stage):
     """Once what it is told has been changed in it; no compiler is needed then."""
     config = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
-    for key, value in told.items():
-        *parents, last = key.split(".")
-        section = reduce(dict.__getitem__, parents, config)
-        section[last] = value
-        if value is ...:
-            del section[last]
+    if stage == 3:
+        del config["scheduler"]
+        config["optimizer"]["params"]["torch_adam"] = True
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     trained = deepspeed("--deepspeed", str(path))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, TINY, Trained, launch_command, run_warm, train
+from conftest import REPOSITORY, Trained, launch_command, run_warm, train
 from small_model import opinionated
 from torch.nn import functional as F
 
@@ -194,12 +194,3 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
     assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
-
-
-def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher, tmp_path):
-    flags = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
-    flags += " --teacher_config configs/zero3_inference.json"
-    ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
-    line = ended.error(DISTIL)
-    assert "--teacher_config divides the teacher among the processes of a launcher" in line
-    assert list(tmp_path.iterdir()) == []

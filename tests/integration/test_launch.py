@@ -1,14 +1,10 @@
 """The launches of the README: which engine they start, what it says, what a run leaves."""
 
-import gzip
-import json
 import re
 
 import pytest
-import torch
 from conftest import LAUNCH, Trained, run, train, train_command
 
-from data.tokenizer import Tokenizer
 from formats.portable import load_portable
 
 pytestmark = pytest.mark.slow
@@ -16,7 +12,6 @@ pytestmark = pytest.mark.slow
 STEPS, PROFILE_INTERVAL = 100, 50
 # Seeds 1, 2 and 42 ended at 1.4 to 1.8, and at 1.6 to 1.9 in validation; 6.0 is where they begin.
 LEARNED = 3.0
-PHASES = ("data", "forward", "backward", "optimizer")
 
 
 FLAGS = (
@@ -45,16 +40,10 @@ def test_the_start_block_says_what_is_in_use(zero2, packed):
     assert said(zero2, "engine") == "DeepSpeed ZeRO-2"
     assert said(zero2, "processes").startswith("2 ")
     assert said(zero2, "precision") == "bf16"
-    assert "engine: DDP" not in zero2.out
-    assert said(zero2, "attention") == "blocks of rows"
-    assert said(zero2, "compiled").startswith("no (the run is too short")
-    assert said(zero2, "parameters").startswith("0.12 million (dim 64, 2 layers, 4 heads")
     assert said(zero2, "data").startswith(str(packed))
     assert said(zero2, "global batch") == (
         "16 sequences = 1,024 tokens per step (4 × 2 accumulation × 2 processes)"
     )
-    assert said(zero2, "steps").startswith(f"{STEPS} ")
-    assert said(zero2, "memory").startswith("about ")
 
 
 TWO = ["--num_processes=2", "--mixed_precision=bf16"]
@@ -84,52 +73,29 @@ def test_the_model_learns(zero2):
     assert zero2.rows("val_loss")[-1]["val_loss"] < LEARNED
 
 
-def test_metrics_hold_every_step_validation_and_profile(zero2):
+def test_metrics_hold_every_step_and_validation(zero2):
     assert zero2.column("step") == list(range(1, STEPS + 1))
     assert [row["step"] for row in zero2.rows("val_loss")] == [50, STEPS]
-    assert [row["step"] for row in zero2.rows("forward_seconds")] == [50, STEPS]
-    first, *others = zero2.column("tokens_per_second")
-    assert first is None  # it compiles, and is no speed
-    assert all(rate >= 0 for rate in others)
 
 
 def test_checkpoints_are_whole_and_none_is_half_written(zero2):
     names = sorted(path.name for path in (zero2.path / "checkpoints").iterdir())
     assert names == ["latest", "step-00000050", "step-00000100"]
-    assert sorted(path.name for path in zero2.checkpoint().iterdir()) == [
-        "manifest.json",
-        "optimizer.safetensors",
-        "random.safetensors",
-        "state.json",
-        "weights.safetensors",
-    ]
 
 
-def test_the_weights_can_be_used_elsewhere(zero2, packed):
-    model = load_portable(zero2.path / "weights")
-    saved = zero2.tensors()
-    assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters())
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    tokenizer = Tokenizer(zero2.path / "weights" / "tokenizer.model")
-    assert tokenizer.vocab_size == model.config.vocab_size
-
-
-def test_a_picture_and_a_sample_are_left(zero2):
+def test_weights_a_picture_and_a_sample_are_left(zero2):
     assert (zero2.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (zero2.path / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith("sum")
     assert sample.strip() in zero2.out
     assert str(zero2.path / "weights") in zero2.out
+    for name, parameter in load_portable(zero2.path / "weights").named_parameters():
+        assert parameter.equal(zero2.tensors()[name])
 
 
-def test_traces_show_the_phases_of_a_step(zero2):
+def test_traces_and_times_of_the_phases_are_left(zero2):
     traces = sorted(path.name for path in (zero2.path / "profile").glob("*.gz"))
-    assert traces == [
-        f"step-{step:08d}-rank{rank}.json.gz" for step in (50, STEPS) for rank in (0, 1)
-    ]
-    with gzip.open(zero2.path / "profile" / traces[-1], "rt", encoding="utf-8") as file:
-        events = {event.get("name") for event in json.load(file)["traceEvents"]}
-    assert set(PHASES) <= events
-    for row in zero2.rows("forward_seconds"):
-        assert {f"{phase}_seconds" for phase in (*PHASES, "step")} <= row.keys()
+    steps = (PROFILE_INTERVAL, STEPS)
+    assert traces == [f"step-{step:08d}-rank{rank}.json.gz" for step in steps for rank in (0, 1)]
+    assert [row["step"] for row in zero2.rows("forward_seconds")] == [*steps]
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out

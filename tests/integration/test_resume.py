@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Trained, deepspeed_file, run_warm, train, train_command
+from conftest import Trained, deepspeed_file, train
 
 pytestmark = pytest.mark.slow
 
@@ -108,23 +108,3 @@ def test_a_damaged_newest_checkpoint_is_passed_over_aloud_and_the_end_is_the_sam
     assert f"DAMAGED CHECKPOINT {weights.parent}: " in resumed.out
     assert f"starts from: step-{FIRST:08d}" in resumed.out
     assert resumed.ends_as(before)
-
-
-@pytest.mark.parametrize(
-    ("damaged", "flags", "keywords"),
-    [
-        ("random.safetensors", "", ["is damaged: the checksum of random.safetensors is"]),
-        ("", "--dim 64 --n_layers 3", ["dim: 32 in the checkpoint", "n_layers: 2 in the"]),
-        ("", "--optimizer muon --batch_size 64", ["optimizer: adamw in the checkpoint, muon now"]),
-    ],
-)
-def test_a_run_that_cannot_go_on_is_one_line_and_exit_code_2(
-    damaged, flags, keywords, whole, packed, tmp_path
-):
-    path = whole("plain").stopped_after(FIRST, tmp_path / "stopped")
-    if damaged:
-        file = path / "checkpoints" / f"step-{FIRST:08d}" / damaged
-        file.write_bytes(file.read_bytes()[:-1])
-    ended = run_warm(train_command("plain", 1, packed, path, f"--resume {path} {flags}"))
-    line = ended.error()
-    assert all(keyword in line for keyword in keywords), line

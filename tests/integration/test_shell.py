@@ -92,23 +92,6 @@ def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrai
     assert not (clone / ".venv").exists()
 
 
-@pytest.mark.variant  # of the next stage, and of test_distillation.py
-def test_a_smaller_model_is_taught_by_the_newest_run(clone, pretrained):
-    """Of pretraining, whatever other stages have left."""
-    flags = (
-        "--dim 16 --n_heads 2 --max_seq_len 32 --max_steps 2 --sample_tokens 4 --run_name taught"
-    )
-    two = {"STAGE": "distill", "NUM_PROCESSES": "2", "DATA": ""}
-    flags += " --teacher_config configs/zero3_inference.json"
-    ended = run_accelerate(clone, Path(), flags, **two)
-    assert ended.code == 0, ended.out
-    assert "teacher: out/runs/mine/weights: 0.02 million (dim 32, 1 layer, " in ended.out
-    assert "never trained; ZeRO-3, " in ended.out
-    assert "data: out/data/short: " in ended.out
-    assert re.search(r"step 2/2  loss \S+  hard_loss \S+  soft_loss \S+  agreement \S+", ended.out)
-    assert (clone / "out" / "runs" / "taught" / "weights" / "model.safetensors").is_file()
-
-
 def test_the_next_stage_goes_on_from_the_newest_run_and_stops_when_told(
     clone, pretrained, tmp_path
 ):
@@ -138,7 +121,6 @@ def test_the_next_stage_goes_on_from_the_newest_run_and_stops_when_told(
     said = log.read_text(encoding="utf-8")
     assert "engine: DeepSpeed ZeRO-3\n" in said
     assert "starts from: out/runs/mine/weights, with a new optimizer; max_seq_len" in said
-    assert "before the first step: validation loss" in said
     assert "Traceback" not in said
     assert said.count("to go on:") == 1
     words, command = said.splitlines()[-2:]
