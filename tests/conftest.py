@@ -204,14 +204,14 @@ def run_warm(command: list[str], **environ: str) -> Finished:
     return Finished(code, said)
 
 
-def wait_for(condition, *processes: subprocess.Popen | WarmProcess) -> None:
-    """Wait until the condition holds; fail if one of the processes ends before."""
+def wait_for(condition, *processes: subprocess.Popen | WarmProcess):
+    """Return what the condition gives once that is true; fail if a process ends before."""
     end = time.monotonic() + SAFETY_NET_SECONDS
-    while not condition():
-        running = all(process.poll() is None for process in processes)
-        assert running or condition(), "ended before"
+    while not (value := condition()):
+        assert all(process.poll() is None for process in processes) or condition(), "ended before"
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
+    return value
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -332,9 +332,11 @@ def train_command(engine, processes: int, data: Path, path: Path, flags: str) ->
     return [*command, *TINY, *where, *flags.split()]
 
 
-def train(engine, processes: int, data: Path, path: Path, flags: str, **environ: str) -> Trained:
-    """Train as `train_command` says; fail if the run does."""
-    ended = run_warm(train_command(engine, processes, data, path, flags), **environ)
+def train(
+    engine, processes: int, data: Path, path: Path, flags: str, start=run_warm, **environ: str
+) -> Trained:
+    """Train as `train_command` says, with `start=run` in new processes; fail if the run does."""
+    ended = start(train_command(engine, processes, data, path, flags), **environ)
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)
 

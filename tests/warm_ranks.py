@@ -117,7 +117,6 @@ class Helper:
 
 @functools.cache
 def helper() -> Helper:
-    """Return the helper of this test session."""
     return Helper()
 
 

@@ -31,8 +31,6 @@ facts = {
     "parameters": sum(p.ds_numel for p in model.parameters()),
     "held": sum(p.numel() for p in model.parameters()),
     "share": sum(share.numel() for share in shares),
-    "where": sorted({share.device.type for share in shares}),
-    "pos_cis": str(model.pos_cis.dtype),
 }
 Decoder(model, torch.float32, divided=True).read([[1, 2, 3]], capacity=4)
 facts["most together"] = max(whole)
@@ -88,7 +86,5 @@ def test_a_process_has_its_share_and_a_block_at_a_time(trained, tmp_path):
     facts = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(PROCESSES)]
     for each in facts:
         assert each["held"] == 0
-        assert each["where"] == ["cpu"]
-        assert each["pos_cis"] == "torch.complex64"
         assert each["most together"] < each["parameters"]
     assert sum(each["share"] for each in facts) == pytest.approx(facts[0]["parameters"], rel=0.01)

@@ -185,22 +185,14 @@ def both(machines, tmp_path):
         command = [sys.executable, SCRIPT, *TINY, *where, *FLAGS.split(), *flags.split()]
         place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(next(ports))}
         place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        logs = [tmp_path / f"{machine.name}.log" for machine in machines]
-        processes = [
-            machine.start_warm([*command, *more.split()], log, RANK=str(rank), **place)
-            for rank, (machine, log, more) in enumerate(
-                zip(machines, logs, ("", on_the_second), strict=True)
-            )
-        ]
-        try:
-            codes = [process.wait(SAFETY_NET_SECONDS) for process in processes]
-        finally:
-            for process in processes:
-                process.abandon()
-        said = [log.read_text(encoding="utf-8") for log in logs]
-        for log in logs:
-            log.unlink()
-        return codes, said
+        each, logs, processes = zip(machines, ("", on_the_second), strict=True), [], []
+        for rank, (machine, more) in enumerate(each):
+            logs.append(tmp_path / f"{machine.name}.log")
+            logs[-1].unlink(missing_ok=True)
+            words = [*command, *more.split()]
+            processes.append(machine.start_warm(words, logs[-1], RANK=str(rank), **place))
+        codes = [process.wait(SAFETY_NET_SECONDS) for process in processes]
+        return codes, [log.read_text(encoding="utf-8") for log in logs]
 
     return both
 
