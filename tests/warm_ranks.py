@@ -163,14 +163,15 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
     os.environ.update(environ)
     code = 1
     try:
-        run_program(list(words), search)
-        code = 0
+        try:
+            run_program(list(words), search)
+            code = 0
+        except (Exception, KeyboardInterrupt):
+            sys.excepthook(*sys.exc_info())  # which may exit with a code of its own
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
     finally:  # as a Python that ends
         threading._shutdown()
         atexit._run_exitfuncs()
