@@ -126,7 +126,7 @@ def final_numbers(run: History) -> dict[str, str]:
         "training time": str(timedelta(seconds=round(steps @ each))),
         "training loss": text(last.get("loss"), ".4f"),
         "validation loss": text(validation.get("val_loss"), ".4f"),
-        "best validation loss": best and f"{losses[best]:.4f} at step {best:,}",
+        "best validation loss": None if best is None else f"{losses[best]:.4f} at step {best:,}",
         "agreement with the teacher": text(last.get("agreement"), ".1%"),
         "perplexity": text(validation.get("val_perplexity"), ".4g"),
         "bits per byte": text(validation.get("val_bits_per_byte"), ".4f"),

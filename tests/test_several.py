@@ -112,7 +112,7 @@ class FakeRun:
     def __init__(self):
         self.engine = SimpleNamespace(is_main=False)
         self.args, self.total_steps = TrainingArguments(), 9
-        self.due, self.done = False, []
+        self.due, self.done, self.stopped = False, [], None
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         return self.due
@@ -133,11 +133,13 @@ def test_all_save_where_it_is_time_for_one_or_to_stop(monkeypatch):
     first.stop = stop
     together = Runs({first: {}, second: {}}, [])
     monkeypatch.setattr(together, "in_turn", lambda: iter(together.all))
-    assert not together.end(1, {first: 1.0, second: 2.0})
+    together.end(1, {first: 1.0, second: 2.0})
     second.due = True
-    assert not together.end(2, {first: 1.5, second: 2.5})
+    together.end(2, {first: 1.5, second: 2.5})
+    assert not first.stopped
     assert (first.done, second.done) == ([(2, 1.5)], [(2, 2.5)])
     stop.reason, second.due = lambda: "SIGTERM", False
-    assert together.end(4, {first: None, second: None})
+    together.end(4, {first: None, second: None})
+    together.finish()
     assert first.done[1:] == second.done[1:] == [(4, None), "closed"]
     assert ended == [True]

@@ -195,7 +195,10 @@ def start_block(run: Run) -> str:
     teacher = None
     if found := prepared.teacher:
         divided = found.beside.kind.name if found.zero else "whole on each process"
-        teacher = f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}"
+        teacher = (
+            f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
+            f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
+        )
     work = prepared.workload(engine.processes, device, run.built.compilation.on)
     expected = estimate(engine.kind, work)
     ram, nvme = expected.ram / GIB, expected.nvme / GIB

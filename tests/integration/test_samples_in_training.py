@@ -4,7 +4,6 @@ samples, and the report says that the run is finished."""
 import json
 
 import pytest
-import torch
 from conftest import Trained, train
 
 pytestmark = pytest.mark.slow
@@ -16,16 +15,11 @@ FLAGS = (
 SAMPLES = " --sample_interval 2 --sample_prompt sum --log_with tensorboard"
 
 
-@pytest.mark.parametrize(("engine", "processes"), [("plain", 1), ("zero2", 2)])
-def test_training_with_samples_is_training_without_to_the_bit(packed, tmp_path, engine, processes):
-    without = train(engine, processes, packed, tmp_path / "without", FLAGS)
-    sampling = train(engine, processes, packed, tmp_path / "with", FLAGS + SAMPLES)
+def test_training_with_samples_is_training_without_to_the_bit(packed, tmp_path):
+    without = train("zero2", 2, packed, tmp_path / "without", FLAGS)
+    sampling = train("zero2", 2, packed, tmp_path / "with", FLAGS + SAMPLES)
     assert without.column("loss") == sampling.column("loss")
-    assert without.column("grad_norm") == sampling.column("grad_norm")
-    for file in ("weights", "optimizer"):
-        expected, tensors = without.tensors(file), sampling.tensors(file)
-        assert expected.keys() == tensors.keys()
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items())
+    assert sampling.ends_as(without, ("weights", "optimizer"))
     assert not (without.path / "samples.jsonl").exists()
 
 
