@@ -33,6 +33,7 @@ CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
     [
         ("NVIDIA H100 80GB HBM3", [989e12, 989e12, 494.5e12, 67e12]),
         ("NVIDIA H100 PCIe", [756e12, 756e12, 378e12, 51e12]),
+        ("NVIDIA H100 NVL", [835e12, 835e12, 417.5e12, 60e12]),
         ("NVIDIA A100-SXM4-80GB", [312e12, 312e12, 156e12, 19.5e12]),
         ("NVIDIA GeForce RTX 3090 Ti", [80e12, 80e12, 40e12, 40e12]),
         ("Tesla V100-SXM2-16GB", [None, 125e12, None, 15.7e12]),

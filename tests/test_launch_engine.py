@@ -121,6 +121,15 @@ def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
     assert plugin.deepspeed_config["train_batch_size"] == 24
 
 
+@pytest.mark.parametrize(
+    "flag, value", [("DEEPSPEED_ZERO_STAGE", "3"), ("GRADIENT_CLIPPING", "0.5")]
+)
+def test_a_launchers_flag_that_contradicts_its_file_is_refused(environ, flag, value):
+    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
+    with pytest.raises(UsageError, match=f"{value}, but"):
+        deepspeed_plugin(TrainingArguments(grad_clip=0.7))
+
+
 def test_the_launchers_own_zero_flags_make_a_configuration(environ):
     environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "WORLD_SIZE": "1"}
     plugin = deepspeed_plugin(TrainingArguments(batch_size=4, grad_clip=0.7))

@@ -19,7 +19,13 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import file_of, fill_by_width, read_config, resolve
+from training.engine.deepspeed_config import (
+    file_of,
+    fill_by_width,
+    offload_device,
+    read_config,
+    resolve,
+)
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
@@ -191,13 +197,11 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if Accelerate would ignore what the launcher said."""
-    for flag, value, ours in (
-        ("mixed_precision", args.mixed_precision, "--dtype"),
-        ("gradient_accumulation_steps", args.accumulation_steps, "--accumulation_steps"),
-    ):
-        launched = os.environ.get(f"ACCELERATE_{flag.upper()}", "auto")
-        if launched not in ("auto", "none", "no", str(value)):
-            raise UsageError(f"the launcher says --{flag} {launched}, but {ours} gives {value}")
+    in_use = {
+        "MIXED_PRECISION": args.mixed_precision,
+        "GRADIENT_ACCUMULATION_STEPS": args.accumulation_steps,
+    }
+    _check_flags(in_use, "--dtype and --accumulation_steps give")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if deepspeed and wants_cpu:
@@ -208,6 +212,15 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
         raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
 
 
+def _check_flags(in_use: dict, source: str) -> None:
+    """Raise UsageError for a flag of Accelerate's launcher that it would ignore."""
+    for name, value in in_use.items():
+        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
+        if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
+            flag = name.removeprefix("DEEPSPEED_").lower()
+            raise UsageError(f"the launcher says --{flag} {launched}, but {source} {value}")
+
+
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
     Raises UsageError: they contradict each other, or Accelerate rejects the file."""
@@ -215,6 +228,13 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     source = "accelerate launch" if file == "none" else file
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        in_use = {
+            "GRADIENT_CLIPPING": config["gradient_clipping"],
+            "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
+            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
+            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
+        }
+        _check_flags(in_use, f"{source} says")
         return DeepSpeedPlugin(
             config,
             gradient_accumulation_steps=args.accumulation_steps,
