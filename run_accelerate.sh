@@ -10,15 +10,13 @@
 #
 # PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
-# ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md has when to take which)
-# CONFIG=file.yaml  an Accelerate configuration of your own
+# ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md); or CONFIG=file.yaml, one of your own
 # MASTER_PORT=N     port at which the processes meet (default: any free one)
 #
 # On each of several machines, from a folder that all of them see:
 # NUM_MACHINES=N    how many; NUM_PROCESSES counts those of all of them
 # MACHINE_RANK=R    which of them this is, from 0
 # MASTER_ADDR=HOST  where the others reach machine 0, at MASTER_PORT (default: 29500)
-#
 # Training flags: python train_pretrain_accelerate.py --help, or README.md
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -29,14 +27,11 @@ wrong() {
   exit 2
 }
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
-[ -n "${NUM_MACHINES:-}" ] || [ -z "${MACHINE_RANK:-}${MASTER_ADDR:-}" ] ||
-  wrong "MACHINE_RANK and MASTER_ADDR are for several machines: say how many by NUM_MACHINES"
-number='(0|[1-9][0-9]{0,4})'
-[[ "$machines $machine $port" =~ ^$number\ $number\ $number$ ]] && ((machine < machines && port < 65536)) ||
+[[ $machines$machine$port != *[^0-9]* ]] && ((machine < machines && port < 65536)) ||
   wrong "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536) cannot be $machines, $machine and $port"
 meeting= # the launcher's flags for several machines
 if ((machines > 1)); then
-  ((port > 0)) || port=29500
+  port=${MASTER_PORT:-29500}
   meeting="--num_machines $machines --machine_rank $machine --main_process_ip ${MASTER_ADDR:-} --deepspeed_multinode_launcher standard"
 fi
 stage=${STAGE:-pretrain}
@@ -54,23 +49,22 @@ for name in DATA CHAT TEACHER; do # are found from where they are typed
   [ "$folder" -ef . ] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
 done
 cd "$folder"
-engine=${ENGINE:-}
-config=${CONFIG:-${engine:+configs/$engine.yaml}}
-[[ -z $engine || -z ${CONFIG:-} ]] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
-[[ -z $engine || $engine != */* && -f $config ]] ||
-  wrong "no ENGINE is called $engine: there are $(echo configs/*.yaml | sed 's#configs/##g;s#\.yaml##g')"
-config=${config:-accelerate_config.yaml}
+engine=${ENGINE:-} config=${CONFIG:-accelerate_config.yaml}
+if [ -n "$engine" ]; then
+  config=configs/$engine.yaml
+  [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
+  [ -f "$config" ] || wrong "no ENGINE is called $engine: there are $(cd configs && echo *.yaml | sed 's/\.yaml//g')"
+fi
 source scripts/environment.sh requirements.txt
 ((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
   wrong "MASTER_ADDR must be the address of machine 0, which '${MASTER_ADDR:-}' is not here"
 
 # Text is prepared here; conversations by the training program, with the tokenizer of its model.
+data=${DATA:-builtin}
 if [ "$stage" = pretrain ]; then
-  data=${DATA:-builtin}
   packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
-  # Data prepared by hand is used as it is; data with settings given here has a folder of its own.
   how=(--overwrite "--flags=${PREPARE_FLAGS:-}")
-  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse)
+  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse) # data prepared by hand
   if [[ " $* " != *" --data"[=\ ]* ]]; then
     "$python" -m scripts.prepare_data --data "$data" --out "$packed" "${how[@]}"
   elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
@@ -83,7 +77,7 @@ gpus=0
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
 # SHARE: sequences of a process and step, to be divided into micro-batches that fit into a GPU's memory; 0: as the
-# flags say; cpu: preflight adds the steps, the optimizer and the intervals that suit a CPU.
+# flags say; cpu: preflight adds the steps and the optimizer that suit a CPU.
 text=(--data "${packed:-}")
 [ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}")
 if [ "$stage" = sft ]; then
@@ -96,7 +90,8 @@ elif ((gpus > 0)); then
   shape=(--dim 1024 --n_layers 32)
   [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
 else # a small model that two cores train in a few minutes
-  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0) share=cpu
+  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0)
+  flags+=(--log_interval 20 --eval_interval 100 --sample_interval 100 --save_interval 200) share=cpu
   shape=(--dim 192 --n_layers 4 --n_heads 4)
   [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4)
 fi
@@ -114,8 +109,8 @@ echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check t
 # Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
 decided=$("$python" -m training.preflight "$program" "$config" "$processes" "$share" "${flags[@]}")
 flags+=($decided)
-# The launcher runs in a session of its own, so that a signal, from the terminal or a scheduler,
-# reaches it once, from here. Processes that have saved and stopped leave a note, which is a good end.
+# The launcher runs in a session of its own, so that a signal reaches it once, from here. Processes that have saved and
+# stopped leave a note, which is a good end.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"

@@ -2,16 +2,14 @@
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-The steps are those of pretraining, see train_pretrain_accelerate.py. What differs: the teacher
-(--teacher, by default the newest run) reads each micro-batch too, and the loss compares both
-models' logits.
+Unlike in pretraining the teacher (--teacher, by default the newest run) reads each micro-batch too,
+and the loss compares both models' logits.
 """
 
-from functools import partial
-
+from training.arguments import DistillationArguments
 from training.distillation_loss import distillation_loss
-from training.stage_arguments import DistillationArguments
-from training.start import run_program, set_up
+from training.run import Run
+from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,33 +17,24 @@ def main(argv: list[str] | None = None) -> None:
     run_program(DistillationArguments, train, argv)
 
 
-def train(args: DistillationArguments, model_settings: dict) -> None:
-    """Everything between the flags and the finished run."""
-    run = set_up(args, model_settings)
-    if run is None:
-        return
-    compare = partial(
-        distillation_loss,
-        alpha=args.alpha,
-        temperature=args.temperature,
-        kl=args.kl,
-        vocab_size=run.prepared.train_set.vocab_size,
-        compiled=run.built.compilation.on,
-    )
+def train(run: Run) -> None:
+    """Everything between the set-up and the finished run."""
+    args, compiled = run.args, run.built.compilation.on
+    vocab_size = run.prepared.train_set.vocab_size
     for step in run.steps():
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
                 theirs = run.teacher(batch.tokens)
                 ours = run.model(batch.tokens).logits
-                loss, hard, soft, agreement = compare(ours, theirs, batch.targets)
+                losses = distillation_loss(ours, theirs, batch.targets, args, vocab_size, compiled)
+                loss, hard, soft, agreement = losses
                 run.backward(loss, batch, hard_loss=hard, soft_loss=soft, agreement=agreement)
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()
-        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
-            return
-    run.finish()
+        run.end(step, grad_norm)  # log, validate, sample, save
+    run.finish()  # leave weights and a report, unless it was told to stop before the end
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py [flags]
 
-Reads what `python -m scripts.prepare_data` wrote, trains through Accelerate on whatever engine the
-launcher chose (DeepSpeed ZeRO, DDP, or a single process) and leaves everything in one run folder. A
-step always means an optimizer step; a micro-batch is what one process feeds forward at once.
+Reads what `python -m scripts.prepare_data` wrote and leaves everything in one run folder. A step
+always means an optimizer step; a micro-batch is what one process feeds forward at once.
 """
 
 from training.arguments import TrainingArguments
-from training.start import run_program, set_up
+from training.run import Run
+from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -16,11 +16,8 @@ def main(argv: list[str] | None = None) -> None:
     run_program(TrainingArguments, train, argv)
 
 
-def train(args: TrainingArguments, model_settings: dict) -> None:
-    """Everything between the flags and the finished run."""
-    run = set_up(args, model_settings)
-    if run is None:
-        return
+def train(run: Run) -> None:
+    """Everything between the set-up and the finished run."""
     for step in run.steps():
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
@@ -30,9 +27,8 @@ def train(args: TrainingArguments, model_settings: dict) -> None:
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()
-        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
-            return
-    run.finish()
+        run.end(step, grad_norm)  # log, validate, sample, save
+    run.finish()  # leave weights and a report, unless it was told to stop before the end
 
 
 if __name__ == "__main__":

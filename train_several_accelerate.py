@@ -5,28 +5,74 @@
 
 The steps are those of pretraining, see train_pretrain_accelerate.py. Each model has an engine,
 random numbers and a run folder of its own, and its losses are those of training it alone. The
-models read the same batches and save at the same steps.
+models read the same batches, whose order depends on the seed alone, and save at the same steps.
 """
 
-from training.engine.failures import one_line_failures
-from training.several import PROGRAM, Model, parse_models, set_up_several
-from training.start import one_program
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from common.errors import UsageError
+from model.config import setting
+from report.page import leave_report
+from runs.checkpoint import damage
+from runs.folder import RunFolder, step_of
+from training.arguments import TrainingArguments, as_arguments, build_parser
+from training.build import random_state, restore_random
+from training.interruption import end_stopped, how_to_resume
+from training.run import Run
+from training.start import run_program, set_up_together, take_engine
+
+# Flags in which models may differ, besides the shape. All others are about the batches, the
+# process, or the steps at which something is done for all.
+OWN = {
+    *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
+    *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
+    *("min_lr_ratio", "decay_fraction", "weight_decay", "beta1", "beta2", "muon_momentum"),
+    *("grad_clip", "max_bad_steps", "sample_prompt", "sample_tokens"),
+}
+
+
+@dataclass
+class SeveralArguments(TrainingArguments):
+    """Flags of all models. Raises UsageError: a value that cannot work, or not for several."""
+
+    program: ClassVar[str] = "train_several_accelerate.py"
+    about: ClassVar[str] = __doc__.splitlines()[0]
+
+    model: Sequence[str] = setting(
+        (),
+        'JSON file with flags of a model, such as {"dim": 256, "learning_rate": 1e-3}; once for '
+        "each model; run_name is the file's name unless it is given there",
+        group="models",
+        repeated=True,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for refused, said in (
+            (not self.model, "--model FILE is missing, once for each model"),
+            (self.run_name, '--run_name: each model has one of its own, "run_name" in its file'),
+            (self.resume not in (None, "auto"), "several models take --resume auto"),
+            (self.keep_last == 1, "--keep_last 1: several models need 2, one may be behind"),
+            ({*self.trackers} - {"tensorboard"}, "several models take tensorboard or none"),
+        ):
+            if refused:
+                raise UsageError(said)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
-    with one_program(PROGRAM, argv):
-        models = parse_models(argv)
-        with one_line_failures(*models[0]):
-            train(models)
+    run_program(SeveralArguments, train, argv, set_up)
 
 
-def train(models: list[Model]) -> None:
-    """Everything between the flags and the finished runs."""
-    runs = set_up_several(models)
-    if runs is None:
-        return
-    for step in runs.steps():
+def train(runs: "Runs") -> None:
+    """Everything between the set-up and the finished runs."""
+    for step in runs.first.steps():
         val_losses = {}
         for run in runs.in_turn():
             run.begin(step)  # learning rate
@@ -38,9 +84,115 @@ def train(models: list[Model]) -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
             val_losses[run] = run.report(step, grad_norm)  # log, validate, sample
-        if runs.end(step, val_losses):  # save, all of them or none; true: asked to stop
+        runs.end(step, val_losses)  # save, all of them or none
+    runs.finish()  # leave weights and reports, unless they were told to stop before the end
+
+
+def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
+    """Return the runs to train, None if all are finished. Raises UsageError, ConfigError."""
+    models = read_models(args, model_settings)
+    folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
+    runs = set_up_together(models, partial(resumed_together, folders, args.resume))
+    return Runs(runs, folders) if runs else None
+
+
+class Runs:
+    """Runs that stand at the same step and take turns.
+
+    Args:
+        runs: each with its `random_state`.
+        folders: of all models, those that are finished among them.
+    """
+
+    def __init__(self, runs: dict[Run, dict], folders: list[RunFolder]):
+        self.all, self.folders = list(runs), [folder.path for folder in folders]
+        self.first = self.all[0]
+        self._random = runs
+        self._left = dict.fromkeys(runs, time.perf_counter())  # when a run's turn ended
+
+    def in_turn(self) -> Iterator[Run]:
+        """Yield each run, with its engine and its random numbers; the time of the others does not
+        count as its training."""
+        for run in self.all:
+            take_engine(run.engine)
+            run.log.clock.paused += time.perf_counter() - self._left[run]
+            restore_random(self._random[run], run.accelerator.device)
+            yield run
+            self._random[run] = random_state(run.accelerator.device)
+            self._left[run] = time.perf_counter()
+
+    def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
+        """Save all runs where it is time for one or they were told to stop."""
+        stop = self.first.stop
+        reason = stop.reason()
+        due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
+        if reason or stop.time_to_save or any(due):
+            for run in self.in_turn():
+                run.save(step, val_losses[run])
+            stop.saved()
+        if reason and step < self.first.total_steps:
+            self.first.stopped = step, reason
+
+    def finish(self) -> None:
+        """Leave the results of each run, and one report of all; where they were told to stop, say
+        how to go on instead. Raises UsageError: see `Run.leave_results`."""
+        if self.first.stopped:
+            each_saved = [run.close() for run in self.all]
+            if self.first.engine.is_main:
+                step, reason = self.first.stopped
+                state = "saved" if all(each_saved) else "NOT ALL SAVED"
+                print(f"stopped by {reason} after step {step}, {state}; to go on:")
+                print(f"  {how_to_resume('auto')}", flush=True)
+            end_stopped([run.engine for run in self.all], all(each_saved))
             return
-    runs.finish()
+        for run in self.in_turn():
+            run.log.say(f"\n{run.folder.path}:")
+            run.leave_results()
+        if self.first.engine.is_main:
+            page = Path(self.first.args.out_dir) / "several.html"
+            print(f"\nreport of all: {leave_report(self.folders, page)}", flush=True)
+        for run in self.all:
+            run.accelerator.end_training()
+
+
+def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:
+    """Return arguments and settings of each model. Raises UsageError, ConfigError: flags in a file
+    cannot work, or two models have one name."""
+    models, flags_of_all = [], vars(shared) | settings
+    for file in flags_of_all.pop("model"):
+        try:
+            flags = json.loads(Path(file).read_text(encoding="utf-8"))
+            if not isinstance(flags, dict):
+                raise ValueError('needs flags and their values in braces, such as {"dim": 128}')
+            words = [f"--{name}={x}" for name, x in flags.items() if not isinstance(x, bool)]
+            words += [f"--{name}" for name, x in flags.items() if x is True]
+            words += [f"--no-{name}" for name, x in flags.items() if x is False]
+            own = {"run_name": Path(file).stem} | vars(build_parser(only=OWN).parse_args(words))
+            models.append(as_arguments(flags_of_all | own))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--model {file}: {error}") from error
+    names = [args.run_name for args, _ in models]
+    if len({*names}) < len(names):
+        raise UsageError(f"two models have the same run_name, of {', '.join(names)}")
+    return models
+
+
+def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
+    """Return each run's checkpoint of the newest step of which all have a sound one, or what was
+    asked where no run has any. Raises UsageError: there are checkpoints and no such step."""
+    steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
+    if resume is None or not any(steps):
+        return [resume] * len(runs)
+    for step in sorted(set.intersection(*steps), reverse=True):
+        paths = [run.checkpoint(step) for run in runs]
+        damaged = [f"{path}: {problem}" for path in paths if (problem := damage(path))]
+        if not damaged:
+            return [str(path) for path in paths]
+        print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying the step before", flush=True)
+    raise UsageError(
+        "--resume auto: there is no step of which all have a sound checkpoint: leave out the "
+        "--model that is behind, or give it another run_name and start it apart"
+    )
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     accelerate launch --config_file accelerate_config.yaml train_sft_accelerate.py [flags]
 
-The steps are those of pretraining, see train_pretrain_accelerate.py. What differs: the weights to
-begin with (--init_from, by default the newest run's), rows that are whole conversations, and that
-only the tokens of answers count in the loss.
+Unlike pretraining it begins with weights (--init_from, by default the newest run's), its rows are
+whole conversations, and only the tokens of answers count in the loss.
 """
 
-from training.stage_arguments import SFTArguments
-from training.start import run_program, set_up
+from training.arguments import SFTArguments
+from training.run import Run
+from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -16,11 +16,8 @@ def main(argv: list[str] | None = None) -> None:
     run_program(SFTArguments, train, argv)
 
 
-def train(args: SFTArguments, model_settings: dict) -> None:
-    """Everything between the flags and the finished run."""
-    run = set_up(args, model_settings)
-    if run is None:
-        return
+def train(run: Run) -> None:
+    """Everything between the set-up and the finished run."""
     if run.first_step == 1:  # how it answers before
         run.validate(0)
         run.write_sample(0)
@@ -33,9 +30,8 @@ def train(args: SFTArguments, model_settings: dict) -> None:
         grad_norm = run.clip_gradients()
         run.optimizer.step()
         run.optimizer.zero_grad()
-        if run.end(step, grad_norm):  # log, validate, sample, save; true: told to stop
-            return
-    run.finish()
+        run.end(step, grad_norm)  # log, validate, sample, save
+    run.finish()  # leave weights and a report, unless it was told to stop before the end
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.cpu import available_cores
-from common.numbers import counted
+from common.numbers import available_cores, counted
 from common.parser import OneLineParser
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "litgpt", "numpy", "sentencepiece")

@@ -26,8 +26,8 @@ from benchmarks.ours import OurStep, synchronize
 from benchmarks.peers import PEERS, PeerStep
 from benchmarks.work import Work
 from common.errors import UsageError
-from training.engine.kinds import FILES
-from training.engine.memory import peak_memory_bytes
+from training.engine.device import peak_memory_bytes
+from training.engine.estimate import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
 # How an engine must call itself, because engines are known to be switched off without a word.

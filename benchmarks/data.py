@@ -4,22 +4,19 @@ python -m benchmarks.data --data my.jsonl
 """
 
 import argparse
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 from benchmarks import REPOSITORY
 from benchmarks.cli import heading, new_parser, numbers, say, table
-from common.cpu import available_cores
 from common.errors import UsageError, one_line_errors
+from common.numbers import available_cores
 from data.corpus import BUILTIN, find_files
 from data.dataset import PackedDataset, micro_batches
 from data.errors import DataError
@@ -30,11 +27,6 @@ from model import ConfigError
 
 PROGRAM = "benchmarks.data"
 BATCH_SIZE = 8  # sequences in a micro-batch
-WARM_UP_STEPS = 2
-SHAPES = {
-    "26m": "--dim 512 --n_layers 8 --n_heads 8",
-    "preset": "--dim 192 --n_layers 4 --n_heads 4",  # run_accelerate.sh's where there is no GPU
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -55,10 +47,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
     add("--loader_seq_lens", type=numbers, default="256,512,1024", help="of the loader")
     add("--num_workers", type=numbers, default="0,2", help="as in training, a run for each")
-    add("--shape", choices=SHAPES, default="26m", help="model to train")
-    add("--steps", type=int, default=6, help="training steps to time")
-    text = "what training consumes, where that is known; without it, training is timed"
-    add("--model_tokens_per_second", type=int, help=text)
+    text = "what training consumes, as its lines of progress say"
+    add("--model_tokens_per_second", type=int, default=3800, help=text)
     add("--seconds", type=int, default=2, help="for how long to run the loader alone")
     return parser.parse_args(argv)
 
@@ -75,10 +65,9 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
 
     rows = []
     for seq_len, num_workers in product(args.loader_seq_lens, args.num_workers):
-        trained, waiting = train(args, packed, seq_len, num_workers)
         say(f"loader at {seq_len} tokens, --num_workers {num_workers}")
         speed = loader_speed(packed, seq_len, num_workers, args.seconds)
-        waiting = trained / (trained + speed) if waiting is None else waiting
+        trained = args.model_tokens_per_second
         rows.append(
             {
                 "max_seq_len": seq_len,
@@ -86,12 +75,12 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
                 "loader, tokens/s": f"{speed:,.0f}",
                 "training, tokens/s": f"{trained:,.0f}",
                 "loader / training": f"{speed / trained:,.0f} ×",
-                "waiting for data, share of a step": f"{waiting:.3%}",
+                "waiting for data, share of a step": f"{trained / (trained + speed):.3%}",
             }
         )
     yield (
-        f"Loader, batches of {BATCH_SIZE}, alone. Where the speed of training was given, the share "
-        f"is what it would be with nothing loaded ahead.\n\n{table(rows)}"
+        f"Loader, batches of {BATCH_SIZE}, alone; the share if nothing were loaded ahead.\n\n"
+        f"{table(rows)}"
     )
 
 
@@ -137,45 +126,6 @@ def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -
         next(batches)
         count += 1
     return count * BATCH_SIZE * seq_len / (time.perf_counter() - start)
-
-
-def train(
-    args: argparse.Namespace, packed: Path, seq_len: int, num_workers: int
-) -> tuple[float, float | None]:
-    """Return what the flags say, or train for a while in a process of its own, because Accelerate
-    and the allocator settle things for a whole process; see `timed_steps`."""
-    if args.model_tokens_per_second is not None:
-        return args.model_tokens_per_second, None
-    say(f"training on sequences of {seq_len}, --num_workers {num_workers}")
-    flags = f"{SHAPES[args.shape]} --batch_size {BATCH_SIZE} --max_seq_len {seq_len}"
-    flags = [*flags.split(), "--num_workers", str(num_workers), "--data", str(packed)]
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(timed_steps, flags, args.steps).result()
-
-
-def timed_steps(flags: list[str], number: int) -> tuple[float, float]:
-    """Take optimizer steps as the training page does. Return tokens per second, and the share of
-    the time in which the steps waited for a batch."""
-    from benchmarks.ours import start_run
-
-    run = start_run(flags)
-    seconds, waits = [], []
-    for step in range(1, WARM_UP_STEPS + number + 1):
-        start = asked = time.perf_counter()
-        run.begin(step)
-        for batch in run.micro_batches():
-            waits.append(time.perf_counter() - asked)
-            with run.accumulate():
-                run.backward(run.model(batch.tokens, batch.targets).loss, batch)
-            asked = time.perf_counter()
-        norm = run.clip_gradients()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        float(norm)  # waits for a GPU
-        seconds.append(time.perf_counter() - start)
-    tokens = run.batches.samples_per_step * run.prepared.train_set.seq_len
-    seconds = seconds[WARM_UP_STEPS:]
-    return tokens / median(seconds), sum(waits[WARM_UP_STEPS:]) / sum(seconds)
 
 
 if __name__ == "__main__":

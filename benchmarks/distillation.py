@@ -26,7 +26,7 @@ from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors, stop_in_order
 from data.shards import DESCRIPTION_FILE, read_description
 from model import ConfigError
-from training.cpu_steps import MUON
+from training.preflight import MUON
 
 PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")

@@ -29,9 +29,8 @@ from benchmarks.ours import OurStep, synchronize
 from benchmarks.work import DATA, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
-from training.engine.estimate import GIB, estimate
-from training.engine.kinds import DDP, FILES
-from training.engine.memory import peak_memory_bytes
+from training.engine.device import peak_memory_bytes
+from training.engine.estimate import DDP, FILES, GIB, estimate
 from training.interruption import leave
 
 PROGRAM = "benchmarks.engines"

@@ -57,6 +57,6 @@ part muon 120 "${throughput[@]}" "${small[@]}" --contenders ours-compiled,ours-c
 part recompute 150 "${throughput[@]}" "${small[@]}" \
   --contenders ours-compiled,ours-compiled+blocks,ours-compiled+selective
 part generation 120 "$python" -m benchmarks.generation --sizes 26m,104m
-part data 120 "$python" -m benchmarks.data --loader_seq_lens 512
+part data 120 "$python" -m benchmarks.data --loader_seq_lens 512 --model_tokens_per_second 500000
 part engines 300 "$python" -m benchmarks.engines --dtype bfloat16
 exit "$failed"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from benchmarks.work import Work
 from training.arguments import TrainingArguments
-from training.engine.cpu_settings import keep_freed_memory, use_all_cores
 from training.engine.deepspeed_config import ADAM_EPS
+from training.engine.device import keep_freed_memory, use_all_cores
 from training.optimizer import parameter_groups
 
 OURS = TrainingArguments()  # the training script's defaults

@@ -4,11 +4,8 @@ conversations, weights and cores.
     python -m benchmarks.sft --trl ../trl/bin/python
 
 Each is a program of its own, as its users start it, that prints a line when a step has ended, and
-is paused while it is not its turn. The first pass over the conversations does not count: imports,
-reading, compiling. Then they take turns of a pass each. The figure is the tokens of these
-conversations in their template, counted once and the same for everybody, by the seconds of such a
-pass: padding, and what a program does between two steps, costs whom it costs. Both begin with the
-weights and the tokenizer of a run of pretraining.
+is paused while it is not its turn. The first pass over the conversations does not count. The figure
+is the tokens of these conversations in their template, counted alike, by the seconds of a pass.
 """
 
 import argparse
@@ -39,7 +36,7 @@ from formats.hugging_face import write_model, write_tokenizer
 from model import ConfigError
 from runs.find import PRETRAINING, find_run
 from runs.weights import load_trained
-from training.stage_arguments import SFTArguments
+from training.arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")

@@ -23,8 +23,7 @@ from benchmarks.contenders import ALLOCATOR, Contender, Team, TeamError, all_con
 from benchmarks.ours import synchronize
 from benchmarks.work import DATA, SIZES, Work
 from common.errors import UsageError, one_line_errors, stop_in_order
-from training.engine.cpu_settings import use_all_cores
-from training.engine.device import peak_flops
+from training.engine.device import peak_flops, use_all_cores
 from training.engine.estimate import GIB
 
 PROGRAM = "benchmarks.throughput"

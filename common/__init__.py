@@ -1,4 +1,4 @@
-"""Code that every program shares: errors in one line, the parser, progress, whole files."""
+"""Code that every program shares: errors in one line, the parser, numbers, whole files."""
 
 import sys
 

@@ -19,8 +19,7 @@ PARTIAL, DELETING = ".partial", ".deleting"  # end the names of what is being wr
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to; it becomes `path` at the end, or goes after an
-    error."""
+    """Give a name beside `path` to write to, which becomes `path` at the end."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
@@ -31,25 +30,22 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file by way of `whole_file`."""
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file by way of `whole_file`."""
     with whole_file(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Give a folder beside `out` to write into; it replaces `out` at the end, or goes after an
-    error."""
+    """Give a folder beside `out` to write into, which replaces `out` at the end."""
     partial, old = out.with_name(out.name + PARTIAL), out.with_name(out.name + DELETING)
     remove(partial)  # of a process that was killed
     partial.mkdir(parents=True)
     try:
         yield partial
-        for folder, _, names in os.walk(partial):
-            for name in names:
-                sync(Path(folder, name))
-            sync(Path(folder))
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         if out.exists():
             remove(old)
             out.rename(old)
@@ -64,14 +60,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for a place that a person has named.
-
-    Raises UsageError: something is there that is no `what` (as in "export") by `is_one`, or that
-    must not be replaced without `overwrite`.
-    """
+    """Call `whole_folder` for a place that a person has named. Raises UsageError: something is
+    there that is no `what` (as in "export") by `is_one`, or `overwrite` is needed."""
     out = out.resolve()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        if not out.is_dir() or not is_one(out):
+    if out.is_file() or (out.exists() and any(out.iterdir())):
+        if out.is_file() or not is_one(out):
             raise UsageError(f"{out} exists and is no {what}: choose another folder")
         if not overwrite:
             raise UsageError(f"{out} exists: pass --overwrite to replace it")
@@ -81,10 +74,7 @@ def new_folder(
 
 @contextmanager
 def one_at_a_time(out: Path) -> Iterator[None]:
-    """Wait until no other process, on any machine with this disk, is making `out`.
-
-    Look for `out` only then. The lock file beside it stays.
-    """
+    """Wait until no other process is making `out`, and look for it only then."""
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -95,8 +85,7 @@ def one_at_a_time(out: Path) -> Iterator[None]:
 
 
 def try_lock(file: IO | int) -> bool:
-    """Lock an open file until it is closed; return False if another process has locked it. Without
-    locks on the file system, say so."""
+    """Lock an open file until it is closed; return False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -119,13 +108,11 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder or a file, as far as the system permits. A folder is renamed first: killed
-    halfway, nothing of the old name is there."""
+    """Delete a file, or a folder, renamed first: killed halfway, nothing has the old name."""
     with suppress(OSError):
-        if not path.is_dir():
-            path.unlink(missing_ok=True)
-            return
-        if path.suffix != DELETING:
+        if path.is_file():
+            path.unlink()
+        elif path.suffix != DELETING:
             doomed = path.with_name(path.name + DELETING)
             shutil.rmtree(doomed, ignore_errors=True)
             path = path.rename(doomed)

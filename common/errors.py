@@ -12,8 +12,6 @@ from pathlib import Path
 
 EXIT_CODE = 2
 STDOUT = 1  # its file descriptor
-STOPPED = 130  # a shell's exit code for a program that Ctrl-C has ended
-NOT_READ = 141  # a shell's exit code for a program whose output nobody reads any more
 
 
 class UsageError(ValueError):
@@ -25,15 +23,12 @@ class SaidError(UsageError):
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Be sys.excepthook: Ctrl-C ends a program with one line and exit code 130.
-
-    A hook acts only where nobody catches the exception: a notebook's kernel lives on.
-    """
+    """Be sys.excepthook: Ctrl-C ends a program with one line and a shell's exit code for it."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
     print(f"{Path(sys.argv[0]).stem}: stopped", file=sys.stderr, flush=True)
-    sys.exit(STOPPED)
+    sys.exit(128 + signal.SIGINT)
 
 
 def stop_in_order() -> None:
@@ -50,44 +45,35 @@ def _nobody_reads() -> bool:
     return bool(output.poll(0))
 
 
-def _drop_output() -> None:
-    """Send the rest of stdout nowhere, at the interpreter's end too."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-
-
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions, and a full disk, into one line on stderr and exit code 2.
-
-    Where the reader of stdout has gone, as `head` does, the program ends without a word.
-    """
+    """Turn the expected exceptions and a full disk into one line and exit code 2; end without a
+    word where the reader of stdout has gone, as `head` does."""
     try:
         yield
         print(end="", flush=True)  # sys.stdout is None where a shell has closed it
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            _drop_output()
-            sys.exit(NOT_READ)
+        unread = isinstance(error, BrokenPipeError) and _nobody_reads()
         disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not disk_full and not isinstance(error, expected):
+        if not unread and not disk_full and not isinstance(error, expected):
             raise
         try:
             print(end="", flush=True)
-        except OSError:  # nobody reads it any more, or the disk is full
-            _drop_output()
-        message = f"no space left on the disk: {error}" if disk_full else str(error)
+        except OSError:  # the rest goes nowhere, at the interpreter's end too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+        if unread:
+            sys.exit(128 + signal.SIGPIPE)
         # Most errors are the same on every rank: a machine's first rank reports them, and its
         # launcher then stops the others.
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
-        if isinstance(error, SaidError):
-            sys.exit(EXIT_CODE)
-        if rank:
-            program = f"{program} (rank {rank})"
+        message = f"no space left on the disk: {error}" if disk_full else str(error)
         if "Traceback" in message:  # from a worker process, with the message at its end
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
-        print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+        if not isinstance(error, SaidError):
+            name = f"{program} (rank {rank})" if rank else program
+            print(f"{name}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)

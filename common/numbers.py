@@ -1,4 +1,16 @@
-"""Numbers and tables in words for people."""
+"""Numbers in words for people, tables, progress bars, and the number of processor cores."""
+
+import os
+import sys
+from contextlib import suppress
+
+from tqdm import tqdm
+
+
+def available_cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def counted(n: int, plural: str) -> str:
@@ -15,14 +27,33 @@ def size(n_bytes: float) -> str:
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """Lay out rows, each of cells by the same column titles; the first column is left-aligned, the
-    others are right-aligned."""
+    """Lay out rows of cells by column titles; all but the first column are right-aligned."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    form = "  ".join(f"{{:{'>' if at else '<'}{width}}}" for at, width in enumerate(widths))
+    return "\n".join(form.format(*line).rstrip() for line in lines)
+
+
+def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, **options) -> tqdm:
+    """Make a tqdm bar; in a file or a pipe, a line per minute."""
+    kind = tqdm
+    if not sys.stderr.isatty():
+        kind, line = Lines, "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+        # With any other `miniters`, tqdm's own thread draws once more, 10 seconds after each time.
+        options |= {"mininterval": 60, "miniters": 1, "bar_format": line}
+    options["delay"] = 0.01  # first drawn when there is something to show
+    return kind(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
+
+
+class Lines(tqdm):
+    """A bar that prints whole lines, and none at its end."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        with suppress(OSError):  # a reader that has gone or a full disk must not end the work
+            print(self, file=sys.stderr, flush=True)
+
+    def clear(self, nolock: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        self.disable = True

@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser that raises a UsageError and names the known flag that is most like a wrong one."""
 
     def __init__(self, **settings):
-        super().__init__(**{"formatter_class": HelpFormatter} | settings)
+        super().__init__(formatter_class=HelpFormatter, **settings)
 
     def error(self, message: str):
         raise UsageError(f"{message} (see --help)")
@@ -35,18 +35,16 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         values, unknown = self.parse_known_args(args, namespace)
         # The words behind an unknown flag are its values; they say nothing by themselves.
-        unknown = [word for word in unknown if word.startswith("-")] or unknown
-        if unknown:
-            self.error(f"unrecognized argument {', '.join(map(self._with_guess, unknown))}")
+        said = [word for word in unknown if word.startswith("-")] or unknown
+        flags = {flag[2:] for flag in self._option_string_actions if flag.startswith("--")}
+        for at, word in enumerate(said):
+            # Without the dashes, which would make any two short flags look alike.
+            name = word.partition("=")[0].lstrip("-").replace("-", "_")
+            if close := difflib.get_close_matches(name, flags - {"help"}, n=1):
+                said[at] = f"{word}: did you mean --{close[0]}?"
+        if said:
+            self.error(f"unrecognized argument {', '.join(said)}")
         return values
-
-    def _with_guess(self, word: str) -> str:
-        """Return the word with the flag that it may have been meant for, if one is close."""
-        # Without the dashes, which would make any two short flags look alike.
-        name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
-        close = difflib.get_close_matches(name, set(flags) - {"help"}, n=1)
-        return f"{word}: did you mean --{close[0]}?" if close else word
 
 
 def is_text(typed: str) -> bool:

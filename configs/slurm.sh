@@ -1,12 +1,10 @@
 #!/usr/bin/env bash
 # Several machines under SLURM, from the repository's folder, which all of them see:
 #
-#   DATA=my.jsonl sbatch configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
-#   sbatch --nodes 4 configs/slurm.sh ...                               options of sbatch win over those below
+#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
 #
 # Not run yet. Five minutes before the end of its time it saves and ends: submit it again, with the --run_name of
-# before (job-NUMBER, unless you gave one), and it goes on. SLURM requeues it by itself only when a machine failed or
-# was taken from it; it then goes on from the last checkpoint.
+# before (job-NUMBER, unless you gave one), and it goes on, as it does by itself when a machine has failed.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -15,7 +13,6 @@
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# One task per machine starts a process per GPU.
 set -euo pipefail
 export NUM_MACHINES=$SLURM_NNODES
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -25,6 +22,5 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a save may take, instea
 name=()
 [[ " $*" == *" --run_name"* || " $*" == *" --resume"* ]] || name=(--run_name "job-$SLURM_JOB_ID")
 [[ " $*" == *" --resume"* ]] || name+=(--resume auto)
-# Where one machine fails the others are ended as well, which otherwise find out at their next exchange.
 exec srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK=$SLURM_NODEID exec bash run_accelerate.sh "$@"' _ \
   "${name[@]}" "$@"

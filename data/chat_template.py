@@ -8,21 +8,20 @@ pretraining, so that it takes no ids of its own.
     <s>assistant
     2</s>
 
-The role, the line end and the content are one text, the line end after a turn is another, and no
-text is ever read as a marker, whatever is written in it.
+Role, line end and content are one text. Text is never read as a marker.
 """
 
 from collections.abc import Iterable
+from itertools import takewhile
 
 from data.conversations import ASSISTANT, Turn
 from data.tokenizer import Tokenizer
 
 # Lies beside weights that have learned to answer in this template.
 TEMPLATE_FILE = "chat_template.jinja"
-# transformers looks for markers in everything that a template wrote, in a user's words as well. So
-# JINJA puts these two noncharacters behind every "<", with which the names of markers begin. The
-# exported tokenizer removes them after its search for markers. Where the text itself has the two,
-# two more between them preserve it.
+# transformers looks for markers in a user's words too. So JINJA puts these noncharacters behind
+# every "<", and the exported tokenizer removes them. Where the text has both, two more between
+# them preserve it.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -31,8 +30,7 @@ _JINJA = (
     "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
 )
 _TEXT = "message['role'] + '\\n' + message['content']"
-# For programs that remove no escapes. llama.cpp without Jinja knows this template, AlphaMonarch's,
-# by the words "bos_token + message['role']".
+# For others. llama.cpp without Jinja knows it by "bos_token + message['role']".
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
 # For transformers, with a tokenizer from `formats.tokenizer_json.convert(..., chat=True)`.
 JINJA = _JINJA.format(
@@ -44,13 +42,15 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of the turns, and for each id whether it counts in the loss: the assistant's
-    content and its end piece do."""
+    """Return the ids of the turns, and for each whether it counts in the loss: an answer and its
+    end piece do."""
     turns, ids, counts = list(turns), [], []
     texts = [f"{ASSISTANT}\n", "\n", *(f"{role}\n{content}" for role, content, _ in turns)]
     prompt, line_end, *encoded = tokenizer.encode_batch(texts)
     for turn, text in zip(turns, encoded, strict=True):
-        said = len(text) - _shared(text, prompt) + 1 if turn.counts else 0
+        # A piece may hold the line end and text behind it.
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+        said = len(text) - len(list(shared)) + 1 if turn.counts else 0
         ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
         counts += [False] * (len(text) + 2 - said) + [True] * said + [False] * len(line_end)
     return ids, counts
@@ -60,9 +60,3 @@ def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]
     """Return the ids of the turns and of the beginning of the assistant's next one."""
     ids, _ = encode_conversation(tokenizer, turns)
     return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]
-
-
-def _shared(ids: list[int], others: list[int]) -> int:
-    """Return how many ids both begin with. (A piece may hold a line end and the text behind it.)"""
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((at for at, (id, other) in pairs if id != other), len(others))

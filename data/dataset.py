@@ -1,8 +1,7 @@
-"""Prepared text as a PyTorch dataset of (tokens, targets) pairs, and its micro-batches."""
+"""Prepared data as PyTorch datasets of (tokens, targets) pairs, and their micro-batches."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.numbers import counted
 from data.errors import DataError, NothingFitsError
 from data.order import MicroBatchSampler
-from data.shards import TEXT, read_description
+from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
+from model.transformer import IGNORE_INDEX
 
 
 class TokenStream(Dataset):
-    """The shards of one split as one stream of tokens.
-
-    Shards are memory-mapped, so that memory does not grow with the corpus. They are mapped from the
-    start, so that a folder may be moved or deleted during a run.
-
-    Raises DataError: the folder is not sound prepared data (see `read_description`), or of another
-    kind.
-    """
+    """The shards of one split as one stream of tokens, memory-mapped from the start, so that the
+    folder may go during a run. Raises DataError: no sound data of this kind."""
 
     kind: str  # of data, one of `shards.KINDS`
     every_target_counts: bool  # none is IGNORE_INDEX
@@ -36,27 +31,27 @@ class TokenStream(Dataset):
         self.seq_len = seq_len
         self.description = read_description(folder)
         if (kind := self.description["kind"]) != self.kind:
-            raise DataError(f"{folder} holds {kind}, and this program trains on {self.kind}")
-        part = self.description["splits"][split]
+            raise DataError(f"{folder} holds {kind}, not {self.kind}")
+        self._part = part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
-        self.bytes_per_token = part["bytes"] / max(1, part["tokens"])
+        self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
         self.vocab_size = self.description["vocab_size"]
         self.tokenizer_path = tokenizer_in(self.folder)
         # The positions in the stream at which shards begin, and its length.
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
-        _ = self._shards  # mapped now
+        files = [self.folder / shard["file"] for shard in part["shards"]]
+        self._shards = [np.memmap(file, self.description["dtype"], mode="r") for file in files]
 
-    @cached_property
-    def _shards(self) -> list[np.memmap]:
-        shards, dtype = self.description["splits"][self.split]["shards"], self.description["dtype"]
-        return [np.memmap(self.folder / shard["file"], dtype, mode="r") for shard in shards]
+    def __reduce__(self) -> tuple:
+        # Pickled, the maps would carry the data itself along.
+        return type(self), (self.folder, self.split, self.seq_len)
 
     @property
     def identity(self) -> str:
         """A hash of everything that training reads of this split."""
-        part = self.description["splits"][self.split]
-        files = [*part["shards"], *([part["answers"]] if "answers" in part else [])]
-        return hashlib.sha256("".join(file["sha256"] for file in files).encode()).hexdigest()[:16]
+        files = [*self._part["shards"], *filter(None, [self._part.get("answers")])]
+        hashes = "".join(file["sha256"] for file in files)
+        return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
     @property
     def tokens_per_sample(self) -> float:
@@ -64,35 +59,23 @@ class TokenStream(Dataset):
         return self.seq_len if self.lengths is None else float(self.lengths.mean())
 
     def _read(self, start: int, length: int) -> Tensor:
-        """Return the tokens from position start on, int64 of shape (length,). Raises DataError: one
-        is outside the vocabulary."""
+        """Return the tokens from position start on, int64 of shape (length,)."""
         end = start + length
         first = np.searchsorted(self._starts, start, side="right") - 1
         last = np.searchsorted(self._starts, end)
-        tokens = np.concatenate(
-            [
-                self._shards[i][max(start - self._starts[i], 0) : end - self._starts[i]]
-                for i in range(first, last)
-            ]
-        )
+        shards = zip(self._starts[first:last], self._shards[first:last], strict=True)
+        tokens = np.concatenate([shard[max(start - at, 0) : end - at] for at, shard in shards])
         if (largest := tokens.max()) >= self.vocab_size:
             raise DataError(
-                f"{self.folder}: token id {largest} in the {self.split} split is outside the "
-                f"vocabulary of {self.vocab_size}: the shards are damaged; prepare the data again"
+                f"{self.folder}: damaged, prepare the data again: token id {largest} in "
+                f"{self.split} is outside the vocabulary of {self.vocab_size}"
             )
         return torch.from_numpy(tokens.astype(np.int64))
-
-    def __getstate__(self) -> dict:
-        maps = ("_shards", "_answers")  # pickled, they would carry the data itself along
-        return {name: value for name, value in self.__dict__.items() if name not in maps}
 
 
 class PackedDataset(TokenStream):
     """Text, cut into sequences of seq_len: sample i is tokens[i·seq_len : (i+1)·seq_len] of the
-    stream, with the targets one token further.
-
-    Raises DataError: see `TokenStream`. NothingFitsError: the split is shorter than one sequence.
-    """
+    stream, with the targets one token further. Raises NothingFitsError: there is not one."""
 
     kind = TEXT
     every_target_counts = True
@@ -102,16 +85,14 @@ class PackedDataset(TokenStream):
         if len(self) < 1:
             raise NothingFitsError(
                 f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs "
-                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len, more text, or "
-                "another --val_fraction when preparing"
+                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len or more text"
             )
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64 of shape (seq_len,). Raises DataError: a token is
-        outside the vocabulary."""
+        """Return (tokens, targets), both int64, (seq_len,). Raises DataError: damage."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
@@ -127,17 +108,82 @@ class PackedDataset(TokenStream):
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
 
 
+class ConversationSet(TokenStream):
+    """Row i is a conversation from its beginning to the end of its last answer.
+
+    A conversation longer than seq_len targets ends with the last answer that fits. If none does,
+    it is left out. Raises NothingFitsError: there is not one row.
+    """
+
+    kind = CONVERSATIONS
+    every_target_counts = False
+
+    def __init__(self, folder: str | Path, split: str, seq_len: int):
+        super().__init__(folder, split, seq_len)
+        self._answers = np.empty((0, 3), ANSWER_DTYPE)  # see there
+        if "answers" in self._part:  # else the split is empty
+            file = self.folder / self._part["answers"]["file"]
+            self._answers = np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
+        begin, said, end = self._answers.T
+        sound = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
+        if not sound.all():
+            raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
+        # The answers that fit: of row i those from first[i] to before end[i].
+        fitting = np.flatnonzero(end - begin <= seq_len + 1)
+        begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
+        self._first = fitting[rows]
+        self._end = self._first + n_answers
+        if not len(self):
+            raise NothingFitsError(
+                f"{folder}: no conversation of the {split} split has an answer within "
+                f"{seq_len} tokens: use a longer --max_seq_len"
+            )
+        self.lengths = end[self._end - 1] - begins - 1  # of each row, in targets
+        self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
+        self.n_left_out = self._part["documents"] - len(self)
+
+    @property
+    def summary(self) -> str:
+        """The numbers of rows, cut ones and conversations left out."""
+        rows = f"{counted(len(self), CONVERSATIONS)} within {self.seq_len:,} tokens"
+        return f"{rows}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), both int64, (lengths[i],), IGNORE_INDEX where a target is no
+        part of an answer. Raises DataError: damage."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        answers = self._answers[self._first[i] : self._end[i]]
+        begin = answers[0, 0]
+        row = self._read(begin, int(self.lengths[i]) + 1)
+        targets = torch.full_like(row, IGNORE_INDEX)
+        for said, end in (answers[:, 1:] - begin).tolist():
+            targets[said:end] = row[said:end]
+        return row[:-1], targets[1:]
+
+    def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return (tokens, targets), both (rows, longest): padded at their ends, where no target
+        counts, to a multiple, so that few shapes differ, and to at most seq_len."""
+        multiple = max(8, min(64, self.seq_len // 16))
+        longest = max(len(tokens) for tokens, _ in rows)
+        length = min(-(-longest // multiple) * multiple, self.seq_len)
+        all_tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+        all_targets = torch.full((len(rows), length), IGNORE_INDEX)
+        for i, (tokens, targets) in enumerate(rows):
+            all_tokens[i, : len(tokens)] = tokens
+            all_targets[i, : len(targets)] = targets
+        return all_tokens, all_targets
+
+
 def micro_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) on the CPU without an end, each (batch_size, max_seq_len), or as the
-    data set's own `collate` makes them.
-
-    Args:
-        num_workers: processes that read ahead; 0 reads in this one.
-        pin_memory: for copies to a GPU that wait for nothing.
-    """
-    # The loader draws from a generator of its own, because the global one drives dropout.
+    """Yield (tokens, targets) without an end, both (batch_size, max_seq_len), or as `collate` of
+    the data set makes them. num_workers processes read ahead; 0: none does."""
+    # The loader has a generator of its own, because the global one drives dropout.
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -1,8 +1,8 @@
 """The order in which samples are read: a shuffle that needs no list, divided among processes.
 
-The position in the data is one number, the samples consumed by all processes together since the
-start. The sample at a position depends on it and on the seed alone, so training continues with the
-same samples after a stop, or on another number of processes.
+The position in the data is the number of samples consumed by all processes. The sample there
+depends on it and the seed alone, so training continues with the same samples after a stop, or on
+another number of processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,20 +21,11 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the numbers at the given positions of a shuffle of range(n), a function of (seed,
-    epoch).
+    """Return the numbers, int64, at the positions, int64 in [0, n), of the shuffle of range(n) that
+    (seed, epoch) names.
 
-    A Feistel network permutes the numbers below the next power of four, and a result of n or more
-    is permuted again until it falls below n (cycle walking; Black and Rogaway, 2002). So a shuffle
-    of a billion samples takes no memory, and its middle is reached at once.
-
-    Args:
-        positions: int64 array, each in [0, n).
-        n: length of the shuffled range.
-        seed, epoch: whole numbers; each pair names another shuffle.
-
-    Returns:
-        int64 array of the same shape; over all positions every number below n occurs once.
+    A Feistel network permutes the numbers below the next power of four; a result of n or more is
+    permuted again (cycle walking; Black and Rogaway, 2002). So a shuffle takes no memory.
     """
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
@@ -57,11 +48,8 @@ BLOCK = 64  # micro-batches whose order is computed at once
 
 @dataclass
 class MicroBatchSampler:
-    """Endless stream of one process's micro-batches, each a list of sample indices.
-
-    Epochs follow each other without a seam: a global batch that reaches past the end of one is
-    filled from the start of the next, so that all batches are of one size and no sample is lost.
-    """
+    """Endless stream of one process's micro-batches, each a list of sample indices. A global batch
+    that reaches past the end of an epoch is filled from the start of the next."""
 
     n_samples: int  # in the data set
     batch_size: int  # samples in a micro-batch of one process
@@ -73,7 +61,7 @@ class MicroBatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
         first = self.start + self.rank * self.batch_size
-        # A block at a time: shuffling eight numbers costs as much as shuffling a thousand.
+        # A block at a time: eight numbers cost as much as a thousand.
         block = first + stride * np.arange(BLOCK)[:, None] + np.arange(self.batch_size)
         while True:
             yield from self.indices(block).tolist()
@@ -81,11 +69,11 @@ class MicroBatchSampler:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the stream of all epochs."""
-
-        def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
-            return shuffled(within, self.n_samples, self.seed, epoch)
-
-        return _in_rounds(positions, self.n_samples, of_epoch)
+        return _in_rounds(
+            positions,
+            self.n_samples,
+            lambda epoch, within: shuffled(within, self.n_samples, self.seed, epoch),
+        )
 
 
 def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarray:
@@ -103,19 +91,17 @@ WINDOW = 32  # global batches that are sorted by length together
 
 @dataclass(kw_only=True)
 class LengthSampler(MicroBatchSampler):
-    """A stream of rows of different lengths, in which rows of like length share a global batch, so
-    that little is padding.
+    """A stream in which rows of like length share a global batch, so that little is padding.
 
-    The stream of shuffled epochs is cut into windows, whose samples are sorted by length and cut
-    into global batches, which are shuffled. A global batch holds the same samples, in the same
-    order, however it is divided into micro-batches and processes.
+    The shuffled epochs are cut into windows, whose samples are sorted by length and cut into
+    global batches, which are shuffled. However one is divided, it is the same.
     """
 
     lengths: np.ndarray  # of all samples
     global_batch: int  # samples of one step, of all processes together
 
     def __post_init__(self):
-        # Smaller for a small data set: a window over two epochs would bring copies together.
+        # A window over two epochs would bring copies together.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

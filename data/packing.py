@@ -1,8 +1,7 @@
 """Turn text files into token shards: train the tokenizer, encode in several processes, write.
 
 Documents are written one after the other as BOS, text, EOS; training cuts the stream into
-sequences, so that no position is padding. data/validation_split.py decides which documents are for
-validation.
+sequences, so that no position is padding.
 """
 
 import hashlib
@@ -14,41 +13,65 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import numpy as np
+from typing import NamedTuple
 
 from common.atomic import whole_folder
 from data.conversations import conversation_records
 from data.corpus import TEXT_COLUMN, Record, parse, read_records, text_size
-from data.documents import Encoded, encode_batch
-from data.encoders import encoders
+from data.encoding import Encoded, encode_batch, encoders
 from data.errors import DataError
 from data.shards import CONVERSATIONS, DESCRIPTION_FILE, FORMAT, TEXT, ShardWriter, token_dtype
-from data.sizes import suited_to
 from data.tokenizer import TOKENIZER_FILE, copy_tokenizer, open_tokenizer, tokenizer_hash
 from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
-# Three times as much would train in three times the time and save 1% of the tokens.
+# Three times as much would save 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-# Of the built-in conversations, some five thousand: the size of their source tells nothing.
+# Of the built-in conversations: the size of their source tells nothing.
 BUILTIN_VAL_FRACTION = 0.1
+
+
+class Suited(NamedTuple):
+    """Default settings for a text of less than `below` bytes."""
+
+    below: float
+    vocab_size: int
+    val_fraction: float
+    section_bytes: int  # a longer .txt is cut into documents of that size
+    segmentations: int  # see data/encoding.py
+
+
+# A small text is learned by heart before a large vocabulary is learned at all, and one document
+# of sixteen kilobytes is no validation.
+BY_SIZE = (
+    Suited(500e3, 512, 0.1, 1 << 10, 7),
+    Suited(4e6, 2048, 0.1, 2 << 10, 7),
+    Suited(10e6, 4096, 0.05, 2 << 10, 1),
+    Suited(50e6, 6400, 0.03, 4 << 10, 1),  # the built-in text
+    Suited(math.inf, 6400, 0.02, 16 << 10, 1),
+)
+
+
+def suited_to(files: Iterable[str]) -> Suited:
+    """Return the settings for these files. They go in steps: a text may grow and keep them."""
+    n_bytes = text_size(files)
+    return next(suited for suited in BY_SIZE if n_bytes < suited.below)
 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Settings for text or conversations."""
+    """Settings for text or conversations. None: what suits the text's size."""
 
-    vocab_size: int | None  # None: what suits the text's size, or fewer if it holds no more
-    val_fraction: float | None  # None: what suits the text's size
+    vocab_size: int | None  # None: also fewer, if the text holds no more
+    val_fraction: float | None
     workers: int
     skip_bad_lines: bool
-    tokenizer: str | None = None  # path of an existing one, instead of training
+    tokenizer: str | None = None  # path of an existing one; None: train one, of text
     text_column: str = TEXT_COLUMN  # see `read_records`
-    segmentations: int | None = 1  # ways to cut a document; None: what suits the text's size
-    kind: str = TEXT  # see `shards.KINDS`; conversations take an existing tokenizer
+    segmentations: int | None = 1  # ways to cut a training document into pieces
+    kind: str = TEXT  # see `shards.KINDS`
 
     def share(self, files: list[str]) -> float:
         """Return the share of the documents that is for validation."""
@@ -72,21 +95,11 @@ class PackingOptions:
 def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
-    """Write tokenizer, shards and description of a corpus into the folder out.
+    """Write tokenizer, shards and description of these files into the folder out, which replaces
+    an older one when all is on the disk. `progress` is called with the bytes just encoded.
 
-    The folder appears when all of it is on the disk, and only then replaces an older one.
-
-    Args:
-        files: from `corpus.find_files`.
-        out: the folder to make.
-        options: see PackingOptions.
-        progress: called with the number of bytes just read and encoded.
-
-    Returns:
-        The contents of dataset.json.
-
-    Raises DataError: about the text; without skip_bad_lines, at the first document that cannot be
-    read. OSError: about the disk. In either case nothing is left behind.
+    Returns the contents of dataset.json. Raises DataError: about the text. OSError: about the
+    disk. Nothing is left behind then.
     """
     # Before reading: a file that changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
@@ -97,15 +110,16 @@ def prepare(
         else:
             may_shrink = options.vocab_size is None
             size = suited_to(files).vocab_size if may_shrink else options.vocab_size
-            path = folder / TOKENIZER_FILE
-            train_tokenizer(_sample(files, options), size, path, may_shrink=may_shrink)
+            sample = _sample(files, options)
+            train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         encode = partial(encode_batch, options.kind, tokenizer.path, options.ways(files))
         dtype = token_dtype(tokenizer.vocab_size)
 
         def write(split: ValidationSplit) -> dict:
-            encoded = encode_all(options.records(files), encode)
-            return _write_splits(encoded, folder, dtype, split, options, progress)
+            writers = [ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val")]
+            batches = encode_all(options.records(files), encode)
+            return _write_splits(batches, *writers, split, options, progress)
 
         split = ValidationSplit(options.share(files))
         written = write(split)
@@ -127,7 +141,7 @@ def prepare(
             "prepared_from": fingerprint,
         }
         content = json.dumps(description, indent=2, ensure_ascii=False)
-        (folder / DESCRIPTION_FILE).write_text(content, encoding="utf-8")
+        (folder / DESCRIPTION_FILE).write_bytes(content.encode())
     return description
 
 
@@ -153,24 +167,22 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents from all over the corpus, chosen by a
-    checksum; the first ones where the corpus is a few very long documents of which none is chosen.
-    """
-    below = 2**32 * TOKENIZER_SAMPLE_BYTES / max(text_size(files), 1)
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents chosen by a checksum; the first ones if that
+    chooses none of a few long ones."""
+    size = TOKENIZER_SAMPLE_BYTES
     # The first limit is for an estimate that was off, and for documents that repeat.
-    for threshold, limit in ((below, 2 * TOKENIZER_SAMPLE_BYTES), (2**32, TOKENIZER_SAMPLE_BYTES)):
+    for threshold, limit in ((2**32 * size / max(text_size(files), 1), 2 * size), (2**32, size)):
         taken = 0
         for record in options.records(files):
             if zlib.crc32(record.raw) >= threshold:
                 continue
             try:
-                text = parse(record)
+                yield parse(record)
             except DataError as error:
                 if options.skip_bad_lines:
                     continue
                 raise DataError(f"{error}; {SKIP_HINT}") from error
             taken += len(record.raw)
-            yield text
             if taken > limit:
                 return
         if taken:
@@ -179,19 +191,18 @@ def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
 
 def _write_splits(
     batches: Iterable[Encoded],
-    folder: Path,
-    dtype: np.dtype,
+    train: ShardWriter,
+    val: ShardWriter,
     split: ValidationSplit,
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits; return their part of the description."""
-    train, val = (ShardWriter(folder, name, dtype, SHARD_TOKENS) for name in ("train", "val"))
-    bad_documents, first_bad = 0, None
+    n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
-        bad_documents += len(encoded.bad)
+        n_bad += len(encoded.bad)
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
             if split.takes(document.number):
@@ -204,6 +215,6 @@ def _write_splits(
         raise DataError(f"no {options.kind} for training in these files")
     return {
         "splits": {"train": train.close(), "val": val.close()},
-        "bad_documents": bad_documents,
+        "bad_documents": n_bad,
         "first_bad_document": first_bad,
     }

@@ -1,6 +1,7 @@
 """Folders of prepared data: their names, and when one serves again or may be replaced."""
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UsageError
@@ -12,12 +13,8 @@ from data.tokenizer import tokenizer_hash
 
 
 def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
-    """Return out/data/NAME, where NAME is that of the file or folder without its suffix.
-
-    Args:
-        flags: how it is prepared. Their hash becomes a part of NAME, so that runs that were trained
-            on the same text prepared in another way keep their data.
-    """
+    """Return out/data/NAME, where NAME is that of the file or folder without its suffix, and a hash
+    of the flags with which it is prepared, if any."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
@@ -27,10 +24,10 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
-    """Return the folder for conversations: each file, of which many are called train.jsonl, and
-    tokenizer has one of its own. Raises DataError: there is no such tokenizer."""
+    """Return the folder for conversations: each file and tokenizer has one of its own. Raises
+    DataError: there is no such tokenizer."""
     if not tokenizer.is_file():
-        raise DataError(f"{tokenizer} is not there: conversations take the tokenizer of the model")
+        raise DataError(f"{tokenizer}, the tokenizer of the model, is not there")
     words = [tokenizer_hash(tokenizer), flags]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
@@ -38,19 +35,19 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
 
 
 def find_prepared(
-    out: Path, files: list[str], options: PackingOptions, *, reuse: bool, overwrite: bool
+    out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
     """Return in words how `out` holds these files prepared already; None if it has to be written.
 
-    Args:
-        files: from `corpus.find_files`.
-        reuse: the same text with other settings serves too.
-        overwrite: data from other text may be replaced.
-
-    Raises UsageError: `out` must not be written over. DataError, OSError: the text or tokenizer
-    cannot be read.
+    With `reuse`, the same text with other settings serves too; with `overwrite`, other data may be
+    replaced. Raises UsageError: `out` must not be written over. DataError, OSError: see
+    `describe_sources`.
     """
-    source, stored = describe_sources(files, options), _prepared_from(out)
+    source, stored = describe_sources(files, options), {}
+    with suppress(DataError, OSError, KeyError):  # there is nothing, or it is damaged
+        description = read_description(out)
+        if description["tokenizer_sha256"] == tokenizer_hash(out):
+            stored = description["prepared_from"]
     if stored == source:
         return "already prepared from this text"
     if reuse and stored.get("files_sha256") == source["files_sha256"]:
@@ -63,18 +60,7 @@ def find_prepared(
     if out.exists() and not (overwrite or same_name):
         made_of = stored.get("source", "something else")
         raise UsageError(
-            f"{out} holds data made of {made_of}, perhaps with other settings: pass --overwrite to "
-            "replace it, or another --out, or rename the text"
+            f"{out} holds data made of {made_of}, perhaps with other settings: "
+            "pass --overwrite to replace it, or another --out"
         )
     return None
-
-
-def _prepared_from(out: Path) -> dict:
-    """Return from what and how the data in `out` was made; {} if there is none, or damaged."""
-    try:
-        description = read_description(out)
-        if description["tokenizer_sha256"] == tokenizer_hash(out):
-            return description["prepared_from"]
-    except (DataError, OSError, KeyError):
-        pass
-    return {}

@@ -12,8 +12,8 @@ DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
 SPLITS = ("train", "val")
 KINDS = TEXT, CONVERSATIONS = ("text", "conversations")
-# Three numbers of this type per answer: the begin of its conversation, its own begin and its own
-# end, as positions in the stream of all tokens.
+# Three numbers of this type per answer, positions in the stream: the begin of its conversation,
+# its own begin and end.
 ANSWER_DTYPE = np.dtype("<i8")
 
 
@@ -23,8 +23,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Append documents to the shards of one split; a shard ends after shard_tokens tokens. The
-    places of the answers in conversations go to a file of their own."""
+    """Append documents to the shards of one split, which end after shard_tokens tokens, and the
+    places of answers to a file of their own."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder
@@ -37,11 +37,8 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → file, and the SHA-256 of what it holds
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write one document with its begin and end pieces, and count its bytes of text.
-
-        Args:
-            answers: of a conversation: where each begins and ends in its tokens, (answers, 2).
-        """
+        """Write one document. The answers of a conversation begin and end in its tokens at
+        `answers`, (answers, 2)."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
@@ -79,36 +76,32 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path) -> dict:
-    """Return the contents of a prepared folder's dataset.json. "kind" is one of KINDS.
-
-    Raises DataError: no prepared data there, a file of another size than the description says, or a
-    description that contradicts itself.
-    """
+    """Return the contents of a prepared folder's dataset.json. Raises DataError: it is missing, or
+    contradicts the files."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
         source, out = (folder, "") if folder.is_file() else ("TEXT", f" --out {folder}")
         raise DataError(
-            f"{folder}: no prepared data here ({DESCRIPTION_FILE} is missing); make it with "
+            f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; make it with "
             f"`python -m scripts.prepare_data --data {source}{out}`"
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
         description.setdefault("kind", TEXT)  # older ones do not say it
-        problem = _contradiction(folder, description)
+        _check(folder, description)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        raise DataError(f"{path}: damaged or another version ({problem}): prepare the data again")
+        problem = f"damaged or another version ({type(error).__name__}: {error})"
+        raise DataError(f"{path}: {problem}: prepare the data again") from error
     return description
 
 
-def _contradiction(folder: Path, description: dict) -> str | None:
-    """Return the first statement of a description that the files or the rest of it contradict.
-    Raises OSError, LookupError, TypeError: a file or a statement is missing."""
+def _check(folder: Path, description: dict) -> None:
+    """Raise an error if a file is of another size than this version's description says."""
     dtype = token_dtype(description["vocab_size"])
-    if description["format"] != FORMAT or description["kind"] not in KINDS:
-        return f"format {description['format']} of {description['kind']!r}"
+    known = description["format"] == FORMAT and description["kind"] in KINDS
+    if not known or description["dtype"] != dtype.str:
+        raise ValueError("a format of which this version knows nothing")
     for split in SPLITS:
         part = description["splits"][split]
         sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}
@@ -116,8 +109,4 @@ def _contradiction(folder: Path, description: dict) -> str | None:
             sizes[part["answers"]["file"]] = part["answers"]["count"] * 3 * ANSWER_DTYPE.itemsize
         for name, size in sizes.items():
             if (found := (folder / name).stat().st_size) != size:
-                return f"{name} has {found} bytes, not {size}"
-        tokens = sum(shard["tokens"] for shard in part["shards"])
-        if part["tokens"] != tokens or description["dtype"] != dtype.str:
-            return f"{part['tokens']} tokens of {split} as {description['dtype']}"
-    return None
+                raise ValueError(f"{name} has {found} bytes, not {size}")

@@ -1,6 +1,5 @@
-"""Tokenizers: SentencePiece's lossless BPE with byte fallback, which is trained here, and the
-byte-level BPE in a tokenizer.json that most other models come with.
-"""
+"""Tokenizers: SentencePiece's lossless BPE, which is trained here, and the byte-level BPE in a
+tokenizer.json that most other models have."""
 
 import hashlib
 import json
@@ -19,9 +18,8 @@ TOKENIZER_JSON = "tokenizer.json"
 MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Character → byte: byte-level BPE writes visible bytes as themselves, others as the characters from
-# 256 on. Source: GPT-2, `bytes_to_unicode` in
-# https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+# Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes visible bytes as
+# themselves, others as the characters from 256 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
@@ -30,10 +28,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Text to ids and back, with a SentencePiece model; decoding returns encoded text exactly.
+    """Text to ids and back, exactly, with a SentencePiece model. Raises DataError: the file is no
+    model with begin and end pieces."""
 
-    Raises DataError: the file is missing, or no model with begin and end pieces.
-    """
+    _space = SPACE_SYMBOL  # as pieces spell it
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -44,17 +42,16 @@ class Tokenizer:
         self.vocab_size = self._model.vocab_size()
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
-            raise DataError(f"{path}: has no <s> and </s> pieces, which begin and end documents")
-        # A literal U+2581 would come back as a space, so it is spelled in bytes if possible.
-        self._space_symbol_ids = [
-            self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()
-        ]
+            raise DataError(f"{path}: has no <s> and </s> pieces")
+        # A literal U+2581 would come back as a space, so it is spelled in bytes.
+        names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
+        self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
 
     @cached_property
     def ids_with_space(self) -> list[int]:
         """Ids of all pieces that begin with a space."""
-        pieces = map(self._model.id_to_piece, range(self.vocab_size))
-        return [id for id, piece in enumerate(pieces) if piece.startswith(SPACE_SYMBOL)]
+        pieces = self.pieces_of_text.items()
+        return sorted(id for piece, id in pieces if piece.startswith(self._space))
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
@@ -64,8 +61,8 @@ class Tokenizer:
         return {model.id_to_piece(id): id for id in ids if not any(is_one(id) for is_one in others)}
 
     def bytes_of(self, id: int) -> bytes | None:
-        """Return the bytes of a piece that is no text by itself; b"" for an id without a piece,
-        which decoding skips; None for a piece of text or a marker, which ends a character."""
+        """Return the bytes of a piece that is no text by itself; b"" for an id that decoding
+        skips; None for a piece of text or a marker."""
         if id >= self.vocab_size:
             return b""
         is_byte = self._model.is_byte(id)
@@ -76,12 +73,9 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text to continue, begin piece included, and the ids that may come
-        next, [] for all.
-
-        Pieces of words begin with a space, and a model has hardly ever seen a word after a piece
-        that is a space. So a space at the end of the text is left to the next piece.
-        """
+        """Return the ids of a text to continue, with the begin piece, and the ids that may come
+        next, [] for all. A space at the end is left to the next piece: pieces of words begin with
+        one."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
@@ -90,25 +84,21 @@ class Tokenizer:
         batch = self._model.encode(texts)
         for i, text in enumerate(texts):
             if SPACE_SYMBOL in text and self._model.unk_id() not in self._space_symbol_ids:
-                first, *others = self._model.encode(text.split(SPACE_SYMBOL))
-                batch[i] = first + [
-                    id for part in others for id in (*self._space_symbol_ids, *part)
-                ]
+                batch[i], *others = self._model.encode(text.split(SPACE_SYMBOL))
+                for part in others:
+                    batch[i] += [*self._space_symbol_ids, *part]
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids. Bytes that form no UTF-8 character become U+FFFD; markers and
-        ids without a piece are left out."""
+        """Return the text of the ids, without markers. Bytes that are no UTF-8 become U+FFFD."""
         return self._model.decode([id for id in ids if id < self.vocab_size])
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, with transformers' ids.
+    """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, and MARKERS_FILE beside
+    it. A marker's name in a text is text. Raises DataError: a file is of another kind."""
 
-    MARKERS_FILE beside it names the begin and end pieces. A marker's name in a text is text.
-    Decoding returns the text exactly, unless the tokenizer normalizes it or has no pieces for some
-    bytes. Raises DataError: a file is missing, or of another kind.
-    """
+    _space = "\u0120"
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -116,29 +106,23 @@ class JsonTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_file(self.path)
         except Exception as error:  # the package knows no other class
             raise DataError(f"{path}: not a tokenizer.json ({error})") from error
-        is_bpe = isinstance(self._model.model, models.BPE)
-        if not is_bpe or not isinstance(self._model.decoder, decoders.ByteLevel):
-            raise DataError(f"{path}: of all kinds of tokenizer.json only byte-level BPE is read")
+        kinds = (type(self._model.model), type(self._model.decoder))
+        if kinds != (models.BPE, decoders.ByteLevel):
+            raise DataError(f"{path}: only byte-level BPE is read")
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as text
         markers = read_markers(path)
-        for name in markers.values():
-            if self._model.token_to_id(name) is None:
-                raise DataError(f"{path}: has no piece {name!r}, which {MARKERS_FILE} names")
-        self.bos_id = self._model.token_to_id(markers["bos_token"])
-        self.eos_id = self._model.token_to_id(markers["eos_token"])
+        self.bos_id, self.eos_id = map(self._model.token_to_id, markers.values())
+        if None in (self.bos_id, self.eos_id):
+            names = " or ".join(markers.values())
+            raise DataError(f"{path}: has no piece {names}, which {MARKERS_FILE} names")
         self.vocab_size = max(self._model.get_vocab().values()) + 1
         self._added = self._model.get_added_tokens_decoder()
 
-    @cached_property
-    def ids_with_space(self) -> list[int]:
-        # The alphabet's character for a space.
-        return sorted(id for text, id in self.pieces_of_text.items() if text.startswith("\u0120"))
-
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Piece → id, spelled in BYTE_ALPHABET: a piece may begin or end within a character."""
+        """Piece → id, spelled in BYTE_ALPHABET: a piece may end within a character."""
         return {text: id for text, id in self._model.get_vocab().items() if id not in self._added}
 
     def bytes_of(self, id: int) -> bytes | None:
@@ -147,29 +131,24 @@ class JsonTokenizer(Tokenizer):
             return b""  # decoding skips it
         # An added piece is text and may hold characters outside the alphabet.
         content = bytes(BYTE_ALPHABET.get(char, 0) for char in piece)
-        try:
-            content.decode()
-        except UnicodeDecodeError:
-            return content
-        return None
+        return content if "\ufffd" in content.decode(errors="replace") else None
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._model.encode_batch_fast(texts, add_special_tokens=False)
-        return [one.ids for one in encoded]
+        batch = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """Return the path of the tokenizer of a folder of data, weights or a run; it may not exist."""
+    """Return the path of the tokenizer of a folder; it may not exist."""
     has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
     return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open the tokenizer of a file, or of a folder that holds one. Raises DataError: missing, or of
-    a kind that cannot serve."""
+    """Open the tokenizer of a file or folder. Raises DataError: it cannot be read."""
     path = _file(path)
     if not path.is_file():
         raise DataError(f"{path}: no such tokenizer file")
@@ -177,8 +156,8 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """Return the names of the pieces that begin ("bos_token") and end ("eos_token") a document; one
-    may do both. Raises DataError: MARKERS_FILE beside the tokenizer.json does not say them."""
+    """Return the pieces that begin ("bos_token") and end ("eos_token") a document; one may do both.
+    Raises DataError: MARKERS_FILE beside the tokenizer.json does not name them."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -187,13 +166,12 @@ def read_markers(path: str | Path) -> dict[str, str]:
         if not isinstance(end, str) or not isinstance(begin, str | None):
             raise ValueError("no eos_token")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{beside} does not say which piece ends a document ({error})") from error
+        raise DataError(f"{beside}: no piece that ends a document ({error})") from error
     return {"bos_token": begin or end, "eos_token": end}
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return name → content of a tokenizer's files, given as to `open_tokenizer`; they are the same
-    wherever it lies. Raises DataError, OSError: a file is missing, or says nothing."""
+    """Return name → content of a tokenizer's files. Raises DataError, OSError: one is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}
@@ -211,6 +189,6 @@ def tokenizer_hash(path: str | Path) -> str:
 
 
 def copy_tokenizer(path: str | Path, folder: Path) -> None:
-    """Write `tokenizer_files` into a folder. Raises DataError, OSError: see there, or disk full."""
+    """Write `tokenizer_files` into a folder."""
     for name, content in tokenizer_files(path).items():
         (folder / name).write_bytes(content)

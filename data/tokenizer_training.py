@@ -20,27 +20,21 @@ LEAST_VOCABULARY = RESERVED_PIECES + 3
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to path.
+    """Train a BPE tokenizer on texts and write it to path; one of fewer pieces if it may shrink.
 
-    At most half of the vocabulary goes to single characters, the commonest. Rarer ones are spelled
-    in bytes, so that nothing is ever unknown: a Chinese corpus has ten thousand characters.
-
-    Args:
-        may_shrink: if the texts do not suffice for vocab_size pieces, train as many as they do.
-
-    Raises DataError: vocab_size does not even hold the bytes, or is more than the texts can fill.
+    At most half of the vocabulary goes to single characters, rarer ones are spelled in bytes.
+    Raises DataError: vocab_size does not hold the bytes, or is more than the texts can fill.
     """
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
     if vocab_size < LEAST_VOCABULARY:
         raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
-    size, model = vocab_size, _train(texts, vocab_size)
-    while isinstance(model, int) and model >= LEAST_VOCABULARY:
-        size = model
-        model = _train(texts, size)  # fewer characters get pieces: it may be too many
-    if isinstance(model, int):
-        raise DataError("too little text to train a tokenizer on")
+    size = vocab_size
+    while isinstance(model := _train(texts, size), int):
+        size = model  # may be too many again, because fewer characters get pieces
+        if size < LEAST_VOCABULARY:
+            raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
         raise DataError(
             f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
@@ -52,14 +46,14 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
     """Return the model, or for how many pieces the texts suffice."""
     counts = Counter(chain.from_iterable(texts))
     room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    # SentencePiece reserves NUL for itself; a literal U+2581 is spelled in bytes (see Tokenizer).
+    # SentencePiece reserves NUL for itself.
     rare = [char for char, _ in counts.most_common()[room:]]
     in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
-    lines = (text.translate(in_bytes).splitlines(True) for text in texts)
+    lines = (line for text in texts for line in text.translate(in_bytes).splitlines(True))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=chain.from_iterable(lines),
+            sentence_iterator=lines,
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -78,8 +72,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             minloglevel=2,
         )
     except (RuntimeError, ValueError) as error:
-        limit = re.search(r"value <= (\d+)", str(error))
-        if limit:
+        if limit := re.search(r"value <= (\d+)", str(error)):
             return int(limit[1])
         raise DataError(f"SentencePiece cannot train on this text: {error}") from error
     return model.getvalue()

@@ -1,7 +1,6 @@
 """The validation split: a document is held out if its hash lies below the share asked for.
 
-The same text always falls on the same side, wherever it stands and however often. Adding or
-reordering documents moves none of the others.
+The same text always falls on the same side, wherever it stands and whatever stands beside it.
 """
 
 import hashlib
@@ -9,14 +8,14 @@ from dataclasses import dataclass
 
 
 def hash_of(content: bytes, digest_size: int = 8) -> int:
-    """Return 64 bits of BLAKE2b; each digest_size, in bytes, makes another hash."""
+    """Return 64 bits of BLAKE2b; each digest_size makes another hash."""
     digest = hashlib.blake2b(content, digest_size=digest_size).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 @dataclass
 class ValidationSplit:
-    """Divide documents by their hashes over 2^64, and remember the extremes of those."""
+    """Divide documents by their hashes over 2^64, and remember the extremes."""
 
     share: float  # of the documents, in [0, 1)
     least: float = 2.0

@@ -12,21 +12,17 @@ from data.conversations import parse_conversation
 from data.corpus import Record, load_json, parse
 from data.dataset import TokenStream
 from data.tokenizer import Tokenizer
-from evaluation.result import ratio
-from evaluation.scoring import Row
+from evaluation.scoring import Row, ratio
 from model import IGNORE_INDEX
 
 
 def document_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int
 ) -> Iterator[Row]:
-    """Yield the windows of every document, `<s> text </s>` as in training; empty text is left out.
+    """Yield the windows of every document, `<s> text </s>` as in training; each is a unit.
 
-    A window reads up to seq_len ids and the next begins `stride` further. The first predicts after
-    every id that it reads, the others only what no window before them did, so that each id is
-    predicted once, with all ids before it as context or at least seq_len - stride of them.
-
-    A document is a unit, and so is each section of a long .txt file.
+    A window reads up to seq_len ids and the next begins `stride` further. Each id is predicted
+    once, with all ids before it as context or at least seq_len - stride of them.
     """
     for number, record in enumerate(records):
         text = parse(record)
@@ -48,11 +44,8 @@ def conversation_rows(
 ) -> Iterator[Row]:
     """Yield conversations as training reads them (see `ConversationSet`); each is a unit.
 
-    Args:
-        counts: "cut" counts the conversations that are cut after the last answer that ends within
-            seq_len targets, "left_out" those whose first answer does not end there.
-
-    Raises DataError: a line that is no conversation; names file and line.
+    Count in `counts` those that are "cut" after the last answer that ends within seq_len targets,
+    and "left_out" because the first answer does not. Raises DataError: a line is no conversation.
     """
     for number, record in enumerate(records):
         turns = parse_conversation(load_json(record), record.place)
@@ -73,7 +66,7 @@ def conversation_rows(
 def prepared_rows(
     dataset: TokenStream, samples: Iterable[int], units: Iterable[int]
 ) -> Iterator[Row]:
-    """Yield these samples of prepared data, each with the unit that it belongs to."""
+    """Yield these samples of prepared data, each with its unit."""
     for i, unit in zip(samples, units, strict=True):
         tokens, targets = dataset[i]
         n_targets = int((targets != IGNORE_INDEX).sum())
@@ -81,8 +74,7 @@ def prepared_rows(
 
 
 def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
-    """Return how much was scored (see `Scorer.units`), and the metrics: loss in nats per token,
-    perplexity = exp(loss), bits per byte, top-1 accuracy."""
+    """Return amounts, and loss in nats per token, perplexity, bits per byte, accuracy."""
     nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
     metrics = {
         "loss": ratio(nll, tokens),

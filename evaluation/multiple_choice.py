@@ -1,11 +1,4 @@
-"""Multiple-choice questions, answered with the choice that the model finds likeliest.
-
-One JSON object per line of a .jsonl file:
-
-    {"question": "The opposite of hot is", "choices": ["cold", "warm"], "answer": 0}
-
-The answer is the number of the right choice, counted from 0, or its letter, counted from "A".
-"""
+"""Multiple-choice questions, answered with the choice that the model finds likeliest."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -16,19 +9,18 @@ import torch
 
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, USER, Turn
-from data.corpus import Record, load_json, refuse_half_characters
+from data.corpus import Record, load_json
 from data.errors import DataError
 from data.tokenizer import Tokenizer
-from evaluation.result import ratio
-from evaluation.scoring import Row
+from evaluation.scoring import Row, ratio
 from model import IGNORE_INDEX
 
+# A line of a .jsonl file
 FORM = '{"question": text, "choices": [two or more texts], "answer": number from 0, or "A", "B" …}'
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return the question in one line, its choices and the index of the right one. Raises
-    DataError: there is none; names file and line."""
+    """Return question, choices and index of the right one. Raises DataError: there is none."""
     fields = load_json(record)
     fields = fields if isinstance(fields, dict) else {}
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
@@ -38,19 +30,17 @@ def parse_question(record: Record) -> tuple[str, list[str], int]:
     is_valid = len(texts) > 2 and all(isinstance(each, str) for each in texts) and all(choices)
     if not is_valid or type(right) is not int or not 0 <= right < len(choices):
         raise DataError(f"{record.place}: no question, which is {FORM}")
-    refuse_half_characters(record.place, "".join(texts))
     return text, choices, right
 
 
 def encode_choices(
     tokenizer: Tokenizer, text: str, choices: list[str], delimiter: str | None
 ) -> list[tuple[list[int], int]]:
-    """Return for every choice the ids of `<s> question delimiter choice`, or of a user's question
-    and the choice with its end piece as its answer, and how many of the ids are context.
+    """Return for every choice the ids of `<s> question delimiter choice`, or without delimiter of
+    two turns of a chat, and how many of the ids are context.
 
-    The end of a question and the start of a choice may share a token. Therefore everything is
-    encoded whole, and context is what the question alone and all of its choices have in common:
-    behind it every choice is scored from the same place.
+    The end of a question and the start of a choice may share a token: context is what the question
+    alone and all of its choices have in common.
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
@@ -66,11 +56,8 @@ def encode_choices(
 def question_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, delimiter: str | None
 ) -> Iterator[Row]:
-    """Yield one row per choice. Its unit is (place, index of the right choice, whether the
-    beginning was left out because the question with a choice is longer than the context).
-
-    Args:
-        delimiter: between question and choice; None makes them turns of a conversation.
+    """Yield one row per choice. Its unit is (place, index of the right choice, whether the context
+    is too short for the question's beginning).
 
     Raises DataError: no question, or a choice without a token or longer than the context.
     """
@@ -88,24 +75,20 @@ def question_rows(
 
 
 def answers(units: list[tuple[tuple, np.ndarray]]) -> dict:
-    """Return how the scored questions were answered; of equally likely choices the first is taken.
-
-    Length-normalised means per byte of UTF-8 of the choice without the delimiter, so that it does
-    not depend on the tokenizer; lm-evaluation-harness divides by characters, for ASCII the same.
-
-    Returns counts, and the shares that were right: "acc" by the log-likelihood of the whole choice,
-    "acc_norm" by that per byte, "chance" by guessing.
+    """Return counts, and the shares that were answered rightly: "acc" by the log-likelihood of the
+    whole choice, "acc_norm" by that per byte of UTF-8, "chance" by guessing. Of equally likely
+    choices the first is taken.
     """
     rows = []
     for (_, right, is_truncated), scores in units:
         nll, n_bytes = scores[:, 0], scores[:, 3]
         by_choice, by_byte = nll.argmin() == right, (nll / n_bytes).argmin() == right
-        rows.append([by_choice, by_byte, 1 / len(scores), is_truncated, 1])
-    acc, acc_norm, chance, truncated, one = np.array(rows, float).T
+        rows.append([by_choice, by_byte, 1 / len(scores), is_truncated])
+    acc, acc_norm, chance, truncated = np.array(rows, float).T
     metrics = {
-        "acc": ratio(acc, one, partial(min, 1.0)),
-        "acc_norm": ratio(acc_norm, one, partial(min, 1.0)),
-        "chance": dict.fromkeys(("value", "low", "high"), sum(chance) / len(units)),
+        "acc": ratio(acc, np.ones_like(acc), partial(min, 1.0)),
+        "acc_norm": ratio(acc_norm, np.ones_like(acc), partial(min, 1.0)),
+        "chance": dict.fromkeys(("value", "low", "high"), chance.mean()),
     }
     n_truncated = int(sum(truncated))
     return {"units": len(units), "unit": "questions", "truncated": n_truncated, "metrics": metrics}

@@ -1,7 +1,8 @@
-"""Log-likelihoods of rows of tokens under a model, computed by all processes together."""
+"""Log-likelihoods of rows of tokens under a model, by all processes together, and their means."""
 
+import math
 import os
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -18,14 +19,14 @@ from torch.utils.data import DataLoader
 from common.errors import UsageError
 from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
-from training.engine.cpu_settings import keep_freed_memory, use_all_cores
-from training.engine.device import has_bf16
+from training.engine.device import has_bf16, keep_freed_memory, use_all_cores
 
+LEAST_UNITS = 3  # for an interval
 BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
 
 
 class Row(NamedTuple):
-    """A sequence to score: a document, a window of one, or a question with one of its choices."""
+    """A sequence to score: a document, a window of one, or a question with a choice."""
 
     unit: Hashable  # what the row belongs to; rows of one unit follow each other
     tokens: Tensor  # (T,) int64
@@ -35,11 +36,8 @@ class Row(NamedTuple):
 
 @dataclass
 class Scorer:
-    """A model on this process's device, ready to score rows.
-
-    The rows and their order are the same on every process; each computes its share of the batches
-    and every process gets all results.
-    """
+    """A model on this process's device. The rows and their order are the same on every process;
+    each computes its share of the batches, and every process gets all results."""
 
     model: Transformer  # in evaluation mode, on the device
     accelerator: Accelerator
@@ -49,24 +47,20 @@ class Scorer:
     def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, np.ndarray]]:
         """Yield every unit, in order, with float64 sums of shape (rows, 4) over its targets:
         negative log-likelihood in nats, targets that were the likeliest token, targets, bytes.
-
-        Memory is bounded by BLOCK_ROWS rows. Raises UsageError: a score is NaN or infinite.
-        """
+        Raises UsageError: a score is NaN or infinite."""
         rows = iter(rows)
         blocks = iter(lambda: list(islice(rows, BLOCK_ROWS)), [])
-        scored = chain.from_iterable(map(self._scored, blocks))
-        for unit, same in groupby(scored, key=itemgetter(0)):
+        for unit, same in groupby(chain.from_iterable(map(self._scored, blocks)), itemgetter(0)):
             yield unit, np.array([sums for _, sums in same])
 
     def _scored(self, block: list[Row]) -> Iterator[tuple[Hashable, list[float]]]:
-        """Yield the unit and the sums of every row of a block, in order."""
+        """Yield the unit and the sums of every row, in order."""
         order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
         loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
         # Not accelerator.prepare, which would keep every block's loader to the end.
         loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
-        is_bf16 = self.dtype == torch.bfloat16
-        autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, is_bf16)
-        sums = []
+        device, is_bf16 = self.accelerator.device.type, self.dtype == torch.bfloat16
+        autocast, sums = torch.autocast(device, torch.bfloat16, is_bf16), []
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
                 scored = self.model(tokens, targets, "hits")
@@ -98,7 +92,7 @@ def build_scorer(
         device: "cpu", "cuda", or "auto" for a GPU where there is one.
         dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU that has it, else float32.
 
-    Raises UsageError: device, precision and launcher do not go together.
+    Raises UsageError: device and launcher do not go together.
     """
     n_gpus, environ = torch.cuda.device_count(), os.environ
     if device == "cuda" and not n_gpus:
@@ -117,3 +111,25 @@ def build_scorer(
         use_all_cores()
     dtype = dtype or ("bfloat16" if not on_cpu and has_bf16() else "float32")
     return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))
+
+
+def ratio(
+    tops: np.ndarray, bottoms: np.ndarray, scale: Callable[[float], float] = float
+) -> dict[str, float | None]:
+    """Return total over total, as "value", and its 95% interval, "low" to "high": None for fewer
+    than LEAST_UNITS units, which are documents, conversations or questions.
+
+    Tokens of one document resemble each other, so the units count. With R the ratio and n units,
+    the variance of R is about n / (n - 1) · Σ (top - R · bottom)² / (Σ bottom)² (Cochran, Sampling
+    Techniques, 3rd ed. 1977, section 6.4). The interval does not reach below 0.
+
+    Args:
+        tops, bottoms: float64 of shape (units,), none negative.
+        scale: an increasing function for the number and the ends of its interval.
+    """
+    n, total = len(tops), sum(bottoms)
+    r = sum(tops) / total
+    if n < LEAST_UNITS:
+        return {"value": scale(r), "low": None, "high": None}
+    half = 1.96 * math.sqrt(n / (n - 1) * np.square(tops - r * bottoms).sum()) / total
+    return {"value": scale(r), "low": scale(max(0.0, r - half)), "high": scale(r + half)}

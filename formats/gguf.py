@@ -1,7 +1,4 @@
-"""A model and its tokenizer in one GGUF file, for llama.cpp and what is built on it.
-
-`python -m scripts.export_gguf --help` says how llama.cpp reads it.
-"""
+"""A model and its tokenizer in one GGUF file, for llama.cpp and what is built on it."""
 
 import errno
 import os
@@ -21,36 +18,28 @@ from model.config import LMConfig
 from model.rotary import rotary_frequencies
 from model.transformer import Transformer
 
-BLOCK = 32  # values that share a scale in q8_0; a row has to be made of such blocks
 
-
-def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> list[str]:
-    """Add the parameters by their names in GGUF, a tied matrix once; norms stay f32.
-
-    Scaled rotations add the factor by which each frequency is slowed down, (head_dim/2,). Returns
-    the matrices that become f16 because their rows are not whole blocks of q8_0. Raises UsageError:
-    a value is too large for the type.
-    """
-    config, odd = model.config, []
+def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> None:
+    """Add the parameters by their names in GGUF, a tied matrix once; norms stay f32. Raises
+    UsageError: the type cannot hold a value, or rows of this length."""
+    config = model.config
     if config.rope_scaling:
         rope = config.head_dim, config.rope_theta
+        # (head_dim/2,): by how much each frequency is slowed down
         slower = rotary_frequencies(*rope) / rotary_frequencies(*rope, config.rope_scaling)
         writer.add_tensor("rope_freqs.weight", slower.numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layers)
     for ours, parameter in model.named_parameters():
-        values, kind = parameter.detach().numpy(), wanted
+        values = parameter.detach().numpy()
         name = names.get_name(ours, try_suffixes=(".weight",))
-        if values.ndim == 1:
-            kind = "f32"
-        elif wanted == "q8_0" and values.shape[-1] % BLOCK:
-            kind = "f16"
-            odd.append(name)
-        kind = gguf.GGMLQuantizationType[kind.upper()]
-        stored = gguf.quantize(values, kind)
+        kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else wanted.upper()]
+        try:
+            stored = gguf.quantize(values, kind)
+        except gguf.QuantError as error:  # a row is no whole number of blocks
+            raise UsageError(f"{name}: {error}: --type f16 takes rows of any length") from error
         if not np.isfinite(gguf.dequantize(stored, kind)).all():
             raise UsageError(f"{name} does not fit into {wanted}: --type f32 keeps it exactly")
         writer.add_tensor(name, stored, raw_dtype=kind)
-    return odd
 
 
 def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
@@ -88,49 +77,37 @@ def add_vocabulary(
     writer.add_remove_extra_whitespaces(False)
 
 
-def write(writer: gguf.GGUFWriter, path: Path) -> None:
-    """Write the file and close it. Raises OSError: the disk is full or refuses."""
-    try:
-        writer.write_header_to_file(path)
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    except OSError as error:
-        if error.errno is None:  # numpy's, after a short write
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise
-    finally:
-        writer.close()
-
-
 @np.errstate(all="ignore")  # add_tensors refuses what overflows
 def export_gguf(
     model: Transformer, tokenizer: Tokenizer, out: Path, file_type: str, chat: bool = False
 ) -> str:
-    """Write a model and its tokenizer into one GGUF file; return a summary for the user.
-
-    Args:
-        file_type: f32, f16 or q8_0, for the matrices.
-        chat: the model has learned to answer: its template is written too.
-
-    Raises UsageError: weights or a tokenizer that it cannot hold. OSError: the disk is full.
-    """
+    """Write a model, with matrices in f32, f16 or q8_0, and its tokenizer, with `chat` its
+    template too, into one GGUF file; return a summary for the user. Raises UsageError: weights or
+    a tokenizer that it cannot hold. OSError: the disk is full."""
     if isinstance(tokenizer, JsonTokenizer):
         raise DataError(
-            f"{tokenizer.path}: only SentencePiece is written into GGUF here: export with "
-            "scripts.export_hf, and have llama.cpp's convert_hf_to_gguf.py make the file of that"
+            f"{tokenizer.path}: only SentencePiece is written into GGUF here: llama.cpp's "
+            "convert_hf_to_gguf.py makes the file of what scripts.export_hf writes"
         )
     writer = gguf.GGUFWriter(None, "llama")
     writer.add_name(out.stem)
-    prefix = "ALL" if file_type == "f32" else "MOSTLY"
-    writer.add_file_type(gguf.LlamaFileType[f"{prefix}_{file_type.upper()}"])
+    kind = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, model.config)
     add_vocabulary(writer, read_exact(tokenizer), tokenizer, model.config.vocab_size)
     if chat:
         writer.add_chat_template(PLAIN_JINJA)
-    odd = add_tensors(writer, model, file_type)
+    add_tensors(writer, model, file_type)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(out) as partial:
-        write(writer, partial)
-    said = f"{file_type}, {out.stat().st_size / 1e6:.1f} MB"
-    return f"{said}; f16 for rows of no whole blocks: {', '.join(odd)}" if odd else said
+    try:
+        with whole_file(out) as partial:
+            writer.write_header_to_file(partial)
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+    except OSError as error:
+        number = error.errno or errno.ENOSPC  # numpy gives none after a short write
+        raise OSError(number, os.strerror(number), str(out)) from error
+    finally:
+        writer.close()
+    return f"{file_type}, {out.stat().st_size / 1e6:.1f} MB"

@@ -1,15 +1,12 @@
 """This model as Hugging Face's Llama: names of weights, rotation of positions, settings, tokenizer.
 
-The arithmetic differs in one thing. Rotary embedding turns pairs of a head's channels: here, as in
-Llama's own release, neighbours (0, 1), (2, 3), …; there channel j with j + head_dim/2. So the rows
-of wq and wk, which make those channels, change places. Nothing else is reordered: the product of
-queries and keys does not depend on the order of channels.
+Rotary embedding turns pairs of a head's channels: here, as in Llama's own release, neighbours
+(0, 1), (2, 3), …; there channel j with j + head_dim/2. So the rows of wq and wk, which make these
+channels, change places. Nothing else differs.
 """
 
 import re
 import shutil
-from collections import ChainMap
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -52,8 +49,7 @@ IN_LAYER = {
 
 
 def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of wq or wk, (heads · head_dim, dim), from neighbouring pairs to the first
-    and the second half of each head."""
+    """Reorder the rows of wq or wk, (heads · head_dim, dim), from neighbours to halves of heads."""
     rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
     return rows.transpose(1, 2).reshape_as(weight)
 
@@ -65,17 +61,17 @@ def join_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """Return the number of heads of wq or wk by its name (ours); None for any other weight."""
+    """Return the number of heads of wq or wk by its name; None for any other weight."""
     return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
 
 
 def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename weights (a tied matrix once) to Hugging Face's names, with wq and wk reordered."""
-    heads = {name: rotated_heads(name, config) for name in weights}
-    return {
-        llama_name(name): split_halves(weight, heads[name]) if heads[name] else weight
-        for name, weight in weights.items()
-    }
+    renamed = {}
+    for name, weight in weights.items():
+        heads = rotated_heads(name, config)
+        renamed[llama_name(name)] = split_halves(weight, heads) if heads else weight
+    return renamed
 
 
 def llama_name(name: str) -> str:
@@ -87,14 +83,14 @@ def llama_name(name: str) -> str:
 
 def our_name(name: str, source: str) -> str:
     """Turn Hugging Face's name of a weight into ours. Raises WeightsError: no Llama has it."""
-    outer = {theirs: ours for ours, theirs in OUTER.items()}
-    in_layer = {theirs: ours for ours, theirs in IN_LAYER.items()}
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    if layer and layer[2] in in_layer:
-        return f"layers.{layer[1]}.{in_layer[layer[2]]}.weight"
-    if name not in outer:
-        raise WeightsError(f"{source}: {name} is in no Llama")
-    return outer[name]
+    for ours, theirs in IN_LAYER.items():
+        if layer and layer[2] == theirs:
+            return f"layers.{layer[1]}.{ours}.weight"
+    for ours, theirs in OUTER.items():
+        if name == theirs:
+            return ours
+    raise WeightsError(f"{source}: {name} is in no Llama")
 
 
 def is_learned(name: str) -> bool:
@@ -103,12 +99,10 @@ def is_learned(name: str) -> bool:
 
 
 def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return one of Hugging Face's weights, by our name, with its rows in our order. A weight of
-    the wrong shape stays as it is."""
+    """Return one of Hugging Face's weights, by our name, with its rows in our order."""
     heads = rotated_heads(name, config)
-    if heads and weight.shape[:1] == (heads * config.head_dim,):
-        return join_halves(weight, heads)
-    return weight
+    fits = heads and weight.shape[:1] == (heads * config.head_dim,)
+    return join_halves(weight, heads) if fits else weight
 
 
 # Our names → Hugging Face's, where rope_type is "llama3".
@@ -121,8 +115,7 @@ SCALING = {
 
 
 def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
-    """Return config.json for transformers. Rotary settings and the dtype stand in it twice: where
-    version 5 looks for them, and where version 4 does."""
+    """Return config.json; rotary settings and dtype as transformers 5 and as 4 look for them."""
     rope = {"rope_type": "default"}
     if scaling := config.rope_scaling:
         rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
@@ -166,8 +159,7 @@ COMPUTED = {
 
 
 def read_llama_config(folder: Path) -> LMConfig:
-    """Undo `llama_config`; missing settings have the defaults of transformers' LlamaConfig. Raises
-    WeightsError: none, or something that this model cannot compute; names setting and value."""
+    """Undo `llama_config`, with transformers' defaults. Raises WeightsError: other arithmetic."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
         raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
@@ -195,28 +187,15 @@ def read_llama_config(folder: Path) -> LMConfig:
     return build_config(config, folder)
 
 
-class LlamaTensors(Mapping):
-    """The weights of a Hugging Face folder, in safetensors, by our names and with our rows.
-
-    Each is read when it is asked for, in the precision of the file. Raises WeightsError: no Llama,
-    or a file that is missing or damaged.
-    """
-
-    def __init__(self, folder: Path):
-        self._config = read_llama_config(folder)
-        parts = sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]
-        self._weights = ChainMap(*map(load_tensors, parts))
-        names = (name for name in self._weights if is_learned(name))
-        self._theirs = {our_name(name, str(folder)): name for name in names}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return our_rows(self._config, name, self._weights[self._theirs[name]])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._theirs)
-
-    def __len__(self) -> int:
-        return len(self._theirs)
+def read_llama_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a Hugging Face folder by our names, with our rows."""
+    config, weights = read_llama_config(folder), {}
+    for part in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]:
+        for name, weight in load_tensors(part).items():
+            if is_learned(name):
+                ours = our_name(name, str(folder))
+                weights[ours] = our_rows(config, ours, weight)
+    return weights
 
 
 MARK = "exported_by"  # in config.json: what may be replaced with --overwrite
@@ -227,35 +206,24 @@ pipeline_tag: text-generation
 
 # {name}
 
-A Llama of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}.
+A Llama of {millions:.2f} million parameters with a context of {max_seq_len:,} tokens, in {dtype}:
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import pipeline
 
-    model = AutoModelForCausalLM.from_pretrained("{name}")
-    tokenizer = AutoTokenizer.from_pretrained("{name}")
-    inputs = {inputs}
-    ids = model.generate(**inputs, max_new_tokens=50)
-    print(tokenizer.decode(ids[0], skip_special_tokens=True))
+    print(pipeline("text-generation", "{name}")({prompt}))
 """
-TEXT_INPUTS = 'tokenizer("Once upon a time", return_tensors="pt")'
-CHAT_INPUTS = """tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is a list?"}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )"""
 
 
 def is_export(folder: Path) -> bool:
     """Return True for a folder that scripts.export_hf wrote."""
-    config = folder / CONFIG_FILE
-    return config.exists() and MARK in read_json(config)
+    return (folder / CONFIG_FILE).exists() and MARK in read_json(folder / CONFIG_FILE)
 
 
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
-    """Write weights in `dtype`, config and generation settings with the tokenizer's markers, and a
-    model card, which says whether the model answers (`chat`). Raises UsageError: a weight is too
-    large for `dtype`. OSError: the disk is full or refuses."""
+    """Write weights in `dtype`, settings with the tokenizer's markers, and a model card. Raises
+    UsageError: a weight is too large for `dtype`."""
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
@@ -265,25 +233,25 @@ def write_model(
     save_tensors(folder / WEIGHTS_FILE, to_llama(config, weights))
     values = llama_config(config, dtype, tokenizer.bos_id, tokenizer.eos_id)
     write_json(folder / CONFIG_FILE, values | {MARK: "scripts.export_hf"})
-    generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    generation = {name: values[name] for name in ("bos_token_id", "eos_token_id")}
     write_json(folder / "generation_config.json", generation)
     card = CARD.format(
         name=name,
         millions=model.num_parameters() / 1e6,
         max_seq_len=config.max_seq_len,
         dtype=dtype,
-        inputs=CHAT_INPUTS if chat else TEXT_INPUTS,
+        prompt=[{"role": "user", "content": "What is a list?"}] if chat else ["Once upon a time"],
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
-    """Write tokenizer.json, what transformers wants beside it, and a SentencePiece model itself;
-    with `chat` the template too. Raises DataError: no tokenizer.json gives equal ids."""
+    """Write tokenizer.json and what transformers wants beside it, with `chat` the template too.
+    Raises DataError: no tokenizer.json gives equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
-        copied = Path(tokenizer.path).read_text(encoding="utf-8")
-        copied = without_escapes(copied) if chat else copied
-        (folder / TOKENIZER_JSON).write_text(copied, encoding="utf-8")
+        own = Path(tokenizer.path).read_text(encoding="utf-8")
+        written = without_escapes(own) if chat else own
+        (folder / TOKENIZER_JSON).write_text(written, encoding="utf-8")
         markers = read_markers(tokenizer.path)
     else:
         converted = convert(tokenizer, chat)

@@ -4,7 +4,6 @@ Nothing here runs code from a file: safetensors, JSON, and torch.load with weigh
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,11 +21,11 @@ from data.tokenizer import (
 )
 from formats.hugging_face import (
     OUTER,
-    LlamaTensors,
     is_learned,
     our_name,
     our_rows,
     read_llama_config,
+    read_llama_weights,
 )
 from formats.portable import (
     CONFIG_FILE,
@@ -37,9 +36,9 @@ from formats.portable import (
     read_json,
     require_fit,
     save_portable,
+    without_memory,
 )
 from model.config import LMConfig
-from model.transformer import Transformer
 
 PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # of DistributedDataParallel and torch.compile
 # Settings of Llama 1 and 2 that the shapes of weights do not tell.
@@ -56,19 +55,20 @@ def import_weights(
         settings: `n_heads` and DEFAULTS, of a state dict; None means not given. A folder has its
             own, of which max_seq_len can be changed: positions need no weights.
 
-    Raises UsageError: a place that must not be replaced, settings that are missing or in the
-    folder, or files that cannot serve here. OSError: the disk is full or refuses.
+    Raises UsageError: files or settings that cannot serve here, or a place that is taken.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     with new_folder(out, "import", is_import, overwrite) as folder:
         if source.is_dir():
             assumed = {}
-            config, weights = _read_folder(source, given)
+            if own := given.keys() - {"max_seq_len"}:
+                raise UsageError(f"{source / CONFIG_FILE} decides on --{min(own)}: leave it out")
+            config = build_config(read_llama_config(source).to_dict() | given, source)
+            weights = read_llama_weights(source)
         else:
             assumed = {name: DEFAULTS[name] for name in DEFAULTS if name not in given}
             config, weights = _read_file(source, assumed | given)
-        with torch.device("meta"):  # shapes without memory
-            require_fit(Transformer(config), weights, str(source))
+        require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
         path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
@@ -93,18 +93,8 @@ def is_import(folder: Path) -> bool:
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 
-def _read_folder(folder: Path, given: dict) -> tuple[LMConfig, Mapping[str, Tensor]]:
-    """Return config and weights of a Hugging Face folder. Raises UsageError: no Llama, or
-    a setting is given that it has."""
-    if own := given.keys() - {"max_seq_len"}:
-        raise UsageError(f"{folder / CONFIG_FILE} decides on --{min(own)}: leave it out")
-    config = build_config(read_llama_config(folder).to_dict() | given, folder)
-    return config, LlamaTensors(folder)
-
-
 def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and weights of a state dict. Raises UsageError: no Llama, damaged, or no
-    `n_heads` in `settings`, which fits any matrices."""
+    """Return config and weights of a state dict. Raises UsageError: no Llama, or no `n_heads`."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     weights = _state_dict(path)
@@ -129,33 +119,26 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         raise WeightsError(f"{path}: no state dict, or it holds code, which is not run") from error
     if isinstance(content.get("model"), dict):  # of a training file, as llama2.c's
         content = content["model"]
-    weights = {}
-    for name, tensor in content.items():
-        if not isinstance(tensor, Tensor):
-            raise WeightsError(f"{path}: no state dict: {name} is no tensor")
-        if is_learned(name):
-            weights[PREFIX.sub("", name)] = tensor
-    return weights
+    if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
+        raise WeightsError(f"{path}: no state dict: {others[0]} is no tensor")
+    return {PREFIX.sub("", name): content[name] for name in content if is_learned(name)}
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return the shape of the model with these weights (our names). Raises WeightsError: a weight
-    that tells it is missing, or `n_heads` does not fit."""
+    """Return the shape of the model with these weights. Raises WeightsError: they do not tell."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:
         if name not in weights or weights[name].dim() != 2:
             raise WeightsError(f"{name} is missing or no matrix: not a Llama")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
-    n_heads = settings["n_heads"]
+    n_heads, output = settings["n_heads"], weights.get("output.weight")
     if n_heads < 1 or wq.shape[0] % n_heads:
         raise WeightsError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
     head_dim = wq.shape[0] // n_heads
-    output = weights.get("output.weight")
-    layers = {int(n.split(".")[1]) for n in weights if re.match(r"layers\.\d+\.", n)}
     config = {
         "dim": embedding.shape[1],
-        "n_layers": len(layers),
+        "n_layers": len({n.split(".")[1] for n in weights if n.startswith("layers.")}),
         "n_kv_heads": max(1, wk.shape[0] // head_dim),
         "head_dim": head_dim,
         "vocab_size": embedding.shape[0],

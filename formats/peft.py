@@ -1,7 +1,6 @@
 """LoRA adapters in the form of the package `peft`, for a base that scripts.export_hf has written.
 
-B has the rows of the weight that it is added to: its rows for wq and wk are reordered as theirs are
-(formats/hugging_face.py). A has the weight's columns, which stay in their order.
+B has the rows of its weight, which are reordered for wq and wk (formats/hugging_face.py).
 """
 
 from collections.abc import Mapping
@@ -17,18 +16,16 @@ from formats.portable import (
     read_json,
     require_tensor,
     save_tensors,
+    without_memory,
     write_json,
 )
 from model.config import LMConfig
 from model.lora import LoRA
-from model.transformer import Transformer
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # before the names in the base
-# Our endings of names → PEFT's.
-FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-# Other values mean arithmetic that is not computed here.
-READABLE = {
+FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # ends of names, ours → PEFT's
+READABLE = {  # other values mean arithmetic that is not computed here
     "peft_type": ("LORA",),
     "fan_in_fan_out": (False,),
     "alpha_pattern": ({},),
@@ -37,12 +34,7 @@ READABLE = {
 
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
-    """Write adapters, and other trained weights as "modules to save". Raises OSError: the disk is
-    full or refuses.
-
-    Args:
-        weights: trained parameters by name; see `add_lora`.
-    """
+    """Write trained parameters by name: adapters, and others as "modules to save"."""
     tensors, adapted, whole = {}, {}, {}  # two dictionaries as ordered sets
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
@@ -73,11 +65,8 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
 def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], float]:
     """Return the trained weights by our names, and the adapters' scaling: see `model.lora.Merged`.
 
-    Args:
-        config: shape of the base.
-
-    Raises WeightsError: files missing or damaged, an adapter for a model of another shape, or one
-    that is more than LoRA.
+    Raises WeightsError: files missing or damaged, an adapter for another shape than the base's,
+    `config`, or one that is more than LoRA.
     """
     settings = read_json(folder / ADAPTER_CONFIG)
     for name, allowed in READABLE.items():
@@ -113,17 +102,14 @@ def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
 
 
 def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, source: str) -> None:
-    """Raise WeightsError for a tensor that such a model does not have, of another shape or not
-    finite, and for a factor without the other one."""
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Transformer(config).named_parameters()}
+    """Raise WeightsError for a tensor that does not fit, or a factor without the other one."""
+    shapes = {name: tuple(p.shape) for name, p in without_memory(config).named_parameters()}
     shapes.setdefault("output.weight", shapes["tok_embeddings.weight"])
-    for name, shape in list(shapes.items()):
-        layer = name.removesuffix("weight")
-        shapes |= {f"{layer}lora_a": (rank, shape[-1]), f"{layer}lora_b": (shape[0], rank)}
     for name, tensor in sorted(weights.items()):
         layer, _, kind = name.rpartition(".")
         other = {"lora_a": "lora_b", "lora_b": "lora_a"}.get(kind, kind)
         if f"{layer}.{other}" not in weights:
             raise WeightsError(f"{source}: {layer}.{other} is missing")
-        require_tensor(name, tensor, shapes.get(name, ()), source)
+        shape = shapes.get(f"{layer}.weight", ())
+        expected = {"lora_a": (rank, *shape[1:]), "lora_b": (*shape[:1], rank)}.get(kind, shape)
+        require_tensor(name, tensor, expected, source)

@@ -26,8 +26,7 @@ class WeightsError(UsageError, ConfigError):
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write config and weights, by their names in `named_parameters()`, a tied matrix once. Raises
-    OSError: the disk is full or refuses."""
+    """Write config and weights, by their names in `named_parameters()`, a tied matrix once."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())
@@ -51,21 +50,20 @@ def read_json(path: Path) -> dict:
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Call safetensors' `save_file`, but raise the system's errors as OSError."""
+    path.touch()
+    mode = path.stat().st_mode  # save_file would let only the owner read it
     try:
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        path.touch()
-        mode = path.stat().st_mode  # save_file would let only the owner read it
-        save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, path, metadata={"format": "pt"})
     except SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
+    path.chmod(mode)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by name; they are mapped, and read from the disk
-    when they are used. Raises WeightsError: no such file, or a damaged one."""
+    """Map the tensors of a safetensors file. Raises WeightsError: missing or damaged."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -73,9 +71,9 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_config(folder: Path) -> LMConfig:
-    """Return the shape of the model in such a folder. Raises WeightsError: missing, damaged, or no
-    shape that can be built."""
-    return build_config(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    """Return the shape of the model in such a folder. Raises WeightsError: none, or damaged."""
+    path = folder / CONFIG_FILE
+    return build_config(read_json(path), path)
 
 
 def build_config(values: dict, source: Path) -> LMConfig:
@@ -87,26 +85,28 @@ def build_config(values: dict, source: Path) -> LMConfig:
 
 
 def load_portable(folder: Path) -> Transformer:
-    """Load the model of such a folder, see `build_model`. Raises WeightsError: files missing or
-    damaged, or weights that do not fit the config; names what is wrong."""
+    """Load such a folder, see `build_model`. Raises WeightsError: missing or damaged."""
     return build_model(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
-    """Build a model with these weights: on the CPU, in fp32, in evaluation mode. Raises
-    WeightsError: see `require_fit`."""
-    with torch.device("meta"):  # shapes without memory: a damaged config may ask for any size
-        shapes = Transformer(config)
-    require_fit(shapes, weights, source)
+    """Build a model: on the CPU, in fp32, in evaluation mode. Raises WeightsError: no fit."""
+    require_fit(without_memory(config), weights, source)  # a damaged config may ask for any size
     model = Transformer(config)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights[name])
     return model.eval()
 
 
+def without_memory(config: LMConfig) -> Transformer:
+    """Build a model whose parameters have shapes but no values."""
+    with torch.device("meta"):
+        return Transformer(config)
+
+
 def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights into the model's parameters; the weights of a base leave its adapters as they
-    are. Raises WeightsError: see `require_fit`."""
+    """Copy weights into the model; those of a base leave its adapters as they are. Raises
+    WeightsError: see `require_fit`."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
         if name in weights:
@@ -115,9 +115,7 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str)
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
     """Raise WeightsError where names or shapes differ, or a weight is not finite floating point.
-
-    Weights without any adapter are those of a base; the model may have adapters beside them.
-    """
+    Weights without any adapter may be those of a base."""
     parameters = dict(model.named_parameters())
     names = set(weights)
     if not any(map(is_adapter, names)):

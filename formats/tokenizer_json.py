@@ -1,13 +1,12 @@
 """A SentencePiece BPE model as tokenizer.json, with equal ids, for the `tokenizers` package.
 
 SentencePiece repeatedly joins the two neighbours whose union has the best score, the leftmost
-first; the `tokenizers` package joins the pair that stands first in a list. A list ordered by the
-score of the union does the same. The order among pairs that make the same piece does not matter,
-because only one of them ever occurs: while no join crosses the ends of a stretch of text, the joins
-inside it do not depend on its surroundings, so its last two parts are the same everywhere.
+first; the `tokenizers` package joins the pair that stands first in a list: here, one ordered by the
+score of the union. Of the pairs that make the same piece only one ever occurs, for the joins inside
+a stretch of text do not depend on its surroundings.
 
-SentencePiece writes a space as U+2581. Here a space stays a space, in the pieces as in the text: a
-literal U+2581 then has no piece and is spelled in bytes, which is what data.tokenizer does.
+SentencePiece writes a space as U+2581. Here a space stays a space: a literal U+2581 then has no
+piece and is spelled in bytes, as in data.tokenizer.
 """
 
 import json
@@ -32,8 +31,7 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
 
     The ids equal those of `tokenizer.encode` with add_special_tokens=False and
     encode_special_tokens=True (transformers: split_special_tokens): a "<s>" in the text is then no
-    marker. Decoding is equal too, but for ids that no text encodes to: in a run of bytes that are
-    not valid UTF-8 the package writes U+FFFD for each byte, ours for the wrong ones.
+    marker. Decoding is equal too, but for bytes that are no text.
 
     Args:
         chat: remove the escapes of `chat_template.JINJA` from a text.
@@ -79,8 +77,7 @@ def without_escapes(tokenizer_json: str) -> str:
 
 
 def read_exact(tokenizer: Tokenizer) -> ModelProto:
-    """Return the model in a SentencePiece file. Raises DataError: the ids of other programs would
-    differ, and why."""
+    """Return a SentencePiece model. Raises DataError: other programs would give other ids."""
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     charsmaps = normalizer.precompiled_charsmap, model.denormalizer_spec.precompiled_charsmap
@@ -98,26 +95,19 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
         "has two pieces of the same score": len(scores) > len(set(scores)),
         "has a character that is no piece": {c for piece in pieces for c in piece} - set(pieces),
     }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise DataError(
-                f"{tokenizer.path} {problem}: ids would differ elsewhere (export_hf --no-tokenizer "
-                "exports the weights alone)"
-            )
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        hint = "ids would differ elsewhere (export_hf --no-tokenizer exports the weights alone)"
+        raise DataError(f"{tokenizer.path} {found[0]}: {hint}")
     return model
 
 
 def written(piece: ModelProto.SentencePiece) -> str:
-    """Return a piece with spaces as spaces; markers and bytes keep their names."""
+    """Return an ordinary piece with spaces as spaces, another one as it is."""
     return piece.piece.replace(SPACE_SYMBOL, " ") if piece.type == Kind.NORMAL else piece.piece
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """List every pair of pieces whose union is a piece, the best union first.
-
-    Args:
-        scores: of the ordinary pieces; those of unions differ from each other.
-    """
+    """List every pair of pieces whose union is a piece, the best union first."""
     found = []
     for piece in sorted(scores, key=scores.get, reverse=True):
         cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))

@@ -1,27 +1,26 @@
 """A model as it writes: prompts are read, then one token of each sequence at a time.
 
-The block is that of `model/`. A pass for one token is as fast as the weights come out of memory, so
-`prepare_for_writing` lays the same modules out for it.
+The block is that of `model/`; `prepare_for_writing` lays its weights out for single tokens.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model import Attention, FeedForward, LMConfig, Transformer
+from model import Attention, FeedForward, Transformer
 from model.cache import Cache, without_cudnn
 from model.lora import weight_of
 
 
 class Packed:
-    """x → x Wᵀ, W being the weights of layers with the same input under each other.
+    """x → x Wᵀ, where W stacks the weights of layers with the same input.
 
-    On a CPU a large W is reordered once into the blocks in which oneDNN reads it, as torch.compile
-    does with frozen weights. torch has no public function for that. Products with one row or a few
-    become about twice as fast (benchmarks/generation.py). A small W in fp32 is not worth the 10 µs
-    that a call of oneDNN costs.
+    On a CPU a large W is reordered once into the blocks in which oneDNN reads it, which doubles the
+    speed of products with a few rows (benchmarks/generation.py). A small fp32 W is not worth the
+    10 µs of such a call.
     """
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
@@ -45,20 +44,18 @@ def _onednn_gains(weight: Tensor) -> bool:
 
 
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
-    """Return `attention.project` with one product for q, k and v.
-
-    The rotation is a complex product, which is quicker where nothing is compiled.
-    """
+    """Return `attention.project` with one product for q, k and v. The rotation is a complex
+    product, which is quicker where nothing is compiled."""
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
-    rotated, n_kv_heads = attention.n_heads + attention.n_kv_heads, attention.n_kv_heads
-    shape = (rotated + n_kv_heads, attention.head_dim)
+    n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
+    shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
 
     def project(x: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         qkv = product(x).view(*x.shape[:2], *shape)
-        qk, v = qkv.split_with_sizes((rotated, n_kv_heads), dim=2)
+        qk, v = qkv.split_with_sizes((n_heads + n_kv_heads, n_kv_heads), dim=2)
         pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))  # (B, T, H, head_dim/2)
         qk = torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
-        return *qk.split_with_sizes((rotated - n_kv_heads, n_kv_heads), dim=2), v
+        return *qk.split_with_sizes((n_heads, n_kv_heads), dim=2), v
 
     return project
 
@@ -72,9 +69,13 @@ def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
 def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
     """Return a model that computes the same with weights in `dtype`, laid out for single tokens.
 
-    Adapters are added to their weights. q, k and v are one product, and so are w1 and w3. Later
-    changes of the model's weights do not reach it.
+    Adapters are added to their weights. Later changes of the model's weights do not reach it.
     """
+
+    def fused(norm: nn.Module) -> Callable:
+        weight = norm.weight.detach().to(dtype)
+        return partial(torch.rms_norm, normalized_shape=weight.shape, weight=weight, eps=norm.eps)
+
     with torch.device("meta"):
         prepared = Transformer(model.config).eval()
     for block, own in zip(prepared.layers, model.layers, strict=True):
@@ -85,125 +86,60 @@ def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
         _replace(feed_forward, w2=Packed(own.feed_forward.w2, dtype=dtype))
         _replace(
             block,
-            attention_norm=_fused(own.attention_norm, dtype),
+            attention_norm=fused(own.attention_norm),
             attention=attention.forward,
-            ffn_norm=_fused(own.ffn_norm, dtype),
+            ffn_norm=fused(own.ffn_norm),
             feed_forward=feed_forward.forward,
         )
     embedding = model.tok_embeddings.weight.detach().to(dtype)
-    prepared.tok_embeddings = nn.Embedding.from_pretrained(embedding)
-    _replace(prepared, norm=_fused(model.norm, dtype), output=Packed(model.output, dtype=dtype))
-    prepared.register_buffer("pos_cis", model.pos_cis, persistent=False)
+    _replace(
+        prepared,
+        tok_embeddings=partial(F.embedding, weight=embedding),
+        pos_cis=model.pos_cis,
+        layers=[block._forward for block in prepared.layers],
+        norm=fused(model.norm),
+        output=Packed(model.output, dtype=dtype),
+    )
     return prepared
 
 
-def _replace(module: nn.Module, **functions: Callable) -> None:
-    """Replace submodules by functions. A call of a module looks for hooks first; in a small model
-    that takes a tenth of the time of a token."""
-    for name, function in functions.items():
+def _replace(module: nn.Module, **others) -> None:
+    """Replace submodules by functions: calls of modules take a tenth of a small model's time."""
+    for name, other in others.items():
         delattr(module, name)
-        setattr(module, name, function)
-
-
-def _fused(norm: nn.Module, dtype: torch.dtype) -> Callable:
-    """Return the norm as one operation."""
-    weight, eps = norm.weight.detach().to(dtype), norm.eps
-    return lambda x: F.rms_norm(x, weight.shape, weight, eps)
+        setattr(module, name, other)
 
 
 class Decoder:
     """Read prompts, then take one token for each and return the logits of the next.
 
-    A row gives what it would give alone, but for rounding.
-
     Args:
         model: as it is now; when its weights change, make another decoder.
         dtype: of weights and cache; logits are always fp32.
-        divided: whether ZeRO-3 divides the model among processes. It is then used as it is, and
-            all processes must make the same passes.
+        divided: whether ZeRO-3 divides the model; all processes must then make the same passes.
     """
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
-        self.config: LMConfig = model.config
+        self.config, self.divided = model.config, divided
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
-        self.divided = divided
-        self.model = model if divided else prepare_for_writing(model, self.dtype)
-        self.cache: Cache | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens read, of each sequence."""
-        return self.cache.lengths if self.cache else []
-
-    @property
-    def room(self) -> int:
-        """Positions of a sequence, prompt included."""
-        return self.cache.room
-
-    def read(self, prompts: list[list[int]], capacity: int) -> Tensor:
-        """Begin with these prompts and forget all others.
-
-        Args:
-            prompts: token ids, at least one each.
-            capacity: positions to make room for; at least as many as the longest prompt, at most
-                max_seq_len.
-
-        Returns:
-            fp32 logits of each prompt's next token, (B, vocab_size).
-        """
-        self.cache = None  # before others take the same memory
-        self.cache, logits = self._read(prompts, capacity)
-        return logits
-
-    def join(self, prompts: list[list[int]], capacity: int) -> Tensor:
-        """Read prompts beside the sequences that are there: they become the last rows.
-
-        Every row then has room for `capacity` positions, or for as many as before if that is more.
-        """
-        if not self.lengths:
-            return self.read(prompts, capacity)
-        self.make_room(capacity)
-        new, logits = self._read(prompts, self.room)
-        with torch.inference_mode():
-            self.cache.append(new)
-        return logits
+        self.forward = model if divided else prepare_for_writing(model, self.dtype).forward
 
     @torch.inference_mode()
-    def make_room(self, capacity: int) -> None:
-        """Extend every sequence to `capacity` positions, if it has fewer."""
-        self.cache.make_room(capacity)
-
-    @torch.inference_mode()
-    def keep(self, rows: list[int]) -> None:
-        """Go on with these sequences only, in this order."""
-        if self.cache:
-            self.cache.keep(rows)
-
-    def step(self, tokens: Tensor) -> Tensor:
-        """Take one token for each sequence, (B,) int64; return fp32 logits of the next, (B,
-        vocab_size). Raises ValueError: a sequence has no room left."""
-        if max(self.lengths) >= self.room:
-            raise ValueError(f"there is room for {self.room} tokens only")
-        return self._logits(tokens[:, None], self.cache)
-
-    def _read(self, prompts: list[list[int]], capacity: int) -> tuple[Cache, Tensor]:
-        lengths, most = [len(prompt) for prompt in prompts], self.config.max_seq_len
-        longest = max(lengths)
-        if not 0 < min(lengths) <= longest <= capacity <= most:
-            raise ValueError(
-                f"prompts of {min(lengths)} to {longest} tokens, room for {capacity}, max_seq_len "
-                f"{most}"
-            )
-        with torch.inference_mode():
-            cache = Cache(self.config, lengths, capacity, self.dtype, self.device)
-        rows = [prompt + [0] * (longest - len(prompt)) for prompt in prompts]
-        return cache, self._logits(torch.tensor(rows, device=self.device), cache)
+    def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
+        """Read prompts of 1 to max_seq_len token ids; return their cache, and fp32 logits of each
+        prompt's next token, (B, vocab_size)."""
+        lengths = [len(prompt) for prompt in prompts]
+        cache = Cache(self.config, lengths, self.dtype, self.device)
+        rows = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+        return cache, self.step(torch.tensor(rows, device=self.device), cache)
 
     @torch.inference_mode()
     @without_cudnn()
-    def _logits(self, tokens: Tensor, cache: Cache) -> Tensor:
-        logits = self.model(tokens, cache=cache).logits.float()
+    def step(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Take one token for each sequence, (B, 1) int64; return fp32 logits of the next, (B,
+        vocab_size). Raises ValueError: a sequence has filled the context."""
+        logits = self.forward(tokens, cache=cache).logits.float()
         if self.divided:  # GPUs of another kind may round differently, and draw another token
             torch.distributed.broadcast(logits, src=0)
         return logits

@@ -1,11 +1,10 @@
 """Continue prompts: the one decoding loop of terminal, server and samples in training.
 
-Texts join and leave a batch at any token, and one pass over the weights serves all of them.
-Source: Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu (there called
-iteration-level scheduling, elsewhere continuous batching).
+Texts join and leave a batch at any token, and one pass over the weights serves all of them
+(continuous batching). Source: Yu et al., Orca,
+https://www.usenix.org/conference/osdi22/presentation/yu.
 """
 
-import codecs
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +15,13 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
 from inference.sampling import Sampling, choose, penalise
+from model.cache import Cache
 from model.transformer import Transformer
-
-STRETCH = 64  # tokens that a text has room for at first; a long context takes gigabytes
 
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """The tokens that follow one prompt.
-
-    A text that fills the context goes on from its later half, which is read anew. To end it there
-    instead, limit `max_new_tokens`.
+    """The tokens that follow one prompt. A text that fills the context goes on from its later half.
 
     Args:
         prompt: token ids, at least one.
@@ -43,7 +38,6 @@ class Continuation:
 
     def __post_init__(self):
         self.ids: list[int] = []  # the tokens so far
-        self.n_tokens = 0  # their number, with that of `stop_ids`
         self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
         self.settings = replace(self.sampling, seed=0)  # texts with the same are drawn together
@@ -53,13 +47,12 @@ class Continuation:
         """Append the next token, or end the text. A text that has ended takes nothing."""
         if self.finish_reason:
             return
-        self.n_tokens += 1
         if token in self.stop_ids:
             self.finish_reason = "stop"
-            return
-        self.ids.append(token)
-        if self.n_tokens == self.max_new_tokens:
-            self.finish_reason = "length"
+        else:
+            self.ids.append(token)
+            if len(self.ids) == self.max_new_tokens:
+                self.finish_reason = "length"
 
     def cancel(self) -> None:
         """Write no more of it. May be called from any thread."""
@@ -77,14 +70,12 @@ class Continuation:
 class StreamedText(Continuation):
     """A continuation that is delivered as text while it is written. It ends at the end piece.
 
-    The pieces together are what `tokenizer.decode` gives for all ids, up to the first stop string;
-    of overlapping ones, the first that is complete. Only text that the next id may change is held
-    back: the first bytes of a character, and an end that may be the beginning of a stop string.
+    Text that the next id may change is held back: the first bytes of a character, and an end that
+    may be the beginning of a stop string.
 
     Args:
-        deliver: called with each piece of text, which may be empty, and `finish_reason` as it then
-            is. Nothing is delivered after that is set.
-        stop: texts that end it and are no part of it. Empty ones are ignored.
+        deliver: called with each piece of text, which may be empty, and `finish_reason`.
+        stop: texts that end it and are no part of it.
     """
 
     tokenizer: Tokenizer
@@ -100,15 +91,13 @@ class StreamedText(Continuation):
         # Where `next_ids` are given, the prompt has the space with which the first token begins.
         self._skipped = len(self.tokenizer.decode(self._before)) + bool(self.next_ids)
         self._n_decoded = 0  # ids
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # of bytes in a row
         self._held = ""  # decoded, not delivered
 
     def take(self, token: int) -> None:
         if self.finish_reason:
             return
         super().take(token)
-        if self.finish_reason or self._ends_a_character(token):
-            self._decode()
+        self._decode()
         if starts := [at for stop in self.stop if stop and (at := self._held.find(stop)) >= 0]:
             self.finish_reason = "stop"
             piece = self._held[: min(starts)]
@@ -124,94 +113,85 @@ class StreamedText(Continuation):
             self.finish_reason = "error"
             self.deliver("", "error")
 
-    def _ends_a_character(self, token: int) -> bool:
-        """Return False where the bytes of the last tokens are the first ones of a character."""
-        part = self.tokenizer.bytes_of(token)
-        if part is None:
-            self._utf8.reset()
-        else:
-            self._utf8.decode(part)
-        return not self._utf8.getstate()[0]
-
     def _decode(self) -> None:
-        """Decode the ids that are not decoded yet."""
-        ids = self._before + self.ids[self._n_decoded :]
-        self._held += self.tokenizer.decode(ids)[self._skipped :]
-        self._n_decoded = len(self.ids)
-        self._skipped = len(self.tokenizer.decode(self._before))
+        """Decode the ids that are not decoded yet, but for the first bytes of a character."""
+        ids = self.ids[self._n_decoded :]
+        if not self.finish_reason and self.tokenizer.decode(self._before + ids).endswith("\ufffd"):
+            ids = ids[:-3]  # these may be bytes of a character, which has 4 at most
+        if ids:
+            self._held += self.tokenizer.decode(self._before + ids)[self._skipped :]
+            self._n_decoded += len(ids)
+            self._skipped = len(self.tokenizer.decode(self._before))
 
     def _n_uncertain(self) -> int:
-        """Return how many characters at the end may begin a stop string."""
-        if self.finish_reason:
-            return 0
         starts = [stop[:n] for stop in self.stop for n in range(1, len(stop))]
-        return max((len(start) for start in starts if self._held.endswith(start)), default=0)
+        found = [len(start) for start in starts if self._held.endswith(start)]
+        return 0 if self.finish_reason else max(found, default=0)
 
 
 class Batch:
-    """Texts that grow together; row i of the decoder belongs to `texts[i]`.
-
-    Each text draws with random numbers of its own. It becomes what it would be alone, but for
-    rounding.
-    """
+    """Texts that grow together, each as it would alone, but for rounding. Row i of the cache and
+    the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.texts: list[Continuation] = []
+        self._cache: Cache | None = None  # None without texts
         self._logits = torch.empty(0, decoder.config.vocab_size, device=decoder.device)
-        decoder.keep([])  # forget what another batch may have left
 
     def add(self, texts: list[Continuation]) -> None:
         """Read the prompts of these texts, which join at the next token."""
-        logits = self._read(texts, self.decoder.join).clone()
+        cache, logits = self._read(texts)
+        logits = logits.clone()
         for row, text in zip(logits, texts, strict=True):
             if text.next_ids:
                 allowed = row[text.next_ids]
                 row.fill_(-math.inf)
                 row[text.next_ids] = allowed
+        if self._cache:
+            self._cache.append(cache)
+        else:
+            self._cache = cache
         self._logits = torch.cat([self._logits, logits])  # (B, vocab_size)
         self.texts += texts
 
     def step(self) -> None:
         """Give each text its next token. Texts that have ended leave."""
-        decoder, context = self.decoder, self.decoder.config.max_seq_len
         tokens = self._draw()
         for text, token in zip(self.texts, tokens.tolist(), strict=True):
             text.take(token)
         rows = [row for row, text in enumerate(self.texts) if not text.finish_reason]
+        if not rows:
+            self.texts, self._cache, self._logits = [], None, self._logits[:0]
+            return
         if len(rows) < len(self.texts):
             self.texts = [self.texts[row] for row in rows]
-            decoder.keep(rows)
-        if not rows:
-            self._logits = self._logits[:0]
-        elif max(decoder.lengths) == context:
-            self._logits = self._read(self.texts, decoder.read)
+            self._cache.keep(rows)
+            tokens = tokens[rows]
+        if self._cache.longest == self._cache.context:
+            self._cache = None  # before another takes the same memory
+            self._cache, self._logits = self._read(self.texts)
         else:
-            if max(decoder.lengths) == decoder.room:
-                decoder.make_room(min(2 * decoder.room, context))
-            self._logits = decoder.step(tokens[rows])
+            self._logits = self.decoder.step(tokens[:, None], self._cache)
 
-    def _read(self, texts: list[Continuation], read: Callable) -> Tensor:
-        """Read these texts with `join` or `read` of the decoder; return the next logits."""
-        context = self.decoder.config.max_seq_len
-        seen = [text.seen(context) for text in texts]
-        return read(seen, min(context, max(map(len, seen)) + STRETCH))
+    def _read(self, texts: list[Continuation]) -> tuple[Cache, Tensor]:
+        return self.decoder.read([text.seen(self.decoder.config.max_seq_len) for text in texts])
 
     def _draw(self) -> Tensor:
         """Draw the next token of each text, (B,) int64."""
-        drawn = [torch.rand((), generator=t.generator, dtype=torch.float64) for t in self.texts]
-        numbers = torch.stack(drawn).to(self.decoder.device)
         groups: dict[Sampling, list[int]] = {}
         for row, text in enumerate(self.texts):
             groups.setdefault(text.settings, []).append(row)
-        tokens = torch.empty(len(numbers), dtype=torch.int64, device=numbers.device)
+        tokens = torch.empty(len(self.texts), dtype=torch.int64, device=self._logits.device)
         for sampling, group in groups.items():
             rows = slice(None) if len(groups) == 1 else group  # all of them, without a copy
+            texts = [self.texts[row] for row in group]
             logits = self._logits[rows]
             if sampling.repetition_penalty != 1:
-                texts = [self.texts[row].prompt + self.texts[row].ids for row in group]
-                logits = penalise(logits, texts, sampling.repetition_penalty)
-            tokens[rows] = choose(logits, sampling, numbers[rows])
+                ids = [text.prompt + text.ids for text in texts]
+                logits = penalise(logits, ids, sampling.repetition_penalty)
+            drawn = [torch.rand((), generator=t.generator, dtype=torch.float64) for t in texts]
+            tokens[rows] = choose(logits, sampling, torch.stack(drawn).to(tokens.device))
         return tokens
 
 
@@ -232,13 +212,9 @@ def generate(
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the ids that follow each prompt.
+    """Return the ids that follow each prompt, which draws with seed + its index.
 
-    Args:
-        model: a decoder, or a model to make one of.
-        prompts: token ids, at least one each.
-        sampling: prompt i draws with seed + i.
-        next_ids, stop_ids: see `Continuation`; `next_ids` has one list for each prompt, or none.
+    See `Continuation`; `next_ids` has one list for each prompt, or none.
     """
     texts = [
         Continuation(

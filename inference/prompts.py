@@ -10,10 +10,7 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the given prompts, then those of a file.
-
-    Args:
-        path: a file with one prompt per line, or .jsonl; "-" is stdin.
+    """Return the given prompts, then those of a file with one per line, or .jsonl; "-" is stdin.
 
     Raises UsageError: no prompt, an empty one, or a file that cannot be read.
     """
@@ -30,6 +27,14 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
     if not prompts:
         raise UsageError("nothing to continue: give --prompt, --prompts or --interactive")
     return [require_text(prompt) for prompt in prompts]
+
+
+def _prompt_of(line: str) -> str:
+    try:
+        row = json.loads(line)
+        return str(row["prompt"] if "prompt" in row else row["text"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"no JSON object with 'prompt' or 'text': {line[:80]}") from error
 
 
 def require_text(prompt: str) -> str:
@@ -58,11 +63,3 @@ def converse(answer: Callable[[str], None]) -> None:
 def say(text: str) -> None:
     """Print a remark to stderr; stdout is for what the model writes."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _prompt_of(line: str) -> str:
-    try:
-        row = json.loads(line)
-        return str(row["prompt"] if "prompt" in row else row["text"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"no JSON object with 'prompt' or 'text': {line[:80]}") from error

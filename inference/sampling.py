@@ -1,7 +1,4 @@
-"""Which token comes next: settings with their limits, and the choice from the logits.
-
-Flags and requests get defaults, meanings and limits from here. The file does not load torch.
-"""
+"""Which token comes next: settings with their limits, and the choice from the logits."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -65,12 +62,8 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
-    """Return the tokens, (B,), at which the sums of probabilities pass the numbers.
-
-    Args:
-        logits: (B, vocab_size) in fp32, after `penalise`.
-        numbers: (B,) in [0, 1).
-    """
+    """Return the tokens, (B,), at which the sums of probabilities pass the numbers, (B,) in [0, 1).
+    logits are (B, vocab_size) in fp32, after `penalise`."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     count = min(sampling.top_k or logits.shape[-1], logits.shape[-1])

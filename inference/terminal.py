@@ -1,5 +1,6 @@
 """Writing in the terminal: continuations of prompts, and a conversation."""
 
+import argparse
 import json
 import time
 from dataclasses import dataclass
@@ -14,95 +15,67 @@ from inference.prompts import converse, say
 from inference.sampling import Sampling
 
 
-@dataclass(kw_only=True)
-class TextGenerator:
-    """A model with its tokenizer, and how it is to continue prompts."""
-
-    decoder: Decoder
-    tokenizer: Tokenizer
-    sampling: Sampling  # continuation number i, of all, draws with seed + i
-    max_new_tokens: int
-    num_samples: int  # continuations of each prompt
-    batch_size: int  # continuations computed together
-    stop: tuple[str, ...]  # texts that end a continuation
-    slide: bool  # at the end of the context: read the later half anew and go on
-    jsonl: bool  # print JSON objects
-
-    def write(self, prompts: list[str]) -> None:
-        """Print num_samples continuations of each prompt; say how fast they were written.
-
-        A text that is computed alone is printed as it comes, the others when their batch has ended.
-
-        Raises UsageError: a prompt that does not fit into the context.
-        """
-        asked = [prompt for prompt in prompts for _ in range(self.num_samples)]
-        n_together = min(self.batch_size, len(asked))
-        streams = n_together == 1 and not self.jsonl
-        texts = [self._text(i, prompt, streams) for i, prompt in enumerate(asked)]
-        started = time.perf_counter()
-        for first in range(0, len(texts), n_together):
-            batch = texts[first : first + n_together]
-            if streams:
-                print(_heading(first, asked), end="", flush=True)
-            write(self.decoder, batch)
-            for i, text in enumerate(batch, first):
-                row = {"prompt": asked[i], "text": text.text}
-                shown = "" if streams else _heading(i, asked) + text.text
-                print(json.dumps(row, ensure_ascii=False) if self.jsonl else shown, flush=True)
-        seconds, n_tokens = time.perf_counter() - started, sum(len(text.ids) for text in texts)
-        limits = [text.max_new_tokens for text in texts if text.finish_reason == "length"]
-        if cut := sum(limit < self.max_new_tokens for limit in limits):
-            say(
-                f"{cut} of {len(texts)} ended with the context of "
-                f"{self.decoder.config.max_seq_len} tokens; --beyond_context slide goes on"
-            )
-        say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
-
-    def converse(self) -> None:
-        """Continue what is typed until the input ends."""
-        say("A prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
-        converse(lambda prompt: self.write([prompt]))
-
-    def _text(self, i: int, prompt: str, streams: bool) -> StreamedText:
-        """Return continuation i. Raises UsageError: the prompt is too long, and nothing slides."""
-        ids, next_ids = self.tokenizer.encode_prompt(prompt)
-        room, context = self.max_new_tokens, self.decoder.config.max_seq_len
-        if not self.slide:
-            room = min(room, context + 1 - len(ids))  # a full context predicts one more token
-        if room < 1:
+def write_continuations(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    sampling: Sampling,
+    prompts: list[str],
+    flags: argparse.Namespace,
+) -> None:
+    """Print continuations of each prompt as the flags of scripts.generate say, and their speed. A
+    text that is computed alone is printed as it comes. Raises UsageError: a prompt is too long."""
+    asked = [prompt for prompt in prompts for _ in range(flags.num_samples)]
+    context, size = decoder.config.max_seq_len, min(flags.batch_size, len(asked))
+    streams, slides = size == 1 and not flags.jsonl, flags.beyond_context == "slide"
+    texts = []
+    for i, prompt in enumerate(asked):
+        ids, next_ids = tokenizer.encode_prompt(prompt)
+        room = context + 1 - len(ids)  # a full context predicts one more token
+        if room < 1 and not slides:
             raise UsageError(
                 f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
                 "it, or pass --beyond_context slide to go on from its end"
             )
-        return StreamedText(
+        text = StreamedText(
             prompt=ids,
-            max_new_tokens=room,
-            sampling=self.sampling.numbered(i),
+            max_new_tokens=flags.max_new_tokens if slides else min(flags.max_new_tokens, room),
+            sampling=sampling.numbered(i),
             next_ids=next_ids,
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             deliver=print_piece if streams else lambda *_: None,
-            stop=self.stop,
+            stop=tuple(flags.stop),
         )
+        texts.append(text)
+    started = time.perf_counter()
+    for first in range(0, len(texts), size):
+        batch = texts[first : first + size]
+        if streams:
+            print(_heading(first, asked), end="", flush=True)
+        write(decoder, batch)
+        for i, text in enumerate(batch, first):
+            row = {"prompt": asked[i], "text": text.text}
+            shown = "" if streams else _heading(i, asked) + text.text
+            print(json.dumps(row, ensure_ascii=False) if flags.jsonl else shown, flush=True)
+    seconds, n_tokens = time.perf_counter() - started, sum(len(text.ids) for text in texts)
+    lengths = [len(text.ids) for text in texts if text.finish_reason == "length"]
+    if cut := sum(n < flags.max_new_tokens for n in lengths):
+        full = f"{cut} of {len(texts)} ended with the context of {context} tokens"
+        say(f"{full}; --beyond_context slide goes on")
+    say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
 
 
 def print_piece(text: str, finish_reason: str | None) -> None:
-    """Print a piece of text as it comes. (`deliver` of a StreamedText.)"""
     print(text, end="", flush=True)
 
 
 def _heading(i: int, prompts: list[str]) -> str:
-    """Return the prompt of continuation i, below a line with its number if there are several."""
     number = f"--- {i + 1} of {len(prompts)} ---\n" if len(prompts) > 1 else ""
     return number + prompts[i]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Chat:
-    """Answers go to stdout as they come, remarks to stderr.
-
-    Where the conversation no longer fits into the context, the oldest questions and their answers
-    are forgotten; the system message stays.
-    """
+    """A conversation. When the context is full, the oldest questions and answers are forgotten."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -116,15 +89,12 @@ class Chat:
         self.n_answers = 0
 
     def converse(self) -> None:
-        """Answer until the input ends."""
         say("Enter asks. /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program.")
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
-        """Append a question; return the ids after which the model answers.
-
-        Raises UsageError: the question is too long by itself; then nothing is changed.
-        """
+        """Append a question; return the ids after which the model answers. Raises UsageError: the
+        question is too long by itself; then nothing is changed."""
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []
         turns = [*self.turns, Turn("user", question)]
@@ -143,10 +113,7 @@ class Chat:
         return ids
 
     def answer(self, line: str) -> None:
-        """Print the answer to what was typed, up to Ctrl-C. Without one the question is forgotten.
-
-        Raises UsageError: the question is too long.
-        """
+        """Print the answer to what was typed, up to Ctrl-C. Raises UsageError: it is too long."""
         if line.strip() == "/reset":
             self.turns.clear()
             say("Forgotten.")
@@ -171,5 +138,5 @@ class Chat:
         else:
             self.turns.pop()
             say("(There is no answer: the question is forgotten.)")
-        if answer.finish_reason == "length" and answer.n_tokens != self.max_new_tokens:
+        if answer.finish_reason == "length" and len(answer.ids) != self.max_new_tokens:
             say("(The context is full: the answer ends here.)")

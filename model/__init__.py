@@ -2,7 +2,12 @@
 
 from model.attention import Attention, repeat_kv
 from model.config import ConfigError, LMConfig, RopeScaling
-from model.feed_forward import FeedForward
-from model.norm import RMSNorm
 from model.rotary import apply_rotary_emb, precompute_pos_cis
-from model.transformer import IGNORE_INDEX, Transformer, TransformerBlock, TransformerOutput
+from model.transformer import (
+    IGNORE_INDEX,
+    FeedForward,
+    RMSNorm,
+    Transformer,
+    TransformerBlock,
+    TransformerOutput,
+)

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """Repeat heads: (batch, seq_len, n_kv_heads, head_dim) → (batch, seq_len, n_heads, head_dim).
-
-    Each head is repeated n_rep times in place, so query head h finds its key/value head at index h.
-    """
+    """Repeat each head n_rep times: (batch, seq_len, n_kv_heads, head_dim) → (batch, seq_len,
+    n_heads, head_dim). Query head h then finds its key/value head at index h."""
     if n_rep == 1:
         return x
     batch, seq_len, n_kv_heads, head_dim = x.shape
@@ -29,15 +27,9 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
 
-    All T × T scores of a head live in memory. This is the readable reference for the fast paths.
-
-    Args:
-        q: (B, T, H, head_dim).
-        k, v: (B, T, n_kv_heads, head_dim).
-        dropout: share of the attention weights set to zero.
-
-    Returns:
-        (B, T, H, head_dim).
+    This is the readable reference for the fast paths. It holds all T × T scores in memory. q and
+    the result are (B, T, H, head_dim), k and v (B, T, n_kv_heads, head_dim); dropout is the share
+    of the attention weights set to zero.
     """
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]
@@ -50,42 +42,35 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` without holding all T × T scores: by PyTorch's fused kernels on a
-    GPU, by blocks of rows on a CPU."""
+    """Compute `plain_attention` without holding all T × T scores."""
     if q.device.type == "cpu":
         return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
     return fused_attention(q, k, v, dropout)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` by PyTorch's own kernels, which are meant for GPUs."""
+    """Compute `plain_attention` by PyTorch's own kernels for GPUs."""
     if not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
-    shared = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=shared
-    )
-    return out.transpose(1, 2)
+    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels of this dtype take fewer key/value heads than query heads.
 
-    Flash attention and cuDNN do. They have no fp32 and no GPU from before bfloat16 came, and the
-    memory-efficient kernel, which fp32 and fp16 there are left with, does not: PyTorch would
-    silently compute all T × T scores.
+    Flash attention and cuDNN do, but not the memory-efficient kernel, which is left for fp32 and
+    for fp16 on old GPUs: PyTorch would silently compute all T × T scores.
     """
     return dtype == torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: n_heads query heads, each n_heads / n_kv_heads of them share one
-    key/value head.
+    """Grouped-query attention: each n_heads / n_kv_heads query heads share one key/value head.
 
-    Source: Ainslie et al., https://arxiv.org/abs/2305.13245. With n_kv_heads = n_heads it is
-        multi-head attention.
+    Source: Ainslie et al., https://arxiv.org/abs/2305.13245.
     """
 
     def __init__(self, config: LMConfig):
@@ -101,15 +86,11 @@ class Attention(nn.Module):
         self.attend = fast_attention if config.use_flash_attn else plain_attention
 
     def forward(self, x: Tensor, pos_cis: Tensor, cache: "LayerCache | None" = None) -> Tensor:
-        """Attend from every position to itself and the past.
+        """Attend from every position to itself and the past: (B, T, dim) → (B, T, dim).
 
         Args:
-            x: (B, T, dim).
             pos_cis: rotations of the positions, (T, head_dim/2) or (B, T, head_dim/2).
             cache: holds the past of each sequence, and takes up these positions.
-
-        Returns:
-            (B, T, dim).
         """
         q, k, v = self.project(x, pos_cis)
         if cache is None:

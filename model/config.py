@@ -4,7 +4,7 @@ import sys
 from dataclasses import asdict, dataclass, field, fields
 
 HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields of LMConfig that weights do not depend on
-LARGEST = 1 << 24  # of any size: far above what is in use, and a table of so many fits into memory
+LARGEST = 1 << 24  # of any size; a table of so many rows fits into memory
 
 
 class ConfigError(ValueError):
@@ -19,8 +19,7 @@ def setting(default, help_text: str, must=None, **metadata):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3 stretches its rotary positions beyond the context that it was trained with first;
-    see `rotary_frequencies`. Raises ConfigError: numbers that cannot be."""
+    """How Llama 3 stretches its rotary positions, see `rotary_frequencies`. Raises ConfigError."""
 
     factor: float  # by which slow rotations are slowed down
     low_freq_factor: float  # turns in the original context up to which they are slow
@@ -31,11 +30,6 @@ class RopeScaling:
         for name, value in asdict(self).items():
             if type(value) not in (int, float) or not 0 < value < float("inf"):
                 raise ConfigError(f"rope_scaling: {name} must be positive, not {value!r}")
-        if not self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                f"rope_scaling: low_freq_factor {self.low_freq_factor} must be below "
-                f"high_freq_factor {self.high_freq_factor}"
-            )
 
 
 @dataclass
@@ -43,8 +37,7 @@ class LMConfig:
     """Shape of a Llama-style decoder.
 
     `hidden_dim` left at None becomes 2/3 of 4·dim rounded up to `multiple_of`, as in Llama's
-    release: SwiGLU has three matrices where a plain feed-forward has two, so two thirds keep the
-    parameters equal. `head_dim` left at None becomes dim / n_heads.
+    release. `head_dim` left at None becomes dim / n_heads.
 
     Raises ConfigError: a size that is not positive, or sizes that do not divide each other.
     """
@@ -75,10 +68,9 @@ class LMConfig:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.type is int or (item.type == int | None and value is not None):
-                if type(value) is not int or value <= 0:
-                    raise ConfigError(f"{item.name} must be a positive whole number, not {value!r}")
-                if value > LARGEST:
-                    raise ConfigError(f"{item.name} must be at most {LARGEST:,}, not {value}")
+                if type(value) is not int or not 0 < value <= LARGEST:
+                    limits = f"a positive whole number, at most {LARGEST:,}"
+                    raise ConfigError(f"{item.name} must be {limits}, not {value!r}")
             elif item.type is float:
                 if type(value) not in (int, float) or abs(value) > sys.float_info.max:
                     raise ConfigError(f"{item.name} must be a number, not {value!r}")
@@ -86,20 +78,14 @@ class LMConfig:
                 raise ConfigError(f"{item.name} must be true or false, not {value!r}")
         if self.head_dim is None:
             if self.dim % self.n_heads:
-                raise ConfigError(
-                    f"dim {self.dim} is not divisible by n_heads {self.n_heads}: choose either so "
-                    "that it is, or give head_dim"
-                )
+                sizes = f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
+                raise ConfigError(f"{sizes}: change either, or give head_dim")
             self.head_dim = self.dim // self.n_heads
         if self.n_heads % self.n_kv_heads:
-            raise ConfigError(
-                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
-            )
+            sizes = f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
+            raise ConfigError(sizes)
         if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim {self.head_dim} must be even, for rotary embedding turns pairs of "
-                "channels"
-            )
+            raise ConfigError(f"head_dim {self.head_dim} must be even, for rotary embedding")
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of

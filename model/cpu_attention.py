@@ -1,13 +1,11 @@
 """Causal attention for CPUs, block of rows by block of rows.
 
-The rows of a block of queries see the keys up to the block's end and no further, so that almost
-half of the T × T scores are never computed, and what is computed are matrix products of the
-library, which reach several times the speed of PyTorch's own CPU attention (docs/performance.md).
-The query heads that share a key/value head stand as rows under each other: nothing is repeated for
-them. In the shapes below Z is batch · n_kv_heads, the number of such products, D is head_dim.
+A block of queries sees the keys up to its own end, so that almost half of the T × T scores are
+never computed. The matrix products reach several times the speed of PyTorch's own CPU attention
+(docs/performance.md). Query heads that share a key/value head stand as rows under each other. In
+the shapes below Z is batch · n_kv_heads, D is head_dim.
 
-The two operations are opaque to torch.compile, which would unroll their loops into a minute of
-C++.
+The two operations are opaque to torch.compile, which would unroll their loops.
 """
 
 import math
@@ -18,18 +16,11 @@ from torch import Tensor
 
 
 def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / sqrt(head_dim)) v, each position seeing itself and the past.
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
 
-    Args:
-        q: (B, T, H, head_dim), any floating dtype.
-        k, v: (B, T, n_kv_heads, head_dim), n_kv_heads a divisor of H.
-
-    Returns:
-        (B, T, H, head_dim). Scores and weights have the dtype of q; exponentials and their sums
-        are taken in fp32, gradients of k and v are summed over the blocks in fp32.
+    q and the result are (B, T, H, head_dim), k and v (B, T, n_kv_heads, head_dim). Scores and
+    weights have the dtype of q; gradients of k and v are summed over the blocks in fp32.
     """
-    if not q.numel():  # no tokens make no blocks
-        return torch.empty_like(q)
     batch, seq_len, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[2]
     group = n_heads // n_kv_heads
@@ -42,18 +33,15 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
-    """Positions (start, end) of each block: 64 of them, or 128 rows where heads are not shared.
-
-    Smaller blocks compute less of the future, larger ones multiply faster; for 256 to 2,048 tokens
-    these are within 6% of the best size.
-    """
+    """Positions (start, end) of each block: 64 of them, or 128 rows where heads are not shared,
+    which is within 6% of the best size for 256 to 2,048 tokens."""
     size = max(64, 128 // group)
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
 def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[slice, int, int, Tensor]]:
-    """(rows, start, end, weights) of each block: which rows, which positions, and a view of flat,
-    (Z, rows of the block, end)."""
+    """Yield (rows, start, end, weights) of each block; weights is a view of flat, (Z, rows of the
+    block, end)."""
     group = rows.shape[1] // seq_len
     used = 0
     for start, end in _blocks(seq_len, group):
@@ -71,8 +59,8 @@ def _weights_like(rows: Tensor, k: Tensor) -> Tensor:
 
 @torch.library.custom_op("small_lm::row_block_attention", mutates_args=())
 def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """rows (Z, T · group, D), already scaled, k and v (Z, T, D) → output like rows, and the
-    attention weights of all blocks, which backward needs, as one flat tensor."""
+    """Return the output, like rows, and the flat attention weights of all blocks, for backward.
+    rows (Z, T · group, D) are already scaled; k and v are (Z, T, D)."""
     seq_len = k.shape[1]
     group = rows.shape[1] // k.shape[1]
     out = torch.empty_like(rows)

@@ -1,11 +1,9 @@
-"""LoRA: matrices that were trained before stay as they are, and beside each a product of two thin
-ones is trained.
+"""LoRA: trained matrices stay as they are, and beside each a product of two thin ones is trained.
 
 y = W x + (alpha / dim) · B A x, with A of shape (dim, in) and B of shape (out, dim). Source: Hu et
-al., https://arxiv.org/abs/2106.09685. Scaling and first values are those of PEFT: A as a linear
-layer's weights are drawn there, B zeros, so that training begins with what the base computes.
-DeepSpeed-Chat has the same flags, but no alpha: there the scaling is 1 / dim, and A is drawn within
-1 / sqrt(dim) instead of 1 / sqrt(in).
+al., https://arxiv.org/abs/2106.09685. Scaling and first values are those of PEFT: B begins with
+zeros, so that training begins with what the base computes. DeepSpeed-Chat has the same flags, but
+its scaling is 1 / dim.
 """
 
 import math
@@ -57,11 +55,7 @@ def add_lora(
     model: Transformer, *, dim: int, alpha: float, module_name: str = "layers", only_lora: bool
 ) -> Transformer:
     """Give adapters to the linear layers whose names contain `module_name`, in place, and freeze
-    their weights; with `only_lora` everything else too.
-
-    Raises ConfigError: there is no such layer, it cannot have an adapter, or a number that cannot
-    work.
-    """
+    their weights; with `only_lora` everything else too. Raises ConfigError."""
     if not 1 <= dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {dim}")
     if not 0 < alpha < math.inf:
@@ -69,15 +63,11 @@ def add_lora(
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     chosen = {name: layer for name, layer in layers.items() if module_name in name}
     if not chosen:
-        raise ConfigError(
-            f"lora_module_name {module_name!r} is no part of any layer's name: they are called "
-            f"{', '.join(list(layers)[:7])} and so on"
-        )
+        names = ", ".join(list(layers)[:7])
+        raise ConfigError(f"lora_module_name {module_name!r} is no part of any of {names}, ...")
     if "output" in chosen and model.config.tie_embeddings:
-        raise ConfigError(
-            f"lora_module_name {module_name!r} means the output layer too, which has its matrix in "
-            "common with the embedding: 'layers' means all others"
-        )
+        also = f"lora_module_name {module_name!r} means the output layer too"
+        raise ConfigError(f"{also}, whose matrix is the embedding's: 'layers' means all others")
     lora = LoRA(dim, alpha, module_name, only_lora)
     if only_lora:
         model.requires_grad_(False)
@@ -89,24 +79,25 @@ def add_lora(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is a factor of an adapter."""
+    """Return whether a parameter of this name is a factor of an adapter."""
     return name.rpartition(".")[2] in FACTORS
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """The matrix that a linear layer multiplies by, (out, in): with its adapter, if it has one."""
+    """Return the matrix, (out, in), of a linear layer with its adapter, if any."""
     if isinstance(layer, LoRALinear):
         return _merged(layer.weight, layer.lora_a, layer.lora_b, layer.scaling)
     return layer.weight
 
 
 def merged_weights(weights: Mapping[str, Tensor], lora: LoRA | None) -> Mapping[str, Tensor]:
-    """Parameters of a model with adapters, by name → those of one without that computes the same,
-    each made when it is asked for. Without `lora` they are what was given."""
+    """Return the weights of a model without adapters that computes the same."""
     return Merged(weights, lora.scaling) if lora else weights
 
 
 class Merged(Mapping):
+    """Weights with their adapters added, each made when it is asked for."""
+
     def __init__(self, weights: Mapping[str, Tensor], scaling: float):
         self._weights, self._scaling = weights, scaling
 
@@ -125,5 +116,4 @@ class Merged(Mapping):
 
 
 def _merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """In fp32."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)

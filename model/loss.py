@@ -1,10 +1,8 @@
-"""The loss: cross-entropy of the next token, and how a large vocabulary comes without all logits in
-memory.
+"""The loss: cross-entropy of the next token, without all logits of a large vocabulary in memory.
 
-With log-probabilities and gradients a logit takes up to 12 bytes: of 8 sequences of 512 tokens and
-49,152 pieces that is 2.4 GB. Above LARGE_VOCABULARY so many tokens go through the output layer at a
-time that their logits are CHUNK_LOGITS at most; backward computes them again, which makes the
-output layer's products 4/3 of what they were. A smaller vocabulary goes through as a whole.
+With log-probabilities and gradients a logit takes up to 12 bytes: 2.4 GB for 8 sequences of 512
+tokens and 49,152 pieces. Above LARGE_VOCABULARY at most CHUNK_LOGITS are made at a time, and
+backward computes them again, which adds a third to the output layer's products.
 """
 
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ class TokenLoss(nn.Module):
 
 
 def tokens_at_once(vocab_size: int, tokens: int) -> int:
-    """How many of so many tokens have their logits in memory together."""
+    """Return how many of these tokens have their logits in memory together."""
     if vocab_size <= LARGE_VOCABULARY:
         return tokens
     chunks = -(-tokens * vocab_size // CHUNK_LOGITS)

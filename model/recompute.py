@@ -1,14 +1,13 @@
-"""Gradient checkpointing: what backward needs of a block is computed again there, and not kept.
+"""Gradient checkpointing: backward computes a block again instead of keeping what forward made.
 
-Of each block only its input then stays from forward to backward, and one block at a time has all
-the rest; for that, forward is computed twice. Source: Chen et al.,
-https://arxiv.org/abs/1604.06174.
+Only the input of each block stays from forward to backward. Forward is computed twice. Source: Chen
+et al., https://arxiv.org/abs/1604.06174.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model import cpu_attention  # noqa: F401  it registers the first of these
@@ -23,18 +22,14 @@ ATTENTION = [
 ]
 
 
-def recomputed(block: Callable, x: Tensor, other: Tensor, what: str) -> Tensor | tuple[Tensor, ...]:
-    """Return block(x, other), and compute it again in backward.
+def recomputed(block: Callable, what: str, *inputs):
+    """Return block(*inputs), and compute it again in backward, with the same random numbers.
 
     With "blocks" all of it is computed again, with "selective" all but attention, with "off"
-    nothing. Random numbers are drawn as the first time, so that
-    gradients are the same.
+    nothing.
     """
     if what == "off" or not torch.is_grad_enabled():
-        return block(x, other)
-    options = {"context_fn": keep_attention} if what == "selective" else {}
-    return checkpoint(block, x, other, use_reentrant=False, **options)
-
-
-def keep_attention():
-    return create_selective_checkpoint_contexts(ATTENTION)
+        return block(*inputs)
+    contexts = partial(create_selective_checkpoint_contexts, ATTENTION)
+    options = {"context_fn": contexts} if what == "selective" else {}
+    return checkpoint(block, *inputs, use_reentrant=False, **options)

@@ -1,11 +1,9 @@
-"""Rotary position embedding (RoPE): a query or key at position t is turned by angles proportional
-to t.
+"""Rotary position embedding (RoPE): queries and keys are turned by angles proportional to position.
 
-Each head's channels are taken as head_dim/2 complex numbers, pairs of neighbours (x0 + i·x1, x2 +
-i·x3, …), and number j is multiplied by exp(i·t·theta^(-2j/head_dim)). The product of a query and a
-key then depends on the distance between them alone. Source: Su et al., RoFormer,
-https://arxiv.org/abs/2104.09864; interleaved pairs as in Llama's own release (Hugging Face's Llama
-pairs channel j with j + head_dim/2 instead).
+A head's channels are head_dim/2 complex numbers, pairs of neighbours (x0 + i·x1, x2 + i·x3, …), and
+number j is multiplied by exp(i·t·theta^(-2j/head_dim)) at position t. Source: Su et al., RoFormer,
+https://arxiv.org/abs/2104.09864; pairs as in Llama's own release (Hugging Face's Llama pairs
+channel j with j + head_dim/2).
 """
 
 import math
@@ -19,30 +17,23 @@ from model.config import RopeScaling
 def precompute_pos_cis(
     dim: int, end: int, theta: float = 1e6, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """The table of rotations: complex64 of shape (end, dim/2), every entry of modulus 1.
+    """Return the table of rotations: complex64 of shape (end, dim/2), every entry of modulus 1.
 
-    Args:
-        dim: head_dim, even.
-        end: number of positions.
-        theta: base of the frequencies.
-        scaling: Llama 3's, see `rotary_frequencies`.
-
-    Integer ranges and methods are used on purpose: under `deepspeed.zero.Init` torch.arange(…,
-    dtype=float32) and torch.ones come out in bf16, which would round the angles to 8 bits.
+    dim is head_dim, even; end is the number of positions; theta is the base of the frequencies.
     """
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
+    # Integers first: under deepspeed.zero.Init torch.arange(…, dtype=float32) comes out in bf16.
     positions = torch.arange(end).to(torch.float32)
     angles = torch.outer(positions, rotary_frequencies(dim, theta, scaling))  # (end, dim/2)
     return torch.complex(angles.cos(), angles.sin())
 
 
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Radians per position of each pair of channels, fp32 of shape (dim/2,).
+    """Return the radians per position of each pair of channels, fp32 of shape (dim/2,).
 
-    Llama 3.1's scaling leaves rotations as they are that turn often within the original context,
-    makes those `factor` times slower that turn seldom, and takes a line between both for the rest.
-    Source: `apply_scaling` in
+    Llama 3.1's scaling keeps rotations that turn often within the original context, makes those
+    that turn seldom `factor` times slower, and interpolates between. Source: `apply_scaling` in
     https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
     """
     exponents = torch.arange(0, dim, 2).to(torch.float32) / dim
@@ -65,14 +56,12 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
             dimension in front where sequences stand at different positions.
 
     Returns:
-        The turned xq and xk in their own shapes and dtypes; the arithmetic is done in fp32.
+        The turned xq and xk in their own shapes and dtypes, computed in fp32.
 
     Raises ValueError: pos_cis is not complex, or does not fit the sequence.
     """
     if not pos_cis.is_complex():
-        raise ValueError(
-            f"pos_cis must be complex, not {pos_cis.dtype}: its imaginary part was lost in a cast"
-        )
+        raise ValueError(f"pos_cis must be complex, not {pos_cis.dtype}: a cast lost half of it")
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):
         raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries {tuple(xq.shape)}")
     # The real view instead of complex products: the same arithmetic, which torch.compile can fuse.

@@ -1,10 +1,10 @@
-"""The whole model: embedding, blocks, norm, output layer, loss.
+"""The whole model, a Llama-style decoder: embedding, blocks, norm, output layer, loss.
 
-A Llama-style decoder: pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and
-SwiGLU, no biases, input embedding and output layer tied by default. It is plain PyTorch and knows
-nothing of how it is trained.
+Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and SwiGLU, no biases, input
+embedding and output layer tied by default.
 """
 
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from model.attention import Attention
 from model.cache import Cache, LayerCache
 from model.config import LMConfig
-from model.feed_forward import FeedForward
 from model.loss import IGNORE_INDEX, TokenLoss, tokens_at_once
-from model.norm import RMSNorm
 from model.recompute import recomputed
 from model.rotary import precompute_pos_cis
 
@@ -27,10 +25,45 @@ class TransformerOutput(NamedTuple):
     hits: Tensor | None = None  # (B, T), whether the target was the likeliest, where asked for
 
 
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32 and returned in
+    the dtype of x. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467."""
+
+    def __init__(self, dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight).type_as(x)
+
+
+class FeedForward(nn.Module):
+    """w2(silu(w1 x) · w3 x), dim → hidden_dim → dim. Source: Shazeer, https://arxiv.org/abs/2002.05202."""
+
+    def __init__(self, config: LMConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # gate
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)  # to the residual stream
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # value
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.project(x)  # (B, T, hidden_dim) each
+        out = self.w2(F.silu(gate) * value)
+        return F.dropout(out, self.dropout, self.training) if self.dropout else out
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate and value before they are multiplied."""
+        return self.w1(x), self.w3(x)
+
+
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): (B, T, dim) → (B, T, dim)."""
 
-    recompute = "off"  # in backward, so that less is kept for it: model/recompute.py
+    recompute = "off"  # see model/recompute.py
 
     def __init__(self, config: LMConfig):
         super().__init__()
@@ -40,11 +73,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
-        if cache is not None:
-            return self._forward(x, pos_cis, cache)
-        return recomputed(self._forward, x, pos_cis, self.recompute)
+        return recomputed(self._forward, self.recompute, x, pos_cis, cache)
 
-    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def _forward(self, x: Tensor, pos_cis: Tensor, cache: LayerCache | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), pos_cis, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -58,8 +89,7 @@ def flops_per_token(config: LMConfig) -> float:
 class Transformer(nn.Module):
     """Tokens in, logits or loss out. Parameter names are those of Llama's own release."""
 
-    # Read by DistributedDataParallel: pos_cis is the same on every rank already, and NCCL cannot
-    # send complex numbers.
+    # Read by DistributedDataParallel: NCCL cannot send complex numbers.
     _ddp_params_and_buffers_to_ignore = ("pos_cis",)
 
     lora = None  # of a model with adapters, see model/lora.py
@@ -67,8 +97,7 @@ class Transformer(nn.Module):
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
         self.config = config = config or LMConfig()
-        # Where shapes alone are asked for: numbers on the meta device take torch's compiler, and
-        # seconds to load it.
+        # Random numbers on the meta device take torch's compiler, and seconds to load it.
         on_meta = torch.get_default_device().type == "meta"
         weight = torch.empty(config.vocab_size, config.dim) if on_meta else None
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
@@ -94,41 +123,33 @@ class Transformer(nn.Module):
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
-            targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one
-                out.
-            cache: holds the tokens before these, and takes these up. The logits are then those of
-                the last token of each sequence, (B, vocab_size).
+            targets: (B, T) int64, the token after each position; IGNORE_INDEX leaves one out.
             reduction: "mean" over the targets that count, "none" for the loss of each position, or
                 "hits" for that and whether its target was the likeliest.
+            cache: holds the tokens before these, and takes these up. The logits are then those of
+                the last token of each sequence, (B, vocab_size).
 
         Returns:
-            Without targets (logits, None), logits of shape (B, T, vocab_size). With targets (None,
-            loss): the cross-entropy in nats, in fp32, a scalar or (B, T) by reduction. The logits
-            are the largest tensor of a training step, so that step does not hand them out, and of
-            a large vocabulary they are never there together: see model/loss.py.
+            Logits of shape (B, T, vocab_size), or with targets the cross-entropy in nats, in fp32.
 
         Raises ValueError: the sequence is longer than max_seq_len.
         """
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
-            raise ValueError(
-                f"sequence of {seq_len} tokens, but max_seq_len is {self.config.max_seq_len}"
-            )
+            most = self.config.max_seq_len
+            raise ValueError(f"sequence of {seq_len} tokens, but max_seq_len is {most}")
         x = self.tok_embeddings(tokens)  # (B, T, dim)
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(x.device.type):
             # The residual stream in 16 bits, as it is under DeepSpeed: half the memory traffic.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        if cache is None:
-            pos_cis = self.pos_cis[:seq_len]
-            for layer in self.layers:
-                x = layer(x, pos_cis)
-        else:
-            pos_cis = cache.rotations(self.pos_cis, seq_len)
-            for layer, own in zip(self.layers, cache.layers, strict=True):
-                x = layer(x, pos_cis, own)
-            x = cache.take(x)  # (B, dim)
+        pos_cis = cache.begin(self.pos_cis, seq_len) if cache else self.pos_cis[:seq_len]
+        caches = cache.layers if cache else repeat(None)
+        for layer, own in zip(self.layers, caches, strict=False):
+            x = layer(x, pos_cis, own)
+        if cache:
+            x = cache.end(x)  # (B, dim)
         x = self.norm(x)
         if targets is None:
             return TransformerOutput(self.output(x), None)
@@ -147,7 +168,7 @@ class Transformer(nn.Module):
             return (loss, logits.argmax(dim=-1) == targets) if reduction == "hits" else (loss,)
 
         chunks = zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        scored = [recomputed(score, *chunk, "off" if whole else "blocks") for chunk in chunks]
+        scored = [recomputed(score, "off" if whole else "blocks", *chunk) for chunk in chunks]
         loss, *hits = (torch.cat(each).view_as(targets) for each in zip(*scored, strict=True))
         if reduction == "mean":
             loss = loss.sum() / (targets != IGNORE_INDEX).sum()
@@ -158,12 +179,11 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: float) -> float:
-        """Model FLOPs of forward and backward for one token of a sequence of seq_len.
+        """Return the model FLOPs of forward and backward for one token of a sequence of seq_len.
 
-        6·N for the matrix products with weights and 12·n_layers·n_heads·head_dim·seq_len for
-        attention, not halved for causality (PaLM, appendix B, https://arxiv.org/abs/2204.02311). N
-        leaves the input embedding out, which is a lookup, unless the same matrix also serves as the
-        output layer. A frozen weight has no gradient, which is a third of its products.
+        6·N, or 4·N for frozen weights, and 12·n_layers·n_heads·head_dim·seq_len for attention, not
+        halved for causality (PaLM, appendix B, https://arxiv.org/abs/2204.02311). N leaves out an
+        input embedding that is not the output layer too.
         """
         config = self.config
         counted = {id(p): p for p in self.parameters()}
@@ -173,12 +193,11 @@ class Transformer(nn.Module):
         return products + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal with deviation 0.02; layers that write into the residual stream scaled down by
-        1/sqrt(2·n_layers).
+        """Draw normal weights of deviation 0.02, as in GPT-2 scaled by 1/sqrt(2·n_layers) in layers
+        that write into the residual stream: 2·n_layers such writes add up.
 
-        2·n_layers such writes add up, and the scaling keeps the variance of their sum independent
-        of depth (GPT-2). Called through `apply`, which gathers the parameters first under
-        `deepspeed.zero.Init`; there they may be 16 bits and on a GPU, with other random numbers.
+        Called through `apply`, which gathers the parameters first under `deepspeed.zero.Init`;
+        there they may be 16 bits and on a GPU, with other random numbers.
         """
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
@@ -197,17 +216,10 @@ class Transformer(nn.Module):
         )
 
     def _apply(self, fn, recurse=True):
-        """Everything that moves or casts a module comes through here; pos_cis is moved, but never
-        cast.
-
-        `model.to(torch.bfloat16)` would cast it to a real dtype, dropping the imaginary part of
-        every rotation.
-        """
+        """Move or cast the module. pos_cis is moved but never cast: a real dtype has no imaginary
+        part."""
         pos_cis = self._buffers.pop("pos_cis")
-        try:
-            super()._apply(fn, recurse)
-        finally:  # a move that fails, for want of memory, leaves the model whole
-            self.register_buffer("pos_cis", pos_cis, persistent=False)
+        super()._apply(fn, recurse)
         device = fn(torch.zeros(0, device=pos_cis.device)).device
         if pos_cis.is_meta and device.type != "meta":  # to_empty(): there is nothing to copy from
             pos_cis = self._rotations()

@@ -24,8 +24,6 @@ STYLE = {
 
 @dataclass
 class Curve:
-    """A line of a chart."""
-
     label: str
     points: list[tuple[float, float | None]]  # (step, value); None is a gap in the line
     color: int
@@ -33,7 +31,6 @@ class Curve:
 
     @property
     def values(self) -> list[float]:
-        """The values that there are."""
         return [value for _, value in self.points if value is not None]
 
 
@@ -48,8 +45,7 @@ class Chart:
 
 
 def plot(chart: Chart):
-    """Return the chart as a matplotlib Figure: over steps, or over tokens where steps of different
-    sizes are compared."""
+    """Return a matplotlib Figure: over steps, or over tokens if runs take steps of other sizes."""
     from matplotlib.figure import Figure  # takes most of a second to load
 
     figure = Figure(chart.size, layout="constrained")
@@ -87,8 +83,7 @@ def draw(chart: Chart) -> str:
     with rc_context(STYLE):
         plot(chart).savefig(out, format="svg", transparent=True, metadata={"Date": None})
     drawn = re.sub(r'<g id="[^"]*">', "<g>", out.getvalue().partition("<defs")[2])
-    # A tenth of a point is fine enough for coordinates. Behind the numbers of a text comes "<".
-    drawn = re.sub(r"(\.\d)\d+(?=[ \n\")])", r"\1", drawn)
+    drawn = re.sub(r"(\.\d)\d+(?=[ \n\")])", r"\1", drawn)  # coordinates to a tenth of a point
     box = f"0 0 {72 * chart.size[0]:g} {72 * chart.size[1]:g}"
     legend = "".join(
         f'<li style="--color: {COLORS[curve.color % len(COLORS)]}">'

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from runs.folder import RunFolder, read_settings
 
 @dataclass
 class History:
-    """Rows as in the files, in the order of steps, the last one where a step comes twice."""
+    """Rows of the files in the order of steps; where a step comes twice, the last one."""
 
     folder: RunFolder
     settings: dict  # empty if there is no readable settings.json
@@ -21,14 +22,13 @@ class History:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens of all processes per step, the same throughout a run; None if no row tells."""
+        """Tokens of all processes per step; None if no row tells."""
         tokens = [row["tokens"] / row["step"] for row in self.train if row.get("tokens")]
         return tokens[0] if tokens else None
 
 
 def read_history(path: Path) -> History:
-    """Read the history of a run folder. Raises UsageError: it is no run folder, or nothing has been
-    logged yet."""
+    """Read a run folder. Raises UsageError: it is none, or nothing has been logged yet."""
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")
@@ -44,18 +44,13 @@ def read_history(path: Path) -> History:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return the JSON lines of a file that have a step; none if there is no file.
-
-    A line that is being written, or was cut short by a kill, is left out.
-    """
+    """Return the whole JSON lines of a file that have a step; none if there is no file."""
     rows = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             row = json.loads(line)
             if number(row["step"]) is not None:
                 rows.append(row)
-        except (ValueError, KeyError, TypeError):
-            continue
     return rows
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import UsageError
 from report.charts import Chart, Curve, draw, plot
 from report.history import History, number, read_history, series
 
@@ -36,8 +35,7 @@ OTHERS = (
 
 
 def write_report(runs: list[Path], out: Path) -> None:
-    """Write the page of the runs as they are now. Raises UsageError: one is no run folder, or has
-    logged nothing yet. OSError: the page cannot be written."""
+    """Write the page of the runs as they are now. Raises UsageError: one has logged nothing yet."""
     histories = by_name(runs)
     parts = {
         "title": escape(", ".join(histories)),
@@ -47,26 +45,23 @@ def write_report(runs: list[Path], out: Path) -> None:
         "settings": _settings(histories),
     }
     # In one pass: a sample that looks like a placeholder stays as it is.
-    template = TEMPLATE.read_text(encoding="utf-8")
-    html = re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], template)
+    html = re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
     out.parent.mkdir(parents=True, exist_ok=True)
     # Half a surrogate pair in somebody's text cannot be encoded: a question mark stands for it.
     out.write_text(html, encoding="utf-8", errors="replace")
 
 
 def leave_report(runs: list[Path], out: Path) -> str:
-    """Write the page of runs that end; return its path, or why there is none, for a page that
-    cannot be drawn must not hide how the runs have ended."""
+    """Write the page of runs that end; return its path, or why there is none."""
     try:
         write_report(runs, out)
-    except (UsageError, OSError, ValueError, ArithmeticError) as error:
+    except (OSError, ValueError, ArithmeticError) as error:
         return f"NOT WRITTEN: {error}"
     return str(out)
 
 
 def draw_losses(runs: list[Path], picture: Path) -> None:
-    """Draw training and validation loss, or of several runs validation loss, into a PNG or SVG
-    file. Raises as `write_report` does."""
+    """Draw the losses, of several runs validation alone, into a PNG or SVG file."""
     figure = plot(replace(losses(by_name(runs))[-1], size=(8, 4.5)))
     figure.axes[0].set_ylabel(LOSS.unit)
     figure.legend()
@@ -100,20 +95,16 @@ def losses(runs: dict[str, History]) -> list[Chart]:
 
 def _curves(chart: Chart, runs: dict[str, History]) -> list[Curve]:
     """Return a curve for each run that has numbers for this chart."""
-    curves = [
-        Curve(
-            label=name if len(runs) > 1 else chart.title,
-            points=series(run.train + run.validation, chart.key),
-            color=color,
-            tokens_per_step=run.tokens_per_step,
-        )
-        for color, (name, run) in enumerate(runs.items())
-    ]
+    curves = []
+    for color, (name, run) in enumerate(runs.items()):
+        label = name if len(runs) > 1 else chart.title
+        points = series(run.train + run.validation, chart.key)
+        curves.append(Curve(label, points, color, run.tokens_per_step))
     return [curve for curve in curves if curve.values]
 
 
 def final_numbers(run: History) -> dict[str, str]:
-    """Return how a run ended, or how far it is, by name; what is not known is left out."""
+    """Return how a run ended, or how far it is, by name, as far as it is known."""
 
     def text(value, form: str) -> str | None:
         return None if number(value) is None else format(value, form)
@@ -135,7 +126,7 @@ def final_numbers(run: History) -> dict[str, str]:
         "training time": str(timedelta(seconds=round(steps @ each))),
         "training loss": text(last.get("loss"), ".4f"),
         "validation loss": text(validation.get("val_loss"), ".4f"),
-        "best validation loss": best and f"{losses[best]:.4f} at step {best:,}",
+        "best validation loss": None if best is None else f"{losses[best]:.4f} at step {best:,}",
         "agreement with the teacher": text(last.get("agreement"), ".1%"),
         "perplexity": text(validation.get("val_perplexity"), ".4g"),
         "bits per byte": text(validation.get("val_bits_per_byte"), ".4f"),
@@ -149,17 +140,13 @@ def final_numbers(run: History) -> dict[str, str]:
 
 def _table(rows: dict[str, dict[str, str]]) -> str:
     """Return {run: {name: value}} as a table with a column per run."""
-    names = dict.fromkeys(name for values in rows.values() for name in values)
     head = "".join(f"<th>{escape(run)}</th>" for run in rows)
-    lines = []
-    for name in names:
+    body = ""
+    for name in dict.fromkeys(name for values in rows.values() for name in values):
         cells = (f"<td>{escape(values.get(name, UNKNOWN))}</td>" for values in rows.values())
-        lines.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
-    css = "one" if len(rows) == 1 else "wide"
-    return (
-        f'<div class="{css}"><table><thead><tr><td></td>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+        body += f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>"
+    css, top = "one" if len(rows) == 1 else "wide", f"<thead><tr><td></td>{head}</tr></thead>"
+    return f'<div class="{css}"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def _samples(name: str, run: History) -> str:
@@ -178,19 +165,17 @@ def _samples(name: str, run: History) -> str:
 
 
 def _settings(runs: dict[str, History]) -> str:
-    """Return the command of each run, and a table of all settings of one run, of several those
-    that differ."""
+    """Return each run's command, and a table of settings, of several runs those that differ."""
     commands = [
         f"<h3>{escape(name)}</h3>\n<pre>{escape(shlex.join(run.settings.get('command', [])))}</pre>"
         for name, run in runs.items()
     ]
-    flat = {name: _flat(run.settings) for name, run in runs.items()}
-    keys = dict.fromkeys(key for values in flat.values() for key in values)
+    flat, which = {name: _flat(run.settings) for name, run in runs.items()}, ""
     if len(runs) > 1:
-        keys = [k for k in keys if len({values.get(k) for values in flat.values()}) > 1]
-    table = _table({n: {k: v.get(k, UNKNOWN) for k in keys} for n, v in flat.items()})
-    which = " that differ" if len(runs) > 1 else ""
-    return "\n".join([f"<h2>Settings{which}</h2>", *commands, table])
+        keys, which = {key for values in flat.values() for key in values}, " that differ"
+        same = {key for key in keys if len({values.get(key) for values in flat.values()}) == 1}
+        flat = {n: {k: v for k, v in values.items() if k not in same} for n, values in flat.items()}
+    return "\n".join([f"<h2>Settings{which}</h2>", *commands, _table(flat)])
 
 
 def _flat(settings: dict) -> dict[str, str]:

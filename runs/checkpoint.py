@@ -1,20 +1,16 @@
-"""Checkpoints on disk: all that the next step depends on, complete or not there at all.
-
-A checkpoint is a folder checkpoints/step-N:
+"""Checkpoints on disk, in checkpoints/step-N: all that the next step depends on, or nothing at all.
 
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
                            name.momentum_buffer → Muon's
     random.safetensors     per process, the state of its random generators and of its log line
-    state.json             step, optimizer's step, loss scale, shape of the model, of its adapters
-                           if it has any, and what a run that resumes must have in common
+    state.json             step, loss scale, shapes of model and adapters, and what a run that
+                           resumes must have in common
     manifest.json          size and SHA-256 of each of these files, by which damage is found
 
-Nothing in it depends on the engine or the number of processes, and nothing can execute.
-
-A run with adapters does not repeat its frozen weights: the folder base/ of the run holds them, for
-the run that they came from may be gone or trained further. It is a folder of portable weights with
-a tokenizer, so that scripts.export_hf and scripts.evaluate take it, and has a manifest too.
+Nothing in it depends on the engine or the number of processes, and nothing can execute. The frozen
+weights of a run with adapters are in the folder base/ of the run: portable weights with a tokenizer
+and a manifest.
 """
 
 import hashlib
@@ -30,6 +26,7 @@ from data.tokenizer import copy_tokenizer
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
+    WeightsError,
     load_tensors,
     read_json,
     save_portable,
@@ -47,7 +44,7 @@ MANIFEST = "manifest.json"
 
 def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], state: dict) -> int:
     """Write the checkpoint of state["step"], with the tensors of each file by its name, and make
-    `latest` name it; return its size in bytes. Raises OSError: the disk is full or refuses."""
+    `latest` name it; return its size in bytes."""
     path = run.checkpoint(state["step"])
     with whole_folder(path) as partial:
         for name, content in tensors.items():
@@ -61,8 +58,7 @@ def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], stat
 def write_base(
     run: RunFolder, config: LMConfig, weights: dict[str, Tensor], tokenizer: Path
 ) -> None:
-    """Keep the weights that a run with adapters begins with; on the main process, before the first
-    step. Raises UsageError: the disk is full or refuses."""
+    """Keep the weights that adapters begin with. Raises UsageError: it cannot be written."""
     try:
         with whole_folder(run.base) as folder:
             save_portable(folder, config, weights)
@@ -73,14 +69,13 @@ def write_base(
 
 
 def _write_manifest(folder: Path) -> int:
-    """Record size and SHA-256 of the folder's files, read back; return their size in bytes."""
+    """Record size and SHA-256 of the folder's files; return their size in bytes."""
     files = {file.name: _facts_of(file) for file in sorted(folder.iterdir())}
     write_json(folder / MANIFEST, {"files": files})
     return sum(file["size"] for file in files.values())
 
 
 def _facts_of(path: Path) -> dict:
-    """Return the size and the SHA-256 of a file, as the manifest has them."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -91,31 +86,27 @@ def _facts_of(path: Path) -> dict:
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint or the base of its adapters; None if nothing is."""
     try:
-        problem = _difference(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE})
-        if problem is None and saved_lora(path):
-            base = run_of(path).base
-            problem = _difference(base, {CONFIG_FILE, WEIGHTS_FILE})
-            return problem and f"{base}: {problem}"
+        _compare(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE})
+        if saved_lora(path):
+            _compare(run_of(path).base, {CONFIG_FILE, WEIGHTS_FILE})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return problem
-
-
-def _difference(folder: Path, names: set[str]) -> str | None:
-    """Say in what a folder differs from its manifest, which must name these files; None: nothing.
-    Raises several kinds of error where a file or the manifest cannot be read."""
-    files = read_json(folder / MANIFEST)["files"]
-    if files.keys() != names:
-        return f"{MANIFEST} names other files"
-    for name, facts in files.items():
-        if _facts_of(folder / name) != facts:
-            return f"the checksum of {name} is wrong"
+        kind = "" if isinstance(error, WeightsError) else f"{type(error).__name__}: "
+        return f"{kind}{error}"
     return None
 
 
+def _compare(folder: Path, names: set[str]) -> None:
+    """Raise some error where a folder differs from its manifest, which must name these files."""
+    files = read_json(folder / MANIFEST)["files"]
+    if files.keys() != names:
+        raise WeightsError(f"{MANIFEST} names other files")
+    for name, facts in files.items():
+        if _facts_of(folder / name) != facts:
+            raise WeightsError(f"the checksum of {name} is wrong")
+
+
 def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
-    """Return the run's newest sound checkpoint, None if there is none, and the damage of each
-    newer one."""
+    """Return the run's newest sound checkpoint or None, and the damage of each newer one."""
     problems = {}
     for checkpoint in reversed(run.all_checkpoints()):
         problem = damage(checkpoint)
@@ -132,7 +123,7 @@ def best(checkpoints: Iterable[Path]) -> Path | None:
 
 
 def val_loss(path: Path) -> float | None:
-    """Return the validation loss at a checkpoint, sound or not; None if there was no validation."""
+    """Return the validation loss at a checkpoint, sound or not; None if it has none."""
     try:
         return read_state(path)["val_loss"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -140,28 +131,23 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of a sound checkpoint.
-
-    In older ones "identity" also holds the shape of the model, and does not name AdamW.
-    """
+    """Read state.json of a sound checkpoint."""
     state = read_json(path / STATE)
-    identity = {"optimizer": "adamw"} | state["identity"]
-    if "model" not in state:
+    identity = {"optimizer": "adamw"} | state["identity"]  # which older ones do not name
+    if "model" not in state:  # older ones have its shape in "identity"
         fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
         state["model"] = {name: identity.pop(name) for name in fields}
     return state | {"identity": identity}
 
 
 def saved_lora(checkpoint: Path) -> LoRA | None:
-    """Return the adapters' settings in a checkpoint, None without adapters. Raises TypeError: they
-    are no such settings."""
+    """Return the adapters' settings in a checkpoint, None without adapters."""
     settings = read_state(checkpoint).get("lora")
     return settings and LoRA(**settings)
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return all parameters by name, each read when it is asked for, adapters apart from their
-    base. Raises ConfigError: a file that cannot be read."""
+    """Return all parameters by name, adapters apart. Raises ConfigError: damaged."""
     trained = load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 
@@ -169,8 +155,7 @@ def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
 def with_base(
     run: RunFolder, trained: Mapping[str, Tensor], lora: LoRA | None
 ) -> Mapping[str, Tensor]:
-    """Add the run's base to trained weights with adapters. Raises ConfigError: it cannot
-    be read."""
+    """Add the run's base to trained weights with adapters."""
     return ChainMap(trained, load_tensors(run.base / WEIGHTS_FILE)) if lora else trained
 
 

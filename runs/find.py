@@ -1,7 +1,7 @@
 """Finding a run again: by its path, or the newest one."""
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.errors import UsageError
@@ -13,24 +13,27 @@ DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # behind a run: as it was at its lowest validation
 
 
+def newest_run(
+    paths: Iterable[Path], program: str | None, sign: Callable[[RunFolder], Path | None]
+) -> RunFolder | None:
+    """Return the run of this program whose sign of life, a path that it writes, is the youngest."""
+    ages = {}
+    for run in map(RunFolder, paths):
+        path = sign(run)
+        if path and path.exists() and program in (None, program_of(run)):
+            ages[run] = path.stat().st_mtime
+    return max(ages, key=ages.get, default=None)
+
+
 def program_of(run: RunFolder) -> str:
     """Return the training program that made a run; old settings name none."""
     return read_settings(run.settings).get("program", PRETRAINING)
 
 
-def newest_run(runs: list[RunFolder], sign: Callable[[RunFolder], Path | None]) -> RunFolder | None:
-    """Return the run whose sign of life, a path that it writes, is the youngest; None if no run has
-    one."""
-    ages = {run: path.stat().st_mtime for run in runs if (path := sign(run)) and path.exists()}
-    return max(ages, key=ages.get, default=None)
-
-
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run of this program in `out` that saved last, or the one with this name; None if
-    it has no checkpoint."""
+    """Return the run of this program in `out` that saved last, or the one with this name."""
     paths = [out / name] if name else out.glob("*")
-    runs = [run for run in map(RunFolder, paths) if program_of(run) == program]
-    return newest_run(runs, lambda run: max(run.all_checkpoints(), default=None))
+    return newest_run(paths, program, lambda run: max(run.all_checkpoints(), default=None))
 
 
 def data_of(name: str) -> str:
@@ -49,20 +52,14 @@ def data_of(name: str) -> str:
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """Return the folder that was named; 'auto' is the run, of this program, written to last. Raises
     UsageError: there is no such folder; names one that is spelled like it."""
-    folders = [path for path in runs.glob("*") if path.is_dir()]
     if name == "auto":
-        candidates = [RunFolder(path) for path in folders]
-        if program:
-            candidates = [run for run in candidates if program_of(run) == program]
-        newest = newest_run(candidates, lambda run: run.metrics)
-        if newest is None:
-            where = runs.absolute()
-            raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")
-        return newest.path
-    path = Path(name)
-    if not path.is_dir():
-        names = {"auto": "auto"} | {folder.name: str(folder) for folder in folders}
-        close = difflib.get_close_matches(path.name, names, n=1)
+        if newest := newest_run(runs.glob("*"), program, lambda run: run.metrics):
+            return newest.path
+        where = runs.absolute()
+        raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")
+    if not Path(name).is_dir():
+        names = {"auto": "auto"} | {path.name: str(path) for path in runs.glob("*")}
+        close = difflib.get_close_matches(Path(name).name, names, n=1)
         guess = f": did you mean '{names[close[0]]}'?" if close else ""
         raise UsageError(f"{name}: no such folder{guess}")
-    return path
+    return Path(name)

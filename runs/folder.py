@@ -1,7 +1,4 @@
-"""The folder that holds all of a run: the names of everything in it, and its lock.
-
-The lock gives a run one writer, and dies with its process.
-"""
+"""The folder that holds all of a run: the names of everything in it, and its lock."""
 
 import json
 import os
@@ -33,7 +30,6 @@ class RunFolder:
         self.report = path / "report.html"
         self.sample = path / "sample.txt"
         self.samples = path / "samples.jsonl"  # written during training
-        self.bad_samples = path / "bad_samples.json"  # the batch at which the run gave up
 
     @property
     def tokenizer(self) -> Path:
@@ -65,13 +61,8 @@ _held: list[int] = []  # descriptors of the lock files
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Hold the folder of this lock file until `release_locks` or the process's end.
-
-    The system drops such a lock with its process, so the file of a killed run is no obstacle.
-    Processes forked off to read data do not inherit it: they outlive a killed parent by seconds.
-
-    Raises UsageError: a live process holds the folder; `otherwise` is how to name another one.
-    """
+    """Hold the folder of this lock file until `release_locks`; the system drops the lock of a
+    killed process. Raises UsageError: a live process holds it; `otherwise` names another one."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not try_lock(descriptor):
         os.close(descriptor)
@@ -90,4 +81,5 @@ def release_locks() -> None:
         os.close(_held.pop())
 
 
+# Processes forked off to read data outlive a killed parent by seconds.
 os.register_at_fork(after_in_child=release_locks)

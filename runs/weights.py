@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
-from formats.hugging_face import LlamaTensors, read_llama_config
+from formats.hugging_face import read_llama_config, read_llama_weights
 from formats.portable import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -23,6 +22,7 @@ from formats.portable import (
     load_tensors,
     read_json,
     require_fit,
+    without_memory,
 )
 from model import LMConfig, Transformer
 from model.lora import merged_weights
@@ -50,23 +50,20 @@ class Trained:
     @property
     def n_parameters(self) -> int:
         """Number of parameters by the model's shape: a process may hold a share only."""
-        with torch.device("meta"):
-            return Transformer(self.model.config).num_parameters()
+        return without_memory(self.model.config).num_parameters()
 
     @property
     def name(self) -> str:
         """NAME of out/runs/NAME/weights, NAME@step-N of a checkpoint, else the folder's name."""
         folder = self.folder.resolve()
-        if folder.name == "weights":
-            return folder.parent.name
         if folder.parent.name == "checkpoints":
             return f"{folder.parent.parent.name}@{folder.name}"
-        return folder.name
+        return (folder.parent if folder.name == "weights" else folder).name
 
 
 @dataclass
 class WeightsFolder:
-    """A place with weights, and with the tokenizer that belongs to them."""
+    """Weights, and the tokenizer that belongs to them."""
 
     path: Path  # portable weights, a checkpoint, or a Hugging Face folder
     tokenizer: Path  # it may be missing
@@ -76,13 +73,10 @@ class WeightsFolder:
     def find(cls, name: str, program: str | None = None, foreign: bool = False) -> "WeightsFolder":
         """Find a finished run's weights, else its newest sound checkpoint, or RUN@best's. Raises
         UsageError: nothing sound there, or a Hugging Face folder without `foreign`."""
-        if name.endswith(BEST) and not Path(name).exists():
-            run = RunFolder(find_run(name.removesuffix(BEST), program=program))
-            path = best(run.all_checkpoints())
-            if path is None:
-                raise UsageError(f"{name}: none of its checkpoints was saved at a validation")
-        else:
-            path = find_run(name, program=program)
+        at_best = name.endswith(BEST) and not Path(name).exists()
+        path = find_run(name.removesuffix(BEST) if at_best else name, program=program)
+        if at_best and not (path := best(RunFolder(path).all_checkpoints())):
+            raise UsageError(f"{name}: none of its checkpoints was saved at a validation")
         if (path / "weights").is_dir():
             path = path / "weights"
         config = path / CONFIG_FILE
@@ -100,13 +94,12 @@ class WeightsFolder:
         return (self.path / STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights by name, each read when it is asked for, with adapters added. Raises
-        ConfigError: a file that cannot be read, or no Llama."""
+        """Return the weights, with adapters added. Raises ConfigError: damaged, or no Llama."""
         if self.is_foreign:
-            return LlamaTensors(self.path)
-        if not self.is_checkpoint:
-            return load_tensors(self.path / WEIGHTS_FILE)
-        return merged_weights(saved_weights(self.path), saved_lora(self.path))
+            return read_llama_weights(self.path)
+        if self.is_checkpoint:
+            return merged_weights(saved_weights(self.path), saved_lora(self.path))
+        return load_tensors(self.path / WEIGHTS_FILE)
 
     def config(self) -> LMConfig:
         """Return the shape of the model. Raises ConfigError: it cannot be read or built."""
@@ -117,17 +110,13 @@ class WeightsFolder:
         return load_config(self.path)
 
     def sound_tensors(self) -> Mapping[str, Tensor]:
-        """Return `tensors` after a look at all of them. Raises ConfigError: they cannot be read, do
-        not fit `config`, or are not finite."""
+        """Return `tensors` after a look at all of them. Raises ConfigError: they do not fit."""
         weights = self.tensors()
-        with torch.device("meta"):
-            shapes = Transformer(self.config())
-        require_fit(shapes, weights, str(self.path))
+        require_fit(without_memory(self.config()), weights, str(self.path))
         return weights
 
     def sha256(self) -> str:
-        """Hash shape and weights, whatever file they are in: a run's last checkpoint has the hash
-        of its weights. Raises ConfigError: see `sound_tensors`."""
+        """Hash shape and weights, whatever file they are in."""
         weights = self.sound_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):
@@ -136,36 +125,33 @@ class WeightsFolder:
         return digest.hexdigest()
 
     def load(self) -> Transformer:
-        """Return the model, in evaluation mode, on the CPU, in fp32. Raises ConfigError: files that
-        are damaged or do not fit each other."""
+        """Return the model, see `build_model`."""
         return build_model(self.config(), self.tensors(), str(self.path))
 
 
 def load_trained(
     name: str, load: Callable[[WeightsFolder], Transformer] = WeightsFolder.load
 ) -> Trained:
-    """Load model (by `load`) and tokenizer from whatever `WeightsFolder.find` takes. Raises
-    UsageError, ConfigError, DataError: nothing there, damaged, or model and tokenizer do not belong
-    together."""
+    """Load model and tokenizer from whatever `WeightsFolder.find` takes. Raises UsageError,
+    ConfigError: nothing there, damaged, or they do not belong together."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
-    pieces = trained.tokenizer.vocab_size
-    if pieces > (room := trained.model.config.vocab_size):
+    pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
+    if pieces > room:
         raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model {folder.path} {room}")
     return trained
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint itself, or the newest sound one of a run folder. Raises UsageError:
-    neither, or nothing sound."""
+    """Return a checkpoint, or the newest sound one of a run. Raises UsageError: none."""
     if (path / STATE).exists():
         if problem := damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
     checkpoint, problems = newest_sound(RunFolder(path))
-    if checkpoint:
-        return checkpoint
-    if not problems:
-        raise UsageError(f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder")
-    raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")
+    if not checkpoint:
+        damaged = f"every checkpoint of {path} is damaged: {', '.join(problems.values())}"
+        nothing = f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder"
+        raise UsageError(damaged if problems else nothing)
+    return checkpoint

@@ -1,6 +1,5 @@
 """Talk to a trained model in the terminal.
 
-python -m scripts.chat RUN
 python -m scripts.chat RUN --system "Answer in one sentence." --temperature 0
 """
 
@@ -30,13 +29,7 @@ def main(argv: list[str] | None = None) -> None:
         decoder, trained = load_to_talk(args)
         from inference.terminal import Chat  # a mistake in a flag need not wait for torch
 
-        chat = Chat(
-            decoder=decoder,
-            tokenizer=trained.tokenizer,
-            sampling=sampling,
-            max_new_tokens=args.max_new_tokens,
-            system=args.system,
-        )
+        chat = Chat(decoder, trained.tokenizer, sampling, args.max_new_tokens, args.system)
         with suppress(ImportError):
             import readline  # noqa: F401  arrow keys in input(), where the system has it
         chat.converse()

@@ -1,7 +1,6 @@
-"""Stand in for `common` where a script is started by its path: `python scripts/generate.py`.
+"""Stand in for `common` where a script is started by its path: `python PATH/scripts/generate.py`.
 
-Python then looks for modules in this folder instead of the one above it. A script imports `common`
-first: it finds this file, which sets the path right and makes way for the real `common`.
+Python then looks for modules in this folder: make it look in the one above, and for the real one.
 """
 
 import sys

@@ -1,22 +1,17 @@
 # Sourced by run_accelerate.sh and run_tests.sh, with a requirements file as argument: afterwards "$python" has every
 # package in it. An active environment that has them already is used as it is; otherwise they go into .venv, once.
 
-has_pins() { "$1" scripts/check_pins.py "$requirements" >/dev/null 2>&1; }
-
 fail() { echo "error: $1" >&2; exit 2; }
-
-supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; }
-
 requirements=$1
 for python in python python3 .venv/bin/python ""; do
-  [ -z "$python" ] || ! has_pins "$python" || break
+  [ -z "$python" ] || ! "$python" scripts/check_pins.py "$requirements" >/dev/null 2>&1 || break
 done
-
 if [ -z "$python" ]; then
   [ "${NUM_MACHINES:-1}" = 1 ] ||
     fail "several machines would install over each other: once, python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
   for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
-    [ -z "$base" ] || ! supported "$base" || break
+    [ -n "$base" ] || break
+    "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && break
   done
   [ -n "$base" ] || fail "needs Python 3.10 to 3.13; name one with PYTHON=/path/to/python"
   echo "installing $requirements into .venv, once (on Linux PyTorch brings several GB of CUDA along)"

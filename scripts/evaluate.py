@@ -3,13 +3,11 @@
     python -m scripts.evaluate RUN                          # on the validation split of the run
     python -m scripts.evaluate RUN --data text.jsonl        # raw text, with a sliding window
     python -m scripts.evaluate RUN --data questions.jsonl   # {"question", "choices", "answer"}
-    python -m scripts.evaluate RUN --data chat.jsonl        # conversations: the answers in them
-    python -m scripts.evaluate BASE TUNED --data chat.jsonl # one below the other
+    python -m scripts.evaluate BASE TUNED --data chat.jsonl # answers, of one below the other
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN   # GPUs, and CPUs too
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
 
-Processes share the work and do not change the numbers. The last command is for a model that is
-larger than a GPU.
+Processes share the work. The last command is for a model that is larger than a GPU.
 """
 
 import argparse
@@ -49,10 +47,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def score(args: argparse.Namespace) -> None:
-    from evaluation.result import report
-    from evaluation.scoring import build_scorer
-    from evaluation.tasks import check_flags, detect_task, evaluate
+@one_line_errors("evaluate", UsageError, OSError)
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+
+    from evaluation.scoring import build_scorer  # these import torch, which takes seconds
+    from evaluation.tasks import check_flags, detect_task, evaluate, report
     from runs.find import data_of
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
@@ -70,19 +70,9 @@ def score(args: argparse.Namespace) -> None:
         results.append(evaluate(args, trained, scorer) | {"zero_stage": 3 if zero else None})
         scorer.accelerator.print(f"{report(results[-1])}\n")
     if args.json and scorer.accelerator.is_main_process:
-        content = results if len(results) > 1 else results[0]
-        text = json.dumps(content, indent=2, ensure_ascii=False)
+        text = json.dumps(results if len(results) > 1 else results[0], indent=2, ensure_ascii=False)
         args.json.write_text(f"{text}\n", encoding="utf-8")
     scorer.accelerator.end_training()
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("evaluate", UsageError):
-        args = parse_arguments(argv)
-    from model.config import ConfigError  # not above: --help need not wait seconds for torch
-
-    with one_line_errors("evaluate", UsageError, ConfigError, OSError):
-        score(args)
 
 
 if __name__ == "__main__":

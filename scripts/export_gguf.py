@@ -2,20 +2,17 @@
 
 python -m scripts.export_gguf out/runs/NAME model.gguf --type q8_0
 
-The keys are those of llama.cpp's "llama" architecture, see
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. llama.cpp rotates pairs of neighbouring
-channels, as this model does, so wq and wk stay as they are. A tied output layer is left out. Token
-ids are those of data.tokenizer, but llama.cpp takes U+2581 in a text for a space.
+llama.cpp gives the token ids of data.tokenizer, but takes U+2581 in a text for a space.
 """
 
-import argparse
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+@one_line_errors("export_gguf", UsageError, OSError)
+def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.export_gguf", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
@@ -26,18 +23,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.out.exists() and not args.overwrite:
         parser.error(f"{args.out} exists: pass --overwrite to replace it")
-    return args
 
+    from formats.gguf import export_gguf  # these import torch, which takes seconds
+    from runs.weights import load_trained
 
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("export_gguf", UsageError, OSError):
-        args = parse_arguments(argv)
-        from formats.gguf import export_gguf  # these import torch, which takes seconds
-        from runs.weights import load_trained
-
-        trained = load_trained(args.run)
-        said = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)
-        print(f"{args.out}: {trained.folder} as {said}")
+    trained = load_trained(args.run)
+    said = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)
+    print(f"{args.out}: {trained.folder} as {said}")
 
 
 if __name__ == "__main__":

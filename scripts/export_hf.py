@@ -11,7 +11,8 @@ from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+@one_line_errors("export_hf", UsageError, OSError)
+def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.export_hf", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
@@ -20,11 +21,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     switch = argparse.BooleanOptionalAction
     add("--tokenizer", action=switch, default=True, help="export the tokenizer too")
     add("--overwrite", action="store_true", help="replace an older export")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
 
-
-def export(args: argparse.Namespace) -> None:
-    from formats.hugging_face import is_export, write_model, write_tokenizer
+    from formats.hugging_face import is_export, write_model, write_tokenizer  # seconds, by torch
     from runs.weights import load_trained
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
@@ -35,11 +34,6 @@ def export(args: argparse.Namespace) -> None:
             write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=trained.chats)
     what = "model and tokenizer" if args.tokenizer else "model without tokenizer"
     print(f"{args.out}: {what} of {trained.folder} in {args.dtype}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("export_hf", UsageError, OSError):
-        export(parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,19 @@
 
     python -m scripts.generate RUN --prompt "def"
     python -m scripts.generate RUN --prompts prompts.txt --num_samples 3 --greedy
-    python -m scripts.generate RUN --interactive
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.generate RUN --prompt def
 
-The last of these is for a model that is larger than a GPU. The text goes to stdout as it comes,
-everything else to stderr.
+The last is for a model larger than a GPU. Text goes to stdout, everything else to stderr.
 """
 
 import argparse
 import os
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from functools import partial
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
-from inference.prompts import read_prompts
+from inference.prompts import converse, read_prompts, say
 from scripts.model_flags import add_model_flags, at_least_1, load, sampling_of
 
 
@@ -50,23 +49,14 @@ def generate(args: argparse.Namespace) -> None:
     sampling = sampling_of(args)
     prompts = [] if args.interactive else read_prompts(args.prompt, args.prompts)
     decoder, trained = load(args)
-    from inference.terminal import TextGenerator  # a mistake in a flag needs no torch
+    from inference.terminal import write_continuations  # a mistake in a flag needs no torch
 
-    generator = TextGenerator(
-        decoder=decoder,
-        tokenizer=trained.tokenizer,
-        sampling=sampling,
-        max_new_tokens=args.max_new_tokens,
-        num_samples=args.num_samples,
-        batch_size=args.batch_size,
-        stop=tuple(args.stop),
-        slide=args.beyond_context == "slide",
-        jsonl=args.jsonl,
-    )
+    write = partial(write_continuations, decoder, trained.tokenizer, sampling, flags=args)
     if args.interactive:
-        generator.converse()
+        say("A prompt, then Enter. Ctrl-C stops a continuation, Ctrl-D ends.")
+        converse(lambda prompt: write(prompts=[prompt]))
     else:
-        generator.write(prompts)
+        write(prompts=prompts)
 
 
 def main(argv: list[str] | None = None) -> None:

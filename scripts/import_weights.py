@@ -2,18 +2,18 @@
 
 python -m scripts.import_weights SOURCE out/imported/NAME
 
-SOURCE is a Hugging Face folder with safetensors, or a state dict (.pth, .pt, .bin, .safetensors)
-with the names of Llama, llama2.c, MiniMind or Hugging Face.
+SOURCE is a Hugging Face folder, or a state dict (.pth, .pt, .bin, .safetensors) with the names of
+Llama, llama2.c, MiniMind or Hugging Face.
 """
 
-import argparse
 from pathlib import Path
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+@one_line_errors("import_weights", UsageError, OSError)
+def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.import_weights", description=__doc__)
     add = parser.add_argument
     add("source", type=Path, metavar="SOURCE", help="folder or file to read")
@@ -24,15 +24,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rope_theta", type=float, help="of the positions, of a state dict (default: 10000)")
     add("--max_seq_len", type=int, help="context length (default: as the folder says, or 2048)")
     add("--overwrite", action="store_true", help="replace an older import")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
 
+    from formats.import_weights import import_weights  # imports torch, which takes seconds
 
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("import_weights", UsageError, OSError):
-        args = parse_arguments(argv)
-        from formats.import_weights import import_weights  # imports torch, which takes seconds
-
-        print(import_weights(**vars(args)))
+    print(import_weights(**vars(args)))
 
 
 if __name__ == "__main__":

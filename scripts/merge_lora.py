@@ -3,7 +3,6 @@
 python -m scripts.merge_lora out/runs/NAME/base out/runs/NAME/adapter out/merged/NAME
 """
 
-import argparse
 import shutil
 from collections import ChainMap
 from pathlib import Path
@@ -13,20 +12,19 @@ from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+@one_line_errors("merge_lora", UsageError, OSError)
+def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.merge_lora", description=__doc__)
     add = parser.add_argument
     add("base", metavar="BASE", help="run folder, RUN@best, checkpoint or folder of weights")
     add("adapter", type=Path, metavar="ADAPTER", help="folder that a run or peft wrote")
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--overwrite", action="store_true", help="replace older weights")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
 
-
-def merge(args: argparse.Namespace) -> None:
     from data.chat_template import TEMPLATE_FILE
     from data.tokenizer import copy_tokenizer
-    from formats.import_weights import is_import
+    from formats.import_weights import is_import  # these import torch, which takes seconds
     from formats.peft import load_adapter
     from formats.portable import save_portable
     from model.lora import Merged
@@ -43,11 +41,6 @@ def merge(args: argparse.Namespace) -> None:
             if (source / TEMPLATE_FILE).exists():
                 shutil.copyfile(source / TEMPLATE_FILE, folder / TEMPLATE_FILE)
     print(f"{args.out}: {args.adapter} added to {trained.folder}")
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("merge_lora", UsageError, OSError):
-        merge(parse_arguments(argv))
 
 
 if __name__ == "__main__":

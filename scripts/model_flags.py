@@ -12,24 +12,19 @@ from runs.find import BEST
 
 
 def add_model_flags(add: Callable) -> None:
-    """Add the run, --device, --dtype and the fields of `Sampling` but the seed.
-
-    Args:
-        add: a parser's `add_argument`.
-    """
+    """Add the run, --device, --dtype and the fields of `Sampling` but the seed to a parser."""
     runs = "run folder, RUN@best (at its lowest validation), checkpoint or weights; 'auto' is the "
     add("run", metavar="RUN", help=runs + "newest run")
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     dtypes = "of the weights (default: float32 on a CPU, bfloat16 on a GPU)"
     add("--dtype", choices=("float32", "bfloat16"), help=dtypes)
     for field in fields(Sampling):
-        if field.name in MEANINGS:
-            help = MEANINGS[field.name]
+        if help := MEANINGS.get(field.name):
             add(f"--{field.name}", type=field.type, default=field.default, help=help)
 
 
 def at_least_1(typed: str) -> int:
-    """Parse a flag's value. Raises ArgumentTypeError: it is below 1; ValueError: no number."""
+    """Parse a flag's value."""
     if int(typed) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {typed}")
     return int(typed)
@@ -45,14 +40,10 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder of the model that the flags name, and its `Trained`.
-
-    Raises UsageError: no such device or run, or damaged weights or tokenizer.
-    """
+    """Return the Decoder and `Trained` that the flags name. Raises UsageError: there is none."""
     import torch
 
     from inference.decoder import Decoder
-    from model.config import ConfigError
     from runs.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
@@ -60,13 +51,10 @@ def load(args: argparse.Namespace):
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.zeros(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # its first line says enough
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name} cannot be used here: {reason}") from error
-    try:
-        trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
+    trained = load_trained(args.run, zero.load if zero else WeightsFolder.load)
     if args.run == "auto" or args.run.endswith(BEST):
         say(f"weights: {trained.folder}")
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
@@ -75,10 +63,7 @@ def load(args: argparse.Namespace):
 
 
 def load_to_talk(args: argparse.Namespace):
-    """Load the same for a conversation; say so where the model has not learned to answer.
-
-    Raises UsageError: as `load`, or a launcher has started several processes.
-    """
+    """Do as `load` for a conversation; say so where the model has not learned to answer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UsageError("one process talks: start it without a launcher, with python -m")
     decoder, trained = load(args)

@@ -1,9 +1,7 @@
-"""Memory, bytes sent and hours of a training, engine by engine, before anything is started.
+"""Memory, bytes sent and hours of a training by each engine, before anything is started.
 
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
-
-Neither a GPU nor weights are needed. The figures are those of training/engine/estimate.py.
 """
 
 import os
@@ -13,24 +11,14 @@ import torch
 from common.errors import UsageError, one_line_errors
 from common.numbers import columns
 from model import ConfigError, LMConfig, Transformer
+from scripts.model_flags import at_least_1
 from training.arguments import as_arguments, build_parser
-from training.engine.device import peak_flops
-from training.engine.estimate import (
-    OVERHEAD,
-    Workload,
-    choices,
-    estimate,
-    first_fitting,
-    largest_batch,
-)
-from training.engine.kinds import Kind
-from training.engine.memory import GIB, available_memory
+from training.engine.device import GIB, available_memory, peak_flops
+from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
 
 TOKENS_PER_PARAMETER = 20  # https://arxiv.org/abs/2203.15556
-TRAINING_FLAGS = (
-    *("accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"),
-    *("max_steps", "optimizer", "tf32"),
-)
+TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
+TRAINING_FLAGS += "max_steps", "optimizer", "tf32"
 
 
 def parse_options(argv: list[str] | None = None) -> dict:
@@ -38,7 +26,7 @@ def parse_options(argv: list[str] | None = None) -> dict:
     parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
-    add("--num_processes", type=int, default=1, help="processes, one for each GPU")
+    add("--num_processes", type=at_least_1, default=1, help="processes, one for each GPU")
     add("--vocab_size", type=int, default=6400, help="pieces of the tokenizer")
     add("--gpu_memory", type=float, help="GiB of a GPU (default: of this machine's, or its RAM)")
     add("--device", help="GPU by whose peak hours are counted, such as 'H100' (default: this one)")
@@ -48,12 +36,9 @@ def parse_options(argv: list[str] | None = None) -> dict:
 
 
 def describe(options: dict) -> str:
-    """Return the page. Raises UsageError, ConfigError: a value that cannot work."""
+    """Return the table and the advice. Raises UsageError, ConfigError: a value cannot work."""
     plan = ("num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens")
     processes, vocab_size, gpu_memory, name, mfu, tokens = (options.pop(key) for key in plan)
-    for key, value in {"num_processes": processes, "gpu_memory": gpu_memory, "mfu": mfu}.items():
-        if value is not None and not 0 < value < 1e9:
-            raise UsageError(f"--{key} must be positive, not {value}")
     args, model_settings = as_arguments(options)
     has_gpu = torch.cuda.is_available()
     if name and not gpu_memory and not has_gpu:
@@ -64,44 +49,37 @@ def describe(options: dict) -> str:
     room = int(gpu_memory * GIB) if gpu_memory else available_memory(device, processes) or 0
     with torch.device("meta"):
         shapes = Transformer(LMConfig(**model_settings, vocab_size=vocab_size))
-    work = Workload(
-        args=args,
-        shapes=shapes,
-        processes=processes,
-        device=device,
-        compiled=args.compile == "on" or (args.compile == "auto" and device.type == "cuda"),
-    )
+    compiled = args.compile == "on" or (args.compile == "auto" and device.type == "cuda")
+    work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
     seq_len = work.config.max_seq_len
     step = args.global_batch(processes) * seq_len
     tokens = tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
     flops = tokens * work.shapes.flops_per_token(seq_len)
     hours = f"{flops / (peak * mfu * processes) / 3600:.3g}" if peak else "?"
-    found = first_fitting(work, room)
-    advice = "No engine fits with this --batch_size: take a smaller one, or more memory."
-    if found:
-        advice = (
-            f"Take {found.name}, the first that fits:\nENGINE={found.config} bash run_accelerate.sh"
-        )
-    note = "" if peak else " (its peak is not known)"
-    rows = [_row(kind, work, room) | {"hours": hours} for kind in choices(work)]
+    rows, advice = [], ""
+    takes = [k for k in engines(work.config.dim) if k.takes_muon or args.optimizer != "muon"]
+    for kind in takes:
+        expected = estimate(kind, work)
+        row = {
+            "engine": kind.name,
+            "GiB" if work.on_cpu else "GPU GiB": f"{expected.peak / GIB:.2f}",
+            "RAM GiB": f"{expected.ram / GIB:.2f}",
+            "largest batch": str(largest_batch(kind, work, room)),
+            "GB sent per step": f"{expected.sent / 1e9:.2f}",
+            "hours": hours,
+        }
+        rows.append(row)
+        if not advice and fits(kind, work, room):
+            take = f"ENGINE={kind.config} bash run_accelerate.sh"
+            advice = f"Take {kind.name}, the first that fits:\n{take}"
     return (
         f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
         f"{room / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
-        f"libraries; {name} at {mfu:.0%} MFU{note}\n\n"
-        f"{columns(rows)}\n\n{advice}"
+        f"libraries; {name} at {mfu:.0%} MFU\n\n"
+        f"{columns(rows)}\n\n"
+        + (advice or "No engine fits with this --batch_size: take a smaller one, or more memory.")
     )
-
-
-def _row(kind: Kind, work: Workload, room: int) -> dict[str, str]:
-    expected = estimate(kind, work)
-    return {
-        "engine": kind.name,
-        "GiB" if work.on_cpu else "GPU GiB": f"{expected.peak / GIB:.2f}",
-        "RAM GiB": f"{expected.ram / GIB:.2f}",
-        "largest batch": str(largest_batch(kind, work, room)),
-        "GB sent per step": f"{expected.sent / 1e9:.2f}",
-    }
 
 
 def main(argv: list[str] | None = None) -> None:

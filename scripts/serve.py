@@ -1,9 +1,6 @@
 """Serve a trained model: OpenAI's interface under /v1, and a page to talk to it.
 
-    python -m scripts.serve RUN
-    python -m scripts.serve RUN --port 9000 --temperature 0
-
-It listens on this machine alone unless --host says otherwise, and asks for no key.
+python -m scripts.serve RUN --port 9000 --temperature 0
 """
 
 import argparse
@@ -26,6 +23,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch_size", type=at_least_1, default=16, help="answers written together; others wait")
     add("--max_request_kb", type=at_least_1, default=1024, help="size of a request, at most")
     return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    with one_line_errors("serve", UsageError):
+        serve(parse_arguments(argv))
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -52,11 +54,6 @@ def serve(args: argparse.Namespace) -> None:
     if args.host not in LOCAL:
         say("whoever reaches this machine can use it: it asks for no key")
     Server(served).run(sockets=[bound])
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("serve", UsageError):
-        serve(parse_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What several test files share: a small corpus, the same packed, ways to start programs."""
+"""Share among test files: a small corpus, the same packed, ways to start programs."""
 
 import json
 import os
@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from warm_ranks import WarmProcess, helper, without_launcher
 
@@ -29,11 +32,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
-# After which a process is taken to hang. No test knows how fast a machine is.
+# A process that takes longer hangs. No test knows how fast a machine is.
 SAFETY_NET_SECONDS = 900
 # Everything that run_accelerate.sh and the libraries call, besides Python; no compiler, no ninja.
 TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
-# What a test that was skipped says → what it needs, and what gives that.
+# The words of a skipped test → what would run it.
 NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
     r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
@@ -80,12 +83,6 @@ def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--all"):
         parts.append("variants of tests that did (bash run_tests.sh --all)")
     terminalreporter.write_line(f"\nnot run: {'; '.join(parts)}" if parts else "")
-
-
-@pytest.fixture(scope="session")
-def thorough(request) -> bool:
-    """Whether slow proofs run in full."""
-    return request.config.getoption("--all")
 
 
 @pytest.fixture(scope="session")
@@ -145,25 +142,45 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.fixture
+def refusal(capsys):
+    """Returns the one line in which a script ends because of these flags."""
+
+    def refusal(script, *flags) -> str:
+        with pytest.raises(SystemExit) as ended:
+            script.main([*map(str, flags)])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err  # progress bars of libraries may stand before the line
+        line = said.splitlines()[-1]
+        assert "Traceback" not in said
+        assert f"{script.__name__.rpartition('.')[2]}: error: " in line
+        return line
+
+    return refusal
+
+
 @dataclass
 class Finished:
     """A process that has ended."""
 
     code: int
-    out: str  # stdout and stderr, as a person at a terminal sees them
+    out: str  # stdout and stderr
+
+    def error(self, program: str = "train_pretrain_accelerate.py") -> str:
+        """Return the one line by which a program has refused to start."""
+        assert "Traceback" not in self.out, self.out
+        assert self.code == 2, self.out
+        (line,) = [line for line in self.out.splitlines() if "error:" in line]
+        assert line.startswith(f"{program}: error: ")
+        return line
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without a GPU and what a launcher may have left in it."""
+    """Return this process's environment without a GPU and without a launcher's variables."""
     return without_launcher(os.environ)
 
 
-def run(
-    command: list[str],
-    timeout: float = SAFETY_NET_SECONDS,
-    cwd: Path = REPOSITORY,
-    **environ: str,
-) -> Finished:
+def run(command: list[str], cwd: Path = REPOSITORY, **environ: str) -> Finished:
     """Run a command in the repository, without a GPU and this process's launcher variables."""
     ended = subprocess.run(
         command,
@@ -173,7 +190,7 @@ def run(
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        timeout=timeout,
+        timeout=SAFETY_NET_SECONDS,
         check=False,
     )
     return Finished(ended.returncode, ended.stdout)
@@ -183,14 +200,14 @@ def start_warm(command: list[str], output, **environ: str) -> WarmProcess:
     """Start a command of this Python where everything has been imported, see `warm_ranks`.
 
     Args:
-        output: an open file, for what it prints.
+        output: an open file with a name, for stdout and stderr.
     """
     return helper().start(command, REPOSITORY, clean_environment() | environ, output)
 
 
 def run_warm(command: list[str], **environ: str) -> Finished:
-    """`run`, where everything has been imported: what a program does, not how it is started."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+    """`run` without the time that imports take."""
+    with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
         process = start_warm(command, output, **environ)
         try:
             code = process.wait(SAFETY_NET_SECONDS)
@@ -204,20 +221,36 @@ def run_warm(command: list[str], **environ: str) -> Finished:
     return Finished(code, said)
 
 
-def processes_with(marker: str) -> list[str]:
-    """Command lines of the processes whose environment has it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if marker.encode() in (path / "environ").read_bytes():
-                found.append((path / "cmdline").read_text())
-        except OSError:
-            continue
-    return found
+def wait_for(condition, *processes: subprocess.Popen | WarmProcess):
+    """Return what the condition gives once that is true; fail if a process ends before."""
+    end = time.monotonic() + SAFETY_NET_SECONDS
+    while not (value := condition()):
+        assert all(process.poll() is None for process in processes) or condition(), "ended before"
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return value
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill_all(process: subprocess.Popen | WarmProcess) -> None:
+    """Kill a process and all that it has started, and wait until they are gone."""
+    tree = psutil.Process(process.pid)
+    members = [*tree.children(recursive=True), tree]
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(SAFETY_NET_SECONDS)
+    wait_for(lambda: all(map(has_ended, members)))
 
 
 def copy_repository(folder: Path) -> Path:
-    """The files that git knows, as they are now; returns the folder."""
+    """Copy the files that git knows, as they are now; return the folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -227,32 +260,30 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def launch_command(engine: str, processes: int) -> list[str]:
-    """The command line up to the script's flags. Engines: plain, ddp, zero1, zero2, or a file of
-    configs/."""
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+
+
+def launch_command(engine: str | Path, processes: int) -> list[str]:
+    """Return the command line up to the script's flags.
+
+    Args:
+        engine: plain, ddp, zero1, zero2, a launcher's .yaml or a DeepSpeed .json.
+    """
     if engine == "plain":
         return [sys.executable, "train_pretrain_accelerate.py"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
     if engine == "ddp":
-        launch += ["--multi_gpu"]
+        flags = ["--multi_gpu"]
     elif engine == "zero1":
-        launch += ["--use_deepspeed", "--zero_stage", "1"]
+        flags = ["--use_deepspeed", "--zero_stage", "1"]
+    elif str(engine).endswith(".json"):
+        flags = ["--use_deepspeed", "--deepspeed_config_file", str(engine)]
     else:
-        default = engine == "zero2"
-        launch += ["--config_file", "accelerate_config.yaml" if default else engine]
-    launch += ["--num_processes", str(processes), "--main_process_port", "0"]
-    return [*launch, "train_pretrain_accelerate.py"]
-
-
-def deepspeed_command(config: Path, processes: int) -> list[str]:
-    """The same for DeepSpeed with another file than the repository's."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed"]
-    launch += ["--deepspeed_config_file", str(config), "--num_processes", str(processes)]
-    return [*launch, "--main_process_port", "0", "train_pretrain_accelerate.py"]
+        flags = ["--config_file", "accelerate_config.yaml" if engine == "zero2" else engine]
+    return [*LAUNCH, *flags, "--num_processes", str(processes), "train_pretrain_accelerate.py"]
 
 
 def deepspeed_file(path: Path, **zero_optimization) -> Path:
-    """The repository's file with something else in its section for ZeRO."""
+    """Write the repository's file with other entries in its section for ZeRO."""
     config = json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
     config["zero_optimization"] |= zero_optimization
     path.write_text(json.dumps(config), encoding="utf-8")
@@ -274,56 +305,57 @@ class Trained:
     out: str  # what it printed
 
     def rows(self, key: str = "loss") -> list[dict]:
-        """The lines of metrics.jsonl that have this key."""
+        """Return the lines of metrics.jsonl that have this key."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [row for line in lines if key in (row := json.loads(line))]
 
     def column(self, key: str) -> list:
-        """A number of every training line."""
+        """Return a number of every training line."""
         return [row[key] for row in self.rows()]
 
     def checkpoint(self, step: int | None = None) -> Path:
-        """The checkpoint of a step, or the last."""
+        """Return the checkpoint of a step, or the last."""
         pattern = "step-*[0-9]" if step is None else f"step-{step:08d}"
         return max((self.path / "checkpoints").glob(pattern))
 
     def tensors(self, file: str = "weights", step: int | None = None) -> dict:
-        """A checkpoint's weights, or with "optimizer" AdamW's averages, by name."""
+        """Return a checkpoint's weights, or with "optimizer" AdamW's averages, by name."""
         from safetensors.torch import load_file
 
         return load_file(self.checkpoint(step) / f"{file}.safetensors")
 
+    def ends_as(self, other: "Trained", files=("weights", "optimizer", "random")) -> bool:
+        """Whether the last checkpoints are the same to the bit."""
+        names = [f"{file}.safetensors" for file in files]
+        ours, theirs = self.checkpoint(), other.checkpoint()
+        return all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
 
-def train(
-    engine: str | list[str],
-    processes: int,
-    data: Path,
-    path: Path,
-    flags: str,
-    start=run_warm,
-    **environ: str,
-) -> Trained:
-    """Train a TINY model into the run folder `path`; fails if the run does.
+    def stopped_after(self, step: int, path: Path) -> Path:
+        """Make the folder of a run that was killed when it had saved this step; return it."""
+        checkpoint = self.checkpoint(step)
+        shutil.copytree(checkpoint, path / "checkpoints" / checkpoint.name)
+        shutil.copy(self.path / "metrics.jsonl", path)
+        return path
+
+
+def train_command(engine, processes: int, data: Path, path: Path, flags: str) -> list[str]:
+    """Return the command that trains a TINY model into the run folder `path`.
 
     Args:
-        engine: plain, ddp, zero2, or a whole command line up to the script's flags.
-        start: `run` for a real launch.
+        engine: as `launch_command` takes it, or a whole command line up to the script's flags.
     """
-    command = launch_command(engine, processes) if isinstance(engine, str) else engine
+    command = engine if isinstance(engine, list) else launch_command(engine, processes)
     where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
-    ended = start([*command, *TINY, *where, *flags.split()], **environ)
+    return [*command, *TINY, *where, *flags.split()]
+
+
+def train(
+    engine, processes: int, data: Path, path: Path, flags: str, start=run_warm, **environ: str
+) -> Trained:
+    """Train as `train_command` says, with `start=run` in new processes; fail if the run does."""
+    ended = start(train_command(engine, processes, data, path, flags), **environ)
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)
-
-
-def found_by(script: str, folder: Path, processes: int, engines: tuple[str, ...]) -> dict:
-    """What a script of tests/integration has found out, that goes through engines in turn."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    launch += ["--num_processes", str(processes), "--main_process_port", "0"]
-    path = REPOSITORY / "tests" / "integration" / script
-    ended = run_warm([*launch, str(path), str(folder), *engines], PYTHONPATH=str(REPOSITORY))
-    assert ended.code == 0, ended.out
-    return json.loads((folder / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from model.config import LMConfig
-from training.arguments import TrainingArguments, flags_of, show_default
-from training.stage_arguments import DistillationArguments, SFTArguments
+from training.arguments import KINDS, TrainingArguments, flags_of, show_default
 
 
 def flag_table() -> str:
@@ -17,7 +16,7 @@ def flag_table() -> str:
     known = {item.name: item.default for item in fields(TrainingArguments)}
     own = [
         (item, f"{group}, `{kind.program}`")
-        for kind in (SFTArguments, DistillationArguments)
+        for kind in KINDS[1:]
         for item, group in flags_of(kind)
         if item.name not in known or item.default != known[item.name]
     ]

@@ -22,22 +22,13 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     """Trained on the texts; `kind` is one of MARKERS. Returns the folder."""
     begin, end, others = MARKERS[kind]
     special = list(dict.fromkeys([begin, end, *others]))
-    if kind == "smollm2":
-        model = models.BPE()
-        parts = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    else:
-        model = models.BPE(ignore_merges=True)
-        parts = [
-            pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    tokenizer.decoder = decoders.ByteLevel()
     first = kind == "smollm2"  # its markers have the first ids, Llama's the last
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.Split(tokenizers.Regex(LLAMA_3_PATTERN), "isolated")
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=first)
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=not first))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits if first else words, pieces])
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - (0 if first else len(special)),
         special_tokens=special if first else [],
@@ -47,24 +38,15 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     if kind == "llama3":
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single=[begin, "$A"],
-                    pair=[begin, "$A", begin, "$B"],
-                    special_tokens=[(begin, tokenizer.token_to_id(begin))],
-                ),
-            ]
-        )
+        known = [(begin, tokenizer.token_to_id(begin))]
+        template = processors.TemplateProcessing(single=[begin, "$A"], special_tokens=known)
+        tokenizer.post_processor = template
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     config = {
         "bos_token": begin,  # one form or the other
         "eos_token": {"__type": "AddedToken", "content": end, "special": True} | flags,
-        "model_max_length": 8192,
-        "clean_up_tokenization_spaces": False,
         "tokenizer_class": "GPT2Tokenizer" if kind == "smollm2" else "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,11 +1,9 @@
 """A server of a tiny model in a thread of the tests."""
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from conftest import SAFETY_NET_SECONDS, VOCAB_SIZE
+from conftest import VOCAB_SIZE, wait_for
 from small_model import opinionated
 
 from data.chat_template import encode_chat_prompt
@@ -21,23 +19,11 @@ from inference.worker import Worker
 MAX_BYTES = 1 << 16  # of a request
 
 
-def wait_until(condition: Callable):
-    """Return what the condition gives as soon as that is true."""
-    end = time.monotonic() + SAFETY_NET_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
-    return value
+wait_until = wait_for
 
 
 class LiveServer:
-    """Answers at `url` until it is closed.
-
-    Args:
-        name: of the model.
-        context: tokens that the model sees.
-        sampling: where a request does not say.
-    """
+    """Answers at `url` until it is closed; `context` is in tokens."""
 
     def __init__(self, name: str, tokenizer: Path, context: int, sampling: Sampling | None = None):
         self.tokenizer, self.model = Tokenizer(tokenizer), opinionated(VOCAB_SIZE, context)

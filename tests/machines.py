@@ -1,9 +1,8 @@
 """Machines for tests: namespaces of this one, with a network, a name, processes and disks of their
 own, two of them joined by a cable.
 
-They need no names or files that somebody would have to clean up. The system ends a machine, with
-all that runs on it, when the process that holds it ends, which it does with the tests at the
-latest.
+Nobody has to clean up after them: the system ends a machine, with all that runs on it, when the
+process that holds it ends.
 """
 
 import subprocess
@@ -37,13 +36,9 @@ class Machine:
         if self._holder.stdout.readline() != "up\n":
             reason = self._holder.stderr.read().strip()
             pytest.skip(f"only root can make network namespaces here ({reason})")
-        (self._first,) = psutil.Process(self._holder.pid).children()
+        (first,) = psutil.Process(self._holder.pid).children()
+        self.number = first.pid  # of the process outside that stands for it
         self._helper: Helper | None = None
-
-    @property
-    def number(self) -> int:
-        """The process outside that stands for it."""
-        return self._first.pid
 
     def inside(self, cwd: Path = REPOSITORY) -> tuple[str, ...]:
         """What to put before a command, so that it runs on this machine."""
@@ -57,11 +52,8 @@ class Machine:
         """Let this machine have an empty disk of its own there."""
         self.do("mount", "-t", "tmpfs", "none", str(folder))
 
-    def show(self, folder: Path) -> None:
-        self.do("umount", str(folder))
-
     def start(self, command: list[str], log: Path, **environ: str) -> subprocess.Popen:
-        """Start a command, whose words go to a file."""
+        """Start a command; what it prints goes to a file."""
         with open(log, "a") as output:
             return subprocess.Popen(
                 [*self.inside(), *command],
@@ -72,18 +64,15 @@ class Machine:
             )
 
     def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """The same where everything has been imported, see `warm_ranks`. (Processes have other
-        numbers there than here.)"""
+        """Start it where everything has been imported, see `warm_ranks`; its pid is that inside."""
         if self._helper is None:
             self._helper = Helper(self.inside())
         with open(log, "a") as output:
             return self._helper.start(command, REPOSITORY, clean_environment() | environ, output)
 
-    def cut(self) -> None:
-        self.do("ip", "link", "set", CABLE, "down")
-
-    def mend(self) -> None:
-        self.do("ip", "link", "set", CABLE, "up")
+    def plug(self, how: str) -> None:
+        """Set the cable "up" or "down"."""
+        self.do("ip", "link", "set", CABLE, how)
 
     def stop(self) -> None:
         if self._helper is not None:
@@ -114,7 +103,7 @@ def two_machines(folder: Path):
         subprocess.run(join, check=True)
         for machine, other in ((a, b), (b, a)):
             machine.do("ip", "addr", "add", f"{machine.address}/24", "dev", CABLE)
-            machine.do("ip", "link", "set", CABLE, "up")
+            machine.plug("up")
             machine.do("ip", "route", "add", "default", "dev", CABLE)
             hosts = folder / f"hosts-{machine.name}"
             lines = ["127.0.0.1 localhost", f"127.0.1.1 {machine.name}"]
@@ -124,11 +113,3 @@ def two_machines(folder: Path):
             nobody = "test ! -e /etc/resolv.conf || mount --bind /dev/null /etc/resolv.conf"
             machine.do("sh", "-c", nobody)
         yield a, b
-
-
-def kill_all(process: subprocess.Popen) -> None:
-    """A process, and all that it has started."""
-    tree = psutil.Process(process.pid)
-    for member in (*tree.children(recursive=True), tree):
-        member.kill()
-    process.wait()

@@ -8,10 +8,8 @@ from small_model import opinionated
 from common.errors import UsageError
 from model import ConfigError, LMConfig
 from model.lora import LoRA
-from training.arguments import TrainingArguments, flags_of, parse_arguments
-from training.initial_weights import MAY_DIFFER
-from training.prepare import prepared_data
-from training.stage_arguments import SFTArguments
+from training.arguments import SFTArguments, TrainingArguments, flags_of, parse_arguments
+from training.prepare import MAY_DIFFER, prepared_data
 
 FLAGS = [item for item, _ in [*flags_of(TrainingArguments), *flags_of(LMConfig)]]
 NUMBERS = {item.name: item.type for item in FLAGS if item.type in (int, int | None, float)}
@@ -30,7 +28,7 @@ def parsed(*typed: str) -> dict:
 
 def refused(*typed: str) -> str:
     with pytest.raises((UsageError, ConfigError)) as error:
-        parse_arguments([*typed])
+        LMConfig(**parse_arguments([*typed])[1])
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -53,7 +51,7 @@ def test_the_flags_that_the_shell_script_passes_parse():
     script = (REPOSITORY / "run_accelerate.sh").read_text(encoding="utf-8")
     blocks = re.findall(r"flags\+?=\((--[^$]*?)\)", script)
     shapes = re.findall(r"shape=\(([^)]*)\)", script)
-    assert (len(blocks), len(shapes)) == (7, 4)  # with and without GPU; a student has others
+    assert (len(blocks), len(shapes)) == (8, 4)  # with and without GPU; a student has others
     for block in blocks:
         assert parse_arguments(shlex.split(block))[1].keys() <= {*MAY_DIFFER}
     for shape in shapes:
@@ -89,7 +87,6 @@ def test_numbers_refuse_what_cannot_work(name):
         ("--nonsense 1", "--nonsense"),
         ("--batch 8", "--batch"),  # no abbreviations
         ("--vocab_size 9", "--vocab_size"),  # the vocabulary comes with the data
-        ("--dim 100 --n_heads 8", "dim 100 is not divisible by n_heads 8"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_flag(typed, says):
@@ -114,9 +111,6 @@ def test_settings_of_the_model_are_returned_only_if_they_were_typed():
     assert parse_arguments([]) == (TrainingArguments(), {})
     typed = ["--dim", "512", "--no-tie_embeddings"]
     assert parse_arguments(typed)[1] == {"dim": 512, "tie_embeddings": False}
-    # Beside weights a shape is checked when theirs is known.
-    assert parsed("--init_from", "weights", "--n_heads", "3")["n_heads"] == 3
-    assert "n_heads 3" in refused("--n_heads", "3")
 
 
 def test_flags_of_adapters_are_what_adapters_are_made_of():
@@ -141,4 +135,4 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
 )
 def test_a_mistake_in_the_flags_of_fine_tuning_is_one_line(flags, says):
     with pytest.raises(UsageError, match=re.escape(says)):
-        prepared_data(SFTArguments(**flags), initial=None, teacher=None)
+        prepared_data(SFTArguments(**flags), source=None, teacher=None)

@@ -1,5 +1,7 @@
 """The template against transformers' apply_chat_template on an exported tokenizer."""
 
+from types import SimpleNamespace
+
 import json_tokenizers
 import pytest
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
@@ -24,10 +26,7 @@ MARKERS = [
 ]
 
 
-KINDS = ["ours", "with a dummy prefix, as Llama 2's", *json_tokenizers.MARKERS]
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["ours", "dummy prefix", *json_tokenizers.MARKERS])
 def tokenizer(request, packed, tmp_path_factory) -> Tokenizer:
     path = packed / "tokenizer.model"
     if request.param in json_tokenizers.MARKERS:
@@ -48,24 +47,20 @@ def exported(tokenizer, tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def assert_equal_to_transformers(tokenizer, exported, turns: list[Turn]) -> None:
-    messages = [turn._asdict() for turn in turns]
-    ids, _ = encode_conversation(tokenizer, turns)
-    assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
-    theirs = exported.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert theirs == encode_chat_prompt(tokenizer, turns), turns
-
-
 def test_conversations_have_the_ids_of_transformers_template(tokenizer, exported):
-    for n in range(1, len(TURNS) + 1):
-        assert_equal_to_transformers(tokenizer, exported, TURNS[:n])
+    conversations = [TURNS[:n] for n in range(1, len(TURNS) + 1)]
     texts = [*NASTY.values(), *MARKERS, " a ", "\n\na\n", "", " "]
     for text, before in zip(texts, texts[1:] + texts[:1], strict=True):
         turns = [Turn("system", before), Turn("user", text), Turn("assistant", text), TURNS[1]]
-        assert_equal_to_transformers(tokenizer, exported, turns)
-        ids, _ = encode_conversation(tokenizer, turns)
+        conversations.append(turns)
+    for turns in conversations:
+        messages, (ids, _) = [t._asdict() for t in turns], encode_conversation(tokenizer, turns)
+        assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
         markers = [id for id in ids if id in (tokenizer.bos_id, tokenizer.eos_id)]
-        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * 4  # no text is a marker
+        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # no text is a marker
+        asked = {"add_generation_prompt": True, "return_dict": False}
+        theirs = exported.apply_chat_template(messages, **asked)
+        assert theirs == encode_chat_prompt(tokenizer, turns), turns
 
 
 def counted_ids(tokenizer, turns: list[Turn]) -> list[int]:
@@ -93,18 +88,10 @@ def test_what_counts_is_the_answer_exactly(packed):
         assert end == tokenizer.eos_id
 
 
-class Joining:
-    """A tokenizer with a piece that holds a line end and what comes after it."""
-
-    bos_id, eos_id = 1, 2
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(char) for char in text.replace("\n\n", "\u2028")]
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-
 def test_a_piece_that_begins_before_the_answer_counts_with_it():
-    counted = counted_ids(Joining(), [Turn("user", "a"), Turn("assistant", "\nb")])
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [list(map(ord, text.replace("\n\n", "\u2028"))) for text in texts]
+
+    joining = SimpleNamespace(bos_id=1, eos_id=2, encode_batch=encode_batch)
+    counted = counted_ids(joining, [Turn("user", "a"), Turn("assistant", "\nb")])
     assert counted == [ord("\u2028"), ord("b"), 2]

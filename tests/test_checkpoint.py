@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from small_model import adapted
 
 from common.errors import UsageError
-from formats.portable import load_portable
 from model import LMConfig
 from model.lora import Merged, is_adapter
 from runs.checkpoint import (
@@ -37,12 +36,8 @@ IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "muon"}
 
 def tensors_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
     moments = {"w.exp_avg": torch.zeros(64), "w.exp_avg_sq": torch.ones(64)}
-    random_state = {"0.cpu": torch.get_rng_state(), "0.log": torch.zeros(3)}
-    return {
-        WEIGHTS: {"w": torch.full((64,), float(step))},
-        OPTIMIZER: moments,
-        RANDOM: random_state,
-    }
+    weights = {"w": torch.full((64,), float(step))}
+    return {WEIGHTS: weights, OPTIMIZER: moments, RANDOM: {"0.cpu": torch.get_rng_state()}}
 
 
 def state_of(step: int, **changes) -> dict:
@@ -55,10 +50,6 @@ def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> No
         val_loss = (val_losses or {}).get(step)
         write_checkpoint(run, tensors_of(step), state_of(step, val_loss=val_loss))
         prune(run, keep_last)
-
-
-def steps_of(run: RunFolder) -> list[int]:
-    return [step_of(path) for path in run.all_checkpoints()]
 
 
 @pytest.fixture
@@ -91,7 +82,7 @@ def test_what_was_written_is_there_and_sound(run):
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (0, [1, 2, 3, 4, 5])])
 def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
-    assert steps_of(run) == kept
+    assert [step_of(path) for path in run.all_checkpoints()] == kept
 
 
 def test_damage_of_any_file_is_one_line_and_never_another_error(run):
@@ -147,8 +138,6 @@ def tuned(run, tmp_path) -> SimpleNamespace:
 
 
 def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned):
-    loaded = dict(load_portable(run.base).named_parameters())
-    assert all(torch.equal(loaded[name], weight) for name, weight in tuned.base.items())
     assert WeightsFolder.find(str(run.base)).tokenizer.read_bytes() == b"of no matter"
     merged = dict(Merged(ChainMap(tuned.trained, tuned.base), tuned.model.lora.scaling))
     for name in (run.path, run.checkpoint(3)):
@@ -158,19 +147,10 @@ def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned)
         assert all(torch.equal(loaded[name], merged[name]) for name in merged)
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda base: flip(base / "model.safetensors", -1), "the checksum of model.safetensors is"),
-        (lambda base: (base / "model.safetensors").unlink(), "model.safetensors"),
-        (lambda base: base.rename(base.with_name("moved")), "no readable manifest.json"),
-    ],
-)
-def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, tuned, harm, message):
+def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, tuned):
     assert damage(run.checkpoint(3)) is None
-    harm(run.base)
-    problem = damage(run.checkpoint(3))
-    assert str(run.base) in problem
-    assert message in problem
-    with pytest.raises(UsageError, match=r"every checkpoint .* is damaged"):
+    flip(run.base / "model.safetensors", -1)
+    assert damage(run.checkpoint(3)) == "the checksum of model.safetensors is wrong"
+    run.base.rename(run.base.with_name("moved"))
+    with pytest.raises(UsageError, match=r"every .* is damaged: .* no readable manifest.json"):
         WeightsFolder.find(str(run.path))

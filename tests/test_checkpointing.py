@@ -23,8 +23,6 @@ IDENTITY = {"data": "1" * 16, "global_batch": 8, "optimizer": "adamw"}
 class FakeState:
     """A TrainingState of one number."""
 
-    model = SimpleNamespace(lora=None)
-
     def __init__(self, value: float = 1.0):
         self.value = value
 
@@ -63,18 +61,17 @@ def engine_of(processes: int = 1, rank: int = 0) -> Engine:
     return Engine(accelerator, "any engine", deepspeed=None)
 
 
-def meter_of(engine: Engine, *parts: str, **state: float) -> LossMeter:
-    meter = LossMeter(engine.accelerator, parts)
-    if state:
-        meter.load_state([state] * engine.processes, rank=0)
-    return meter
+def sums_of(meter: LossMeter) -> dict[str, float]:
+    return {name.removeprefix("log."): value.item() for name, value in meter.state().items()}
 
 
 def checkpointer_of(
     run: RunFolder, value: float = 1.0, engine: Engine | None = None, keep_last=0, resumed_at=0
 ) -> Checkpointer:
     engine = engine or engine_of()
-    lines, meter = [], meter_of(engine, loss=1.0, weight=2.0, skipped_steps=0)
+    lines, meter = [], LossMeter(engine.accelerator)
+    meter.add(2.0, loss=torch.tensor(0.5))
+    meter.end_step(1.0)
     log = SimpleNamespace(lines=lines, say=lines.append, meter=meter)
     prepared = SimpleNamespace(
         start=SimpleNamespace(folder=run, step=resumed_at),
@@ -100,7 +97,7 @@ def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> li
 
 def load(run: RunFolder, step: int, engine: Engine | None = None, parts=()) -> tuple:
     engine = engine or engine_of()
-    state, meter = FakeState(), meter_of(engine, *parts)
+    state, meter = FakeState(), LossMeter(engine.accelerator, parts)
     load_checkpoint(run.checkpoint(step), engine, state, meter)
     return state, meter
 
@@ -124,7 +121,7 @@ def test_what_was_saved_comes_back(run):
     expected = torch.rand(3)
     state, meter = load(run, 5)
     assert (state.value, state.step) == (5.0, 3)
-    assert meter.state() == {"loss": 1.0, "weight": 2.0, "skipped_steps": 0}
+    assert sums_of(meter) == {"loss": 1.0, "weight": 2.0, "skipped_steps": 0}
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -148,26 +145,26 @@ def of_three(run, monkeypatch):
         assert run.path.exists() == (rank == 0)  # the others give their part and write nothing
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 def test_every_process_gets_its_own_random_numbers_and_log_line_back(run, of_three, rank):
     _, meter = load(run, 1, engine_of(3, rank))
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
-    assert meter.state() == {"loss": 1.0 + rank, "weight": 2.0 + rank, "skipped_steps": 0}
+    assert sums_of(meter) == {"loss": 1.0 + rank, "weight": 2.0 + rank, "skipped_steps": 0}
 
 
-@pytest.mark.parametrize("processes", [1, 2, 6])
-def test_another_number_of_processes_shares_the_log_line_and_says_that_dropout_differs(
+@pytest.mark.parametrize("processes", [1, 6])
+def test_another_number_of_processes_keeps_the_log_line_and_says_that_dropout_differs(
     run, of_three, capsys, processes
 ):
     torch.manual_seed(11)
     before = torch.get_rng_state()
     _, meter = load(run, 1, engine_of(processes))
     assert torch.equal(torch.get_rng_state(), before)
-    shared = {"loss": 6 / processes, "weight": 9 / processes, "skipped_steps": 0}
-    assert meter.state() == pytest.approx(shared)
+    assert sums_of(meter) == {"loss": 6, "weight": 9, "skipped_steps": 0}
     assert "dropout" in capsys.readouterr().out
-    load(run, 1, engine_of(processes, rank=1))
+    _, meter = load(run, 1, engine_of(processes, rank=1))
     assert capsys.readouterr().out == ""
+    assert sums_of(meter) == {"loss": 0, "weight": 0, "skipped_steps": 0}
 
 
 def test_a_log_line_without_names_is_read(run):
@@ -178,10 +175,8 @@ def test_a_log_line_without_names_is_read(run):
     old = torch.tensor([6.0, 2.5, 4.0, 3.0, 1.0], dtype=torch.float64)
     save_file(tensors | {"0.log": old}, path)
     _, meter = load(run, 1, parts=("hard_loss", "agreement"))
-    assert meter.state() == {
-        **{"loss": 6.0, "hard_loss": 3.0, "agreement": 1.0},
-        **{"weight": 2.5, "skipped_steps": 4},
-    }
+    named = {"loss": 6.0, "hard_loss": 3.0, "agreement": 1.0, "weight": 2.5, "skipped_steps": 4}
+    assert sums_of(meter) == named
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
@@ -205,28 +200,21 @@ def test_a_run_that_goes_on_knows_the_best_of_its_own_course(run):
         assert checkpointer.lowest == lowest
 
 
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """A disk on which nothing is written before the event."""
-    there = threading.Event()
+def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
+    """What it changes meanwhile is not in the copy, and a second save waits for the first."""
+    room = threading.Event()
 
     def write(*args):
-        there.wait()
+        room.wait(timeout=60)
         return write_checkpoint(*args)
 
-    monkeypatch.setattr(checkpointing, "write_checkpoint", write)
-    yield there
-    there.set()
-
-
-def test_training_goes_on_while_the_copy_is_being_written(run, slow_disk):
-    """What it changes meanwhile is not in the copy, and a second save waits for the first."""
+    monkeypatch.setattr(checkpointing.files, "write_checkpoint", write)
     checkpointer = checkpointer_of(run, 1.0)
     checkpointer.save(1, None)
     checkpointer.state.value = 2.0
     assert checkpointer.log.lines == []
     assert run.all_checkpoints() == []
-    slow_disk.set()
+    room.set()
     checkpointer.save(2, None)
     assert checkpointer.log.lines[0].startswith(f"saved {run.checkpoint(1)}: ")
     assert checkpointer.wait()
@@ -238,38 +226,33 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
     save(run, 1)
     checkpointer = checkpointer_of(run)
     assert checkpointer.wait()  # there was none
-    for refuses, error in (
-        ("runs.checkpoint.save_tensors", OSError(28, "No space left on device")),
-        ("runs.checkpoint._facts_of", ZeroDivisionError("any failure of the thread")),
-    ):
 
-        def refuse(*args, error=error, **options):
-            raise error
+    def refuse(*args, **options):
+        raise OSError(28, "No space left on device")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(refuses, refuse)
-            checkpointer.save(2, None)
-            assert not checkpointer.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("runs.checkpoint.save_tensors", refuse)
+        checkpointer.save(2, None)
         assert not checkpointer.wait()
-        assert checkpointer.log.lines[-1].startswith(f"CHECKPOINT NOT SAVED: {error}")
-        assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000001"]
-        assert run.latest.read_text() == "step-00000001\n"
+    assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
+    assert steps_of(run) == [1]
+    assert run.latest.read_text() == "step-00000001\n"
     checkpointer.save(3, None)
     assert checkpointer.wait()
     assert damage(run.checkpoint(3)) is None
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        *(("state.json", b'{"step": 1}'), ("weights.safetensors", b"")),
-        ("random.safetensors", b"\0" * 99),
-    ],
-)
-def test_files_that_are_sound_but_foreign_are_one_clear_line(run, file, content):
-    """Past the manifest, a loader still meets only what it knows how to refuse."""
+FOREIGN = {
+    "state.json": b'{"step": 1}',
+    "weights.safetensors": b"",
+    "random.safetensors": b"0" * 99,
+}
+
+
+@pytest.mark.parametrize("file", FOREIGN)
+def test_files_that_are_sound_but_foreign_are_one_clear_line(run, file):
     save(run, 1)
-    (run.checkpoint(1) / file).write_bytes(content)
+    (run.checkpoint(1) / file).write_bytes(FOREIGN[file])
     with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:
         load(run, 1)
     assert "\n" not in str(error.value)

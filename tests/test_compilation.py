@@ -23,14 +23,10 @@ def engine(accelerator) -> Engine:
     return Engine(accelerator, "single process", None)
 
 
-@pytest.fixture
-def works(monkeypatch):
-    monkeypatch.setattr(compilation, "obstacle", lambda device: None)
-
-
-@pytest.fixture
-def fails(monkeypatch):
-    monkeypatch.setattr(compilation, "obstacle", lambda device: "no compiler")
+@pytest.fixture(params=[None])
+def reason(request, monkeypatch) -> None:
+    """Why compiling does not work here."""
+    monkeypatch.setattr(compilation, "obstacle", lambda device: request.param)
 
 
 @pytest.mark.parametrize(
@@ -45,32 +41,22 @@ def fails(monkeypatch):
     ],
 )
 def test_auto_compiles_long_runs_and_keeps_to_what_the_run_did(
-    engine, works, wanted, recorded, run_flops, compiled
+    engine, reason, wanted, recorded, run_flops, compiled
 ):
-    answer = decide_compilation(wanted, recorded, run_flops, engine)
-    assert answer.on is compiled
-    assert answer.why
+    assert decide_compilation(wanted, recorded, run_flops, engine).on is compiled
 
 
-def test_auto_goes_on_without_compiling_where_that_does_not_work_and_says_why(engine, fails):
-    answer = decide_compilation("auto", True, LONG, engine)
-    assert answer == (False, "no compiler")
-    assert str(answer) == "no (no compiler)"
-
-
-@pytest.mark.parametrize(("wanted", "compiled"), [("auto", False), ("on", True)])
-def test_under_zero_3_it_is_compiled_only_where_that_is_asked_for(
-    accelerator, works, wanted, compiled
-):
-    zero_3 = Engine(accelerator, "ZeRO-3", {"zero_optimization": {"stage": 3}})
-    answer = decide_compilation(wanted, True, LONG, zero_3)
-    assert answer.on is compiled
-    assert ("ZeRO-3" in answer.why) != compiled
-
-
-def test_on_is_an_error_where_compiling_does_not_work(engine, fails):
+@pytest.mark.parametrize("reason", ["no compiler"], indirect=True)
+def test_where_compiling_does_not_work_auto_says_why_and_on_is_an_error(engine, reason):
+    assert str(decide_compilation("auto", True, LONG, engine)) == "no (no compiler)"
     with pytest.raises(UsageError, match="cannot compile: no compiler; pass --compile off"):
         decide_compilation("on", None, LONG, engine)
+
+
+def test_under_zero_3_it_is_compiled_only_where_that_is_asked_for(accelerator, reason):
+    zero_3 = Engine(accelerator, "ZeRO-3", {"zero_optimization": {"stage": 3}})
+    assert "ZeRO-3" in decide_compilation("auto", True, LONG, zero_3).why
+    assert decide_compilation("on", True, LONG, zero_3).on
 
 
 @pytest.mark.slow

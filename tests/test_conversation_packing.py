@@ -1,11 +1,13 @@
 import json
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_packing import files_of
 
-from data import encoders
+from data import encoding
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, Turn
 from data.errors import DataError
@@ -35,8 +37,7 @@ def write(path: Path, conversations=CONVERSATIONS, key="messages") -> Path:
 
 @pytest.fixture
 def pack(packed, tmp_path):
-    """Prepares conversations into a folder of a name, in this process, with the small corpus's
-    tokenizer; returns the folder."""
+    """A function that prepares conversations with the small corpus's tokenizer."""
 
     def prepare_them(path: Path, name="out", **changes) -> Path:
         settings = {"vocab_size": None, "val_fraction": 0.1, "workers": 1, "skip_bad_lines": False}
@@ -49,8 +50,7 @@ def pack(packed, tmp_path):
 
 
 def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
-    """The ids of each conversation of a split, and of each of its answers, read without this
-    project's code."""
+    """The ids of each conversation of a split, and of its answers, read without this project."""
     part = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["splits"][split]
     if not part["tokens"]:
         return []
@@ -67,13 +67,8 @@ def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
 def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[list[int]]]:
     """The same of these turns."""
     ids, counts = encode_conversation(tokenizer, turns)
-    answers, before = [], False
-    for id, counts_here in zip(ids, counts, strict=True):
-        if counts_here and not before:
-            answers.append([])
-        if counts_here:
-            answers[-1].append(id)
-        before = counts_here
+    runs = groupby(zip(counts, ids, strict=True), key=itemgetter(0))
+    answers = [[id for _, id in run] for counts_here, run in runs if counts_here]
     return ids[: len(counts) - counts[::-1].index(True)], answers
 
 
@@ -88,18 +83,16 @@ def told_apart(folder: Path) -> tuple[list[int], list[int]]:
 def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_file(
     pack, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]  # this is not stored
     folder = pack(write(tmp_path / "a.jsonl", longer), "longer", val_fraction=0)
     tokenizer, description = Tokenizer(folder / "tokenizer.model"), read_description(folder)
     assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
     assert stored(folder, "val") == []
-    part, answers = description["splits"]["train"], []
-    for _, some in stored(folder, "train"):
-        answers += some
+    part, found = description["splits"]["train"], stored(folder, "train")
+    answers = [ids for _, some in found for ids in some]
     assert description["kind"] == "conversations"
-    assert part["documents"] == 300
-    assert part["tokens"] == sum(len(ids) for ids, _ in stored(folder, "train"))
+    assert (part["documents"], part["tokens"]) == (300, sum(len(ids) for ids, _ in found))
     assert part["answers"]["count"] == len(answers)
     assert part["answers"]["tokens"] == sum(map(len, answers))
     said = [t.content for turns in CONVERSATIONS for t in turns if t.role == ASSISTANT]
@@ -107,17 +100,14 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
 
 
 def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     folder = pack(write(tmp_path / "a.jsonl"), "one")
     train, val = told_apart(folder)
-    assert train == sorted(train)
-    assert val == sorted(val)
+    assert (train, val) == (sorted(train), sorted(val))
     assert sorted(train + val) == list(range(300))
     assert len(val) == pytest.approx(30, abs=15)
-    one = files_of(folder)
-    other = files_of(pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2))
-    del one["dataset.json"], other["dataset.json"]  # it names the file
-    assert one == other
+    other = pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2)
+    assert files_of(folder) | {"dataset.json": b""} == files_of(other) | {"dataset.json": b""}
     said, lines = '"role": "assistant"', (tmp_path / "a.jsonl").read_text().splitlines()
     fewer = [line.replace(said, f'"weight": 0, {said}', line.count(said) - 1) for line in lines]
     (tmp_path / "c.jsonl").write_text("\n".join(fewer))

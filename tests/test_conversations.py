@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from data import conversations
 from data.conversations import SUFFIXES, Turn, conversation_records, parse_conversation
 from data.corpus import find_files, load_json
 from data.errors import DataError
@@ -30,14 +31,7 @@ FORMS = {
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
     "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ASKED),
-    "Alpaca without input": (
-        {"instruction": "Add 1\n\n1", "input": "", "output": "2", "text": "..."},
-        ASKED,
-    ),
-    "nulls of a table": (
-        {"messages": None, "instruction": "Add 1\n\n1", "input": None, "output": "2"},
-        ASKED,
-    ),
+    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ASKED),
 }
 
 
@@ -51,7 +45,7 @@ def messages(*roles: str) -> dict:
 
 
 WRONG = {
-    "no object": ([1], "no JSON object"),
+    "no object": ([1], "no conversation, which has"),
     "none of the forms": ({"text": "a"}, '"conversations", "messages", "prompt" with'),
     "no list": ({"messages": "hello"}, "no list of {"),
     "other keys": ({"messages": [{"from": "gpt", "value": "a"}]}, 'no list of {"role"'),
@@ -65,9 +59,12 @@ WRONG = {
     ),
     "no answer": (messages("system", "user"), "no answer of an assistant in it"),
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
-    "parts of content": ({"messages": [{"role": "user", "content": [{}]}]}, "turn 1 has no text"),
-    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, '"prompt" has no text in it'),
-    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2: half a surrogate pair"),
+    "parts of content": (
+        {"messages": [{"role": "user", "content": [{}]}]},
+        "turn 1 has [{}] in place",
+    ),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' in place"),
+    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "as texts"),
 }
 
 
@@ -77,7 +74,6 @@ def test_what_is_no_conversation_is_refused_in_one_line_with_its_place(value, re
         parse_conversation(value, PLACE)
     assert str(error.value).startswith(f"{PLACE}: ")
     assert reason in str(error.value)
-    assert len(str(error.value)) < 200
     assert "\n" not in str(error.value)
 
 
@@ -93,9 +89,8 @@ def test_a_folder_may_hold_lines_compressed_ones_and_tables(tmp_path):
     line = json.dumps({"messages": DICTS}).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + line)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(line))
-    pq.write_table(
-        pa.table({"id": [1, 2], "conversations": [DICTS, DICTS]}), tmp_path / "c.parquet"
-    )
+    columns = {"id": [1, 2], "conversations": [DICTS, DICTS]}
+    pq.write_table(pa.table(columns), tmp_path / "c.parquet")
     columns = {"instruction": ["Add 1\n\n1"], "input": [None], "output": ["2"]}
     pq.write_table(pa.table(columns), tmp_path / "d.parquet")
     (tmp_path / "e.txt").write_text("not one")
@@ -116,3 +111,64 @@ def test_tables_and_files_without_conversations_are_refused(tmp_path):
     path.rename(tmp_path / "a.txt")
     with pytest.raises(DataError, match=r"\.jsonl\.zst, \.parquet"):
         read(tmp_path)
+
+
+SOURCE = """
+def public(a, *, b=1):
+    '''Do something that is worth a name.
+
+    And this is about how.
+    '''
+
+async def waits():
+    '''Wait for something
+    on two lines.'''
+
+def _private():
+    '''Nobody asks about what is private.'''
+
+def repeats(a):
+    '''repeats(a) -> whatever it was'''
+
+def short():
+    '''Too short.'''
+
+class Box:
+    '''Hold other things in some order.'''
+
+    def open(self):
+        '''Open the box and look inside.'''
+
+def twin():
+    '''Do something that is worth a name.'''
+"""
+
+
+def test_public_things_are_asked_about_once_one_way_or_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations.sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text(SOURCE)
+    (tmp_path / "_hidden.py").write_text(SOURCE.replace("Box", "HiddenBox"))
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    found = [turns for _, turns in read("builtin")]
+    assert all([turn.role for turn in turns] == ["user", "assistant"] for turns in found)
+    answers = {question.content: answer.content for question, answer in found}
+    signatures = {
+        "package.public(a, *, b=1)": ("function", "Do something that is worth a name."),
+        "package.waits()": ("function", "Wait for something on two lines."),
+        "package.Box": ("class", "Hold other things in some order."),
+        "package.Box.open(self)": ("method", "Open the box and look inside."),
+    }
+    assert len(answers) == len(signatures)
+    for signature, (kind, summary) in signatures.items():
+        there = answers.get(f"What does `{signature}` do?") == summary
+        back = answers.get(f"Which {kind} does this: {summary}") == f"`{signature}`"
+        assert there != back
+
+
+def test_the_standard_library_has_a_few_thousand_both_ways_and_none_twice():
+    found = [turns for _, turns in read("builtin")]
+    assert 3000 < len(found) < 10_000
+    there = sum(question.content.startswith("What does `") for question, _ in found)
+    assert there == pytest.approx(len(found) / 2, rel=0.1)
+    assert len({answer.content for _, answer in found}) == len(found)

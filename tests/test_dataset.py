@@ -18,12 +18,8 @@ def make_folder(folder, train: list[np.ndarray], vocab_size: int, val=(), shard_
         for document in documents:
             writer.write(document, 3 * len(document))
         splits[split] = writer.close()
-    description = {
-        "format": 1,
-        "dtype": token_dtype(vocab_size).str,
-        "vocab_size": vocab_size,
-        "splits": splits,
-    }
+    description = {"format": 1, "dtype": token_dtype(vocab_size).str, "vocab_size": vocab_size}
+    description["splits"] = splits
     (folder / "dataset.json").write_text(json.dumps(description))
     return folder
 
@@ -34,12 +30,10 @@ def random_documents(vocab_size: int, n=40, seed=0) -> list[np.ndarray]:
     return [generator.integers(0, vocab_size, length) for length in lengths]
 
 
-@pytest.mark.parametrize("vocab_size", [300, 70_000])
 @pytest.mark.parametrize("shard_tokens", [1, 20, 10**6])
 @pytest.mark.parametrize("seq_len", [1, 16, 50])
-def test_samples_are_slices_of_the_stream_wherever_shards_end(
-    tmp_path, vocab_size, shard_tokens, seq_len
-):
+def test_samples_are_slices_of_the_stream_wherever_shards_end(tmp_path, shard_tokens, seq_len):
+    vocab_size = 70_000 if seq_len == 16 else 300
     documents = random_documents(vocab_size)
     folder = make_folder(tmp_path / "data", documents, vocab_size, shard_tokens=shard_tokens)
     dataset, stream = PackedDataset(folder, "train", seq_len), np.concatenate(documents)
@@ -61,13 +55,9 @@ def test_the_last_target_must_exist_for_a_sample_to_count(tmp_path, tokens, samp
     assert len(dataset) == samples
     assert dataset[samples - 1][1][-1] == 16 * samples
     assert dataset.bytes_per_token == 3
-
-
-@pytest.mark.parametrize("tokens", [1, 16])
-def test_a_split_shorter_than_one_sequence_is_refused_with_both_lengths(tmp_path, tokens):
-    folder = make_folder(tmp_path / "data", [np.arange(tokens)], 300)
-    with pytest.raises(DataError, match=rf"train split has {tokens} tokens.*max_seq_len \+ 1 = 17"):
-        PackedDataset(folder, "train", 16)
+    expected = rf"train split has {tokens} tokens.*max_seq_len \+ 1 = {tokens + 1}"
+    with pytest.raises(DataError, match=expected):
+        PackedDataset(folder, "train", tokens)
 
 
 def test_an_id_outside_the_vocabulary_is_found(tmp_path):
@@ -77,8 +67,7 @@ def test_an_id_outside_the_vocabulary_is_found(tmp_path):
     position = sum(map(len, documents[:-10]))
     folder = make_folder(tmp_path / "data", documents, 300, shard_tokens=50)
     dataset = PackedDataset(folder, "train", 16)
-    expected = rf"{folder}: token id 300 .*vocabulary of 300"
-    with pytest.raises(DataError, match=expected):
+    with pytest.raises(DataError, match=rf"{folder}: damaged.* token id 300 .*vocabulary of 300"):
         dataset[position // 16]
     dataset[0]
 

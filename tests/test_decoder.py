@@ -45,14 +45,14 @@ def uncached(model: Transformer, texts: list[list[int]]) -> torch.Tensor:
 def test_cached_logits_equal_those_of_the_whole_sequence(shape):
     model = transformer(**shape)
     decoder, texts = Decoder(model), ids(5, 130, 64, 1, 5)
-    logits = decoder.read(texts, 150)
+    cache, logits = decoder.read(texts)
     for token in ids(*[5] * 20):
         expected = uncached(model, texts)
         assert expected.std() > 0.5
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
         for text, id in zip(texts, token, strict=True):
             text.append(id)
-        logits = decoder.step(torch.tensor(token))
+        logits = decoder.step(torch.tensor(token)[:, None], cache)
     torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
 
 
@@ -67,69 +67,38 @@ def test_a_cache_that_grows_is_attended_to_without_cudnn(monkeypatch):
     attend = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     decoder = Decoder(transformer(n_layers=1))
-    decoder.read(ids(3), 9)
-    decoder.step(torch.tensor([7]))
+    cache, _ = decoder.read(ids(3))
+    decoder.step(torch.tensor([[7]]), cache)
     assert asked == [False, False]
     assert torch.backends.cuda.cudnn_sdp_enabled()  # as training has it
-
-
-def test_a_prompt_as_long_as_the_context_is_read_whole():
-    model = transformer()
-    texts = ids(150)
-    logits = Decoder(model).read(texts, 150)
-    torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_that_are_kept_go_on_as_if_the_others_had_never_been_there():
     model = transformer()
     decoder, texts = Decoder(model), ids(9, 3, 30)
-    decoder.read(texts, 40)
-    decoder.step(torch.tensor([1, 2, 3]))
-    decoder.keep([2, 1])
-    logits = decoder.step(torch.tensor([4, 5]))
+    cache, _ = decoder.read(texts)
+    decoder.step(torch.tensor([[1], [2], [3]]), cache)
+    cache.keep([2, 1])
+    logits = decoder.step(torch.tensor([[4], [5]]), cache)
     expected = uncached(model, [[*texts[2], 3, 4], [*texts[1], 2, 5]])
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_reading_again_forgets_what_was_there():
-    model = transformer()
-    decoder = Decoder(model)
-    decoder.read(ids(30, 20), 40)
-    texts = ids(7, 8, 9)
-    torch.testing.assert_close(
-        decoder.read(texts, 10), uncached(model, texts), rtol=1e-5, atol=1e-5
-    )
 
 
 def test_in_bfloat16_the_logits_are_near_and_in_fp32():
     model = transformer()
     texts = ids(20, 3)
-    logits = Decoder(model, torch.bfloat16).read(texts, 30)
+    _, logits = Decoder(model, torch.bfloat16).read(texts)
     expected = uncached(model, texts)
     assert logits.dtype == torch.float32
     assert 0 < (logits - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_the_model_itself_is_left_as_it_was():
-    model = transformer()
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    Decoder(model, torch.bfloat16).read(ids(5), 6)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("lengths", [(0, 3), (3, 11)])
-def test_prompts_without_tokens_or_without_room_are_refused(lengths):
-    with pytest.raises(ValueError, match="room for 10"):
-        Decoder(transformer()).read(ids(*lengths), 10)
-
-
 def test_there_is_no_step_beyond_the_room():
-    decoder = Decoder(transformer())
-    decoder.read(ids(9, 2), 10)
-    decoder.step(torch.tensor([1, 1]))
-    with pytest.raises(ValueError, match="room for 10 tokens only"):
-        decoder.step(torch.tensor([1, 1]))
+    decoder, token = Decoder(transformer()), torch.tensor([[1], [1]])
+    cache, _ = decoder.read(ids(149, 2))
+    decoder.step(token, cache)
+    with pytest.raises(ValueError, match="fills the context of 150 tokens"):
+        decoder.step(token, cache)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -153,6 +122,6 @@ def test_on_a_gpu_the_logits_are_those_of_the_cpu(shape):
     texts, token = ids(5, 130, 64, 1), [1, 2, 3, 4]
     expected = uncached(model, [[*text, id] for text, id in zip(texts, token, strict=True)])
     decoder = Decoder(model.cuda())
-    decoder.read(texts, 150)
-    logits = decoder.step(torch.tensor(token, device="cuda")).cpu()
+    cache, _ = decoder.read(texts)
+    logits = decoder.step(torch.tensor(token, device="cuda")[:, None], cache).cpu()
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)

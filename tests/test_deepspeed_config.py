@@ -1,6 +1,14 @@
+"""DeepSpeed's file and the flags, made one; files of guides run, or are told what to change.
+
+The fixtures have the keys of the Hugging Face guides' templates, of Accelerate's guide to several
+models and of DeepSpeed-Chat's dictionary.
+"""
+
 import copy
-import dataclasses
 import json
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
@@ -10,21 +18,24 @@ from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import (
     AUTO_DEFAULTS,
     BY_WIDTH,
+    REFUSED,
     fill_by_width,
     read_config,
     resolve,
+    take_schedule,
 )
 
-ARGS = TrainingArguments(
-    batch_size=4,
-    accumulation_steps=3,
-    learning_rate=2e-4,
-    weight_decay=0.05,
-    grad_clip=0.7,
-    beta1=0.8,
-    beta2=0.97,
-)
-WORLD_SIZE = 2
+FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed"
+GUIDES = sorted({path.stem for path in FIXTURES.glob("*.json")} - {"deepspeed_chat"})
+ARGS = TrainingArguments(batch_size=4, accumulation_steps=3, learning_rate=2e-4, grad_clip=0.7)
+ARGS = replace(ARGS, weight_decay=0.05, beta1=0.8, beta2=0.97)
+MUON = replace(ARGS, optimizer="muon")
+# As transformers/integrations/deepspeed.py fills them for a model of width 64.
+OF_WIDTH_64 = {
+    "reduce_bucket_size": 4096,
+    "stage3_prefetch_bucket_size": 3686,
+    "stage3_param_persistence_threshold": 640,
+}
 
 
 @pytest.fixture
@@ -33,8 +44,8 @@ def config() -> dict:
     return json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
 
 
-def resolved(config: dict, args: TrainingArguments = ARGS) -> dict:
-    return resolve(config, args, WORLD_SIZE, "my.json")
+def resolved(config: dict, args: TrainingArguments = ARGS, processes: int = 2) -> dict:
+    return resolve(config, args, processes, "my.json")
 
 
 def refused(config: dict, args: TrainingArguments = ARGS) -> str:
@@ -48,17 +59,12 @@ def refused(config: dict, args: TrainingArguments = ARGS) -> str:
 def put(config: dict, key: str, value) -> dict:
     config = copy.deepcopy(config)
     *parents, name = key.split(".")
-    section = config
-    for parent in parents:
-        section = section.setdefault(parent, {})
-    section[name] = value
+    reduce(lambda section, parent: section.setdefault(parent, {}), parents, config)[name] = value
     return config
 
 
-def get(config: dict, key: str):
-    for name in key.split("."):
-        config = config[name]
-    return config
+def get(config: dict, keys: str):
+    return reduce(dict.__getitem__, keys.split("."), config)
 
 
 FILLED = {
@@ -76,139 +82,109 @@ FILLED = {
 
 
 def test_flags_fill_every_auto_and_what_is_missing(config):
-    before, missing = copy.deepcopy(config), copy.deepcopy(config)
+    before, missing, config = config, {"zero_optimization": {"stage": 2}, "optimizer": {}}, config
     for key in FILLED:
-        *parents, name = key.split(".")
-        (get(missing, ".".join(parents)) if parents else missing).pop(name, None)
         config = put(config, key, "auto")
     for found in map(resolved, (before, missing, config)):
         assert {key: get(found, key) for key in FILLED} == FILLED
         assert '"auto"' not in json.dumps(found)
         assert resolved(found) == found  # numbers equal to the flags are accepted
     assert before == json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
+    for dtype, bf16, fp16 in (("float16", False, True), ("float32", False, False)):
+        found = resolved(before, replace(ARGS, dtype=dtype))
+        assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (bf16, fp16)
 
 
-@pytest.mark.parametrize(
-    ("key", "in_file", "flag", "by_flags"),
-    [
-        ("gradient_accumulation_steps", 1, "--accumulation_steps", "3"),
-        ("train_batch_size", 32, "--batch_size × --accumulation_steps × processes", "24"),
-        ("gradient_clipping", 1.0, "--grad_clip", "0.7"),
-        ("bf16.enabled", False, "--dtype bfloat16", "true"),
-        ("optimizer.params.lr", 0.001, "--learning_rate", "0.0002"),
-        ("optimizer.params.betas", [0.9, 0.999], "--beta1 --beta2", "[0.8, 0.97]"),
-        ("optimizer.params.eps", 1e-6, "this script", "1e-08"),
-    ],
-)
-def test_a_contradiction_names_key_flag_and_both_values(config, key, in_file, flag, by_flags):
-    message = refused(put(config, key, in_file))
-    for part in (key, json.dumps(in_file), flag, by_flags):
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bf16", "fp16"),
-    [("bfloat16", True, False), ("float16", False, True), ("float32", False, False)],
-)
-def test_precision_is_what_the_flag_says(config, dtype, bf16, fp16):
-    config = resolved(config, TrainingArguments(dtype=dtype))
-    assert (config["bf16"]["enabled"], config["fp16"]["enabled"]) == (bf16, fp16)
-
-
-def test_autos_of_buckets_get_a_value_and_numbers_stay(config):
+def test_autos_of_buckets_get_a_value(config):
     zero = config["zero_optimization"]
     zero |= {"stage": 3} | dict.fromkeys((*BY_WIDTH, *AUTO_DEFAULTS), "auto")
-    alone = resolve(config, ARGS, 1, "my.json")
+    alone = resolved(config, processes=1)
     assert alone["zero_optimization"]["overlap_comm"] is False  # nothing to overlap with
     config = resolved(config)
     fill_by_width(config, dim=64)
-    assert config["zero_optimization"].items() >= AUTO_DEFAULTS.items()
-    by_width = {
-        "reduce_bucket_size": 4096,
-        "stage3_prefetch_bucket_size": 3686,
-        "stage3_param_persistence_threshold": 640,
-    }
-    assert config["zero_optimization"].items() >= by_width.items()
+    assert config["zero_optimization"].items() >= (AUTO_DEFAULTS | OF_WIDTH_64).items()
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "named"),
+    ("key", "in_file", "named"),
     [
-        ("zero_optimization.reduce_bucket_size", "many", "reduce_bucket_size"),
+        ("gradient_accumulation_steps", 1, "is 1, but --accumulation_steps gives 3"),
+        ("train_batch_size", 32, "is 32, but --batch_size × --accumulation_steps × processes"),
+        ("bf16.enabled", False, "is false, but --dtype bfloat16 gives true"),
+        ("optimizer.params.betas", [0.9, 0.999], "but --beta1 --beta2 gives [0.8, 0.97]"),
+        ("optimizer.params.eps", 1e-6, "but this script gives 1e-08"),
+        ("zero_optimization.reduce_bucket_size", "many", "DeepSpeed rejects my.json: "),
+        ("zero_optimization.overlap_com", True, "DeepSpeed rejects my.json: "),
+        ("communication_data_type", "int4", "int4"),
         ("zero_optimization.stage3_prefetch_bucket_size", "auto", "only at 3"),
+        ("zero_optimization.offload_param", {"device": "cpu"}, "at stage 2, only at 3"),
+        ("zero_optimization.sub_group_size", 1, "sub_group_size"),
+        ("zero_optimization.offload_optimizer", {"device": "nvme"}, 'write "cpu"'),
+        ("zero_optimization.offload_optimizer", {"device": "cpu", "ratio": 0.5}, '"ratio"'),
         ("zero_optimization.stage", 0, "must be 1, 2 or 3"),
         ("bf16.check_grad_overflow", False, "NaN"),
-        ("optimizer.params", None, '"params" must be a section'),
         ("optimizer.type", "Lion", "Adam or AdamW"),
         ("aio.queue_depth", "auto", '"aio.queue_depth": "auto"'),
+        ("aio.queue_dept", 8, '"aio.queue_dept" does nothing here'),
+        ("train_batchsize", {"enabled": False}, '"train_batchsize" does nothing here'),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(config, key, value, named):
-    assert named in refused(put(config, key, value))
+def test_what_contradicts_or_would_do_nothing_is_refused_by_name(config, key, in_file, named):
+    assert named in refused(put(config, key, in_file))
 
 
-def test_all_contradictions_are_told_at_once(config):
+def test_all_problems_are_told_at_once(config):
     config = put(put(config, "gradient_clipping", 9), "optimizer.params.lr", 1)
     message = refused(put(config, "zero_optimization.stage3_max_live_parameters", 1))
     for part in ("gradient_clipping", "optimizer.params.lr", "stage3_max_live", '"auto" takes'):
         assert part in message
 
 
-MUON = dataclasses.replace(ARGS, optimizer="muon")
+@pytest.mark.parametrize("path", [REFUSED[0], *REFUSED[-9:]])
+def test_a_key_that_is_not_followed_is_refused_unless_it_is_off(path):
+    offload = {"device": "cpu"}
+    base = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}, "bf16": {}}
+    assert f'remove "{path}"' in refused(put(base, path, {"topk_ratio": 0.1}))
+    resolved(put(base, path, {"enabled": False, "max_out_tokens": 512}))
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [
-        ("stage", 3, '"stage": 2'),
-        ("offload_optimizer", {"device": "cpu"}, "--optimizer muon cannot be offloaded"),
-    ],
-)
-def test_muon_is_refused_where_no_process_has_whole_matrices(config, key, value, named):
-    assert named in refused(put(config, f"zero_optimization.{key}", value), MUON)
-
-
-def test_muon_takes_the_place_of_the_files_optimizer(config):
+def test_muon_takes_the_place_of_the_files_optimizer_where_a_process_has_whole_matrices(config):
     done = resolved(config, MUON)
     assert "optimizer" not in done
     assert done["zero_allow_untested_optimizer"] is True
-    del config["optimizer"]
-    assert resolved(config, MUON) == done
     assert "zero_allow_untested_optimizer" not in resolved(config)
+    assert '"stage": 2' in refused(put(config, "zero_optimization.stage", 3), MUON)
+    offload = put(config, "zero_optimization.offload_optimizer", {"device": "cpu"})
+    assert "--optimizer muon cannot be offloaded" in refused(offload, MUON)
 
 
-@pytest.mark.parametrize("has_section", [True, False])
 def test_offloaded_without_a_compiler_pytorchs_adam_takes_the_place_of_deepspeeds(
-    config, has_section, tmp_path, monkeypatch
+    config, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    del config["optimizer"]["params"]["torch_adam"], config["optimizer"]["params"]["fused"]
-    if not has_section:
-        del config["optimizer"]
-    found = resolved(config)
-    assert found["zero_force_ds_cpu_optimizer"] is False
-    assert "optimizer" not in found or found["optimizer"]["params"]["torch_adam"] is True
+    config["optimizer"]["params"] = {}
+    without = {key: value for key, value in config.items() if key != "optimizer"}
+    assert resolved(config)["optimizer"]["params"]["torch_adam"] is True
+    assert resolved(config)["zero_force_ds_cpu_optimizer"] is False
+    assert resolved(without)["zero_force_ds_cpu_optimizer"] is False
     for tool in ("ninja", "c++", "nvcc"):
         (tmp_path / tool).touch(mode=0o755)
-    found = resolved(config)
-    assert "zero_force_ds_cpu_optimizer" not in found
-    assert "optimizer" not in found or "torch_adam" not in found["optimizer"]["params"]
+    assert "zero_force_ds_cpu_optimizer" not in resolved(config)
+    assert "torch_adam" not in resolved(config)["optimizer"]["params"]
 
 
-@pytest.mark.parametrize("what", ["optimizer", "param"])
-def test_nvme_needs_a_folder(config, what):
-    config["zero_optimization"] |= {"stage": 3, f"offload_{what}": {"device": "nvme"}}
+def test_nvme_needs_a_folder_and_buffers_that_are_let_go_of(config):
+    zero = {"stage": 3, "offload_param": {"device": "nvme"}}
+    config["zero_optimization"] |= zero
+    assert '"stage3_max_reuse_distance": 0' in refused(config)
+    config["zero_optimization"]["stage3_max_reuse_distance"] = 0
     assert "nvme_path" in refused(config)
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [
-        (b"{", "not JSON"),
-        (b'{"zero_optimization": 2}', "zero_optimization"),
-        (None, "No such file"),
-    ],
+    [(b"{", "not JSON"), (b'{"zero_optimization": 2}', "zero_opt"), (None, "No such file")],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
     path = tmp_path / "ds.json"
@@ -217,3 +193,97 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
     with pytest.raises(UsageError, match=says) as error:
         read_config(str(path))
     assert str(path) in str(error.value)
+
+
+def fixture(name: str) -> dict:
+    config = read_config(str(FIXTURES / f"{name}.json"))
+    if "aio" in config["zero_optimization"]:  # the guide's section stands where nobody reads it
+        config["aio"] = config["zero_optimization"].pop("aio")
+        config["zero_optimization"]["stage3_max_reuse_distance"] = 0
+    return config
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_guides_files_run_as_they_are_and_are_filled_as_the_trainer_fills_them(name):
+    size, steps = 1 if name.endswith("teacher") else 4, 1 if name.startswith("accelerate") else 4
+    args = TrainingArguments(batch_size=size, accumulation_steps=steps, learning_rate=3e-4)
+    before, found = fixture(name), resolved(fixture(name), args)
+    fill_by_width(found, 64)
+    assert '"auto"' not in json.dumps(found)
+    assert "scheduler" not in found
+    for key, value in OF_WIDTH_64.items():
+        if before["zero_optimization"].get(key) == "auto":
+            assert found["zero_optimization"][key] == value
+
+
+def test_deepspeed_chats_dictionary_is_told_all_at_once_and_runs_at_stage_3():
+    config = fixture("deepspeed_chat")
+    message = refused(config)
+    for part in ('remove "hybrid_engine"', "stage3_prefetch", '"fp16.enabled" is true, but'):
+        assert part in message
+    config["hybrid_engine"]["enabled"] = False
+    config["zero_optimization"]["stage"] = 3
+    args = TrainingArguments(dtype="float16", batch_size=4, accumulation_steps=4)
+    found = resolved(config, args)
+    assert found["fp16"] == {"enabled": True, "loss_scale_window": 100}
+    assert found["zero_optimization"]["stage3_prefetch_bucket_size"] == 3e7
+
+
+def scheduler(kind, **params) -> dict:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("config", "taken"),
+    [
+        (fixture("hugging_face_zero2"), {"lr_schedule": "constant"}),
+        (fixture("hugging_face_zero3"), {"lr_schedule": "linear", "min_lr_ratio": 0}),
+        (scheduler("WarmupLR"), {"lr_schedule": "constant", "warmup_steps": 1000}),
+        (
+            scheduler("WarmupLR", warmup_num_steps=7, warmup_max_lr=2e-4, last_batch_iteration=-1),
+            {"lr_schedule": "constant", "warmup_steps": 7},
+        ),
+        (
+            scheduler("WarmupDecayLR", warmup_num_steps=7, total_num_steps=90),
+            {"lr_schedule": "linear", "warmup_steps": 7, "max_steps": 90, "min_lr_ratio": 0},
+        ),
+        (
+            scheduler("WarmupCosineLR", warmup_num_steps="auto", total_num_steps="auto"),
+            {"lr_schedule": "cosine", "min_lr_ratio": 0.0001},
+        ),
+    ],
+)
+def test_a_scheduler_decides_where_no_flag_is_typed(config, taken):
+    args, said = take_schedule(config, ARGS, "their.json")
+    assert args == replace(ARGS, **taken)
+    assert all(f"--{flag} {value}" in said for flag, value in taken.items())
+    assert said.startswith(config["scheduler"]["type"] + " of their.json")
+    assert said.endswith("the warm-up is linear here")
+    again, _ = take_schedule(config, args)  # typed as well, and the same
+    assert again == args
+
+
+def test_without_a_scheduler_the_flag_decides_and_a_cosine_is_the_default(config):
+    wsd = replace(ARGS, lr_schedule="wsd")
+    for file in (None, config):
+        assert take_schedule(file, ARGS) == (replace(ARGS, lr_schedule="cosine"), None)
+        assert take_schedule(file, wsd) == (wsd, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "typed", "named"),
+    [
+        (scheduler("WarmupLR"), {"lr_schedule": "cosine"}, "--lr_schedule constant"),
+        (scheduler("WarmupLR", warmup_num_steps=7), {"warmup_steps": 8}, "the flags say 8"),
+        (scheduler("WarmupLR", warmup_max_lr=1e-3), {}, "--learning_rate 0.001"),
+        (scheduler("WarmupDecayLR", total_num_steps=9), {"max_steps": 8}, "--max_steps 9"),
+        (scheduler("WarmupDecayLR"), {"min_lr_ratio": 0.5}, "--min_lr_ratio 0"),
+        (scheduler("WarmupLR", warmup_min_lr=1e-5), {}, "begins at 0"),
+        (scheduler("WarmupLR", warmup_nun_steps=1), {}, "warmup_nun_steps"),
+        (scheduler("OneCycle"), {}, "WarmupLR or WarmupDecayLR or WarmupCosineLR"),
+    ],
+)
+def test_another_curve_and_a_flag_that_contradicts_are_refused(config, typed, named):
+    with pytest.raises(UsageError, match=r"my\.json") as error:
+        take_schedule(config, replace(ARGS, **typed), "my.json")
+    assert named in str(error.value)

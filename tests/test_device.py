@@ -1,18 +1,31 @@
-import subprocess
+import os
+import platform
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from common.errors import UsageError
+from model import LMConfig
 from training.engine import device
 from training.engine.device import (
+    GIB,
+    KERNELS,
     PRECISIONS,
+    attention_kernel,
+    available_memory,
+    keep_freed_memory,
     matrix_precision,
     mfu,
     peak_flops,
+    peak_memory_bytes,
     require_usable_gpu,
+    use_all_cores,
 )
+
+CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta stands in: any device but a CPU
+CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 
 
 @pytest.mark.parametrize(
@@ -20,59 +33,47 @@ from training.engine.device import (
     [
         ("NVIDIA H100 80GB HBM3", [989e12, 989e12, 494.5e12, 67e12]),
         ("NVIDIA H100 PCIe", [756e12, 756e12, 378e12, 51e12]),
+        ("NVIDIA H100 NVL", [835e12, 835e12, 417.5e12, 60e12]),
         ("NVIDIA A100-SXM4-80GB", [312e12, 312e12, 156e12, 19.5e12]),
         ("NVIDIA GeForce RTX 3090 Ti", [80e12, 80e12, 40e12, 40e12]),
         ("Tesla V100-SXM2-16GB", [None, 125e12, None, 15.7e12]),
+        ("CPU, 2 threads per process", [None] * 4),
+        ("NVIDIA GeForce RTX 5080 Laptop GPU", [None] * 4),  # a smaller chip than the desktop's
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", [None] * 4),  # a seventh of the device
     ],
 )
-def test_every_precision_has_a_peak_of_its_own(name, peaks):
+def test_every_precision_has_a_peak_of_its_own_and_unknown_devices_have_none(name, peaks):
     assert [peak_flops(name, precision) for precision in PRECISIONS] == pytest.approx(peaks)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CPU, 2 threads per process",
-        "NVIDIA GeForce RTX 5080 Laptop GPU",  # a smaller chip than the desktop's
-        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",  # a seventh of the device
-    ],
-)
-def test_a_device_that_is_not_in_the_table_has_no_peak_and_no_relatives(name):
-    assert peak_flops(name, "bf16") is None
-
-
-@pytest.mark.parametrize(
-    ("mixed_precision", "tf32", "precision"),
-    [("no", False, "fp32"), ("no", True, "tf32"), ("bf16", False, "bf16"), ("fp16", True, "fp16")],
-)
-def test_the_precision_of_matrix_products(monkeypatch, mixed_precision, tf32, precision):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
-    assert matrix_precision(mixed_precision) == precision
+def test_the_precision_of_matrix_products(monkeypatch):
+    for mixed_precision, tf32, precision in (
+        ("no", False, "fp32"),
+        ("no", True, "tf32"),
+        ("bf16", False, "bf16"),
+        ("fp16", True, "fp16"),
+    ):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=tf32))
+        assert matrix_precision(mixed_precision) == precision
 
 
 def test_mfu_by_hand():
-    assert mfu(1e5, 1e9, 1e15, devices=1) == pytest.approx(0.1)
     assert mfu(1e5, 1e9, 1e15, devices=4) == pytest.approx(0.025)
     assert mfu(1e5, 1e9, None, devices=2) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "hidden"),
-    [("GPU 0: NVIDIA A100\nGPU 1", 0, None), ("GPU 0", 0, "-1"), ("No devices\n", 6, None)],
-)
-def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch, text, code, hidden):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if hidden:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+def test_a_gpu_that_pytorch_cannot_use_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device.shutil, "which", lambda name: name)
-    ended = subprocess.CompletedProcess([], code, stdout=text)
-    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: ended)
-    if code or hidden:
-        require_usable_gpu()
-        return
+    listed = SimpleNamespace(stdout="GPU 0: NVIDIA A100\nGPU 1")
+    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: listed)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    require_usable_gpu()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     with pytest.raises(UsageError, match=r"cannot use GPU 0: NVIDIA A100 .*CUDA_VISIBLE_DEVICES="):
         require_usable_gpu()
+    listed.stdout = "No devices\n"
+    require_usable_gpu()
 
 
 def test_a_gpu_on_which_nothing_can_be_computed_is_named(monkeypatch):
@@ -87,3 +88,63 @@ def test_a_gpu_on_which_nothing_can_be_computed_is_named(monkeypatch):
     monkeypatch.setattr(torch, "ones", fail)
     with pytest.raises(UsageError, match=r"GPU number 1.*\(CUDA error: no kernel image is avail"):
         require_usable_gpu()
+
+
+def test_attention_on_a_cpu_is_plain_or_blocks_of_rows():
+    for changes, said, keeps_scores in (
+        ({"use_flash_attn": False}, "plain: all T × T scores (--use_flash_attn", True),
+        ({"dropout": 0.1}, "plain: all T × T scores (blocks of rows have no dropout)", True),
+        ({}, "blocks of rows", False),
+    ):
+        text, scores = attention_kernel(LMConfig(**CONFIG | changes), torch.float32, CPU)
+        assert text.startswith(said)
+        assert scores is keeps_scores
+
+
+def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypatch):
+    asked = {}
+
+    def choice(q, k, v, **options):
+        asked[q.dtype] = (q.shape, k.shape, v.shape, q.requires_grad, options)
+        return int(SDPBackend.MATH.value if q.dtype == torch.float32 else 1)
+
+    _, scores = attention_kernel(LMConfig(**CONFIG), torch.float32, GPU)  # PyTorch's own answer
+    assert scores in (True, False)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    flash, all_scores = (
+        attention_kernel(LMConfig(**CONFIG), dtype, GPU) for dtype in (torch.bfloat16, torch.float)
+    )
+    assert flash == ("flash attention", False)
+    assert all_scores == (KERNELS[0], True)
+    wide, narrow = (1, 4, 32, 16), (1, 2, 32, 16)
+    causal = {"dropout_p": 0.0, "is_causal": True}
+    assert asked[torch.bfloat16] == (wide, narrow, narrow, True, causal | {"enable_gqa": True})
+    assert asked[torch.float32] == (wide, wide, wide, True, causal | {"enable_gqa": False})
+
+
+def test_memory_of_this_process():
+    alone, shared = available_memory(CPU, 1), available_memory(CPU, 2)
+    assert 0 < shared < alone < 2**14 * GIB
+    assert peak_memory_bytes(CPU) > 50e6
+    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
+
+
+@pytest.mark.parametrize(
+    ("environ", "used"),
+    [
+        ({}, 6),
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, 6),  # as a launcher says it
+        ({"LOCAL_WORLD_SIZE": "2"}, 3),
+        ({"LOCAL_WORLD_SIZE": "8"}, 1),
+        ({"OMP_NUM_THREADS": "3"}, None),  # the user's own choice stays
+    ],
+)
+def test_the_cores_are_divided_among_the_processes(monkeypatch, environ, used):
+    names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
+    clean = {k: v for k, v in os.environ.items() if k not in names}
+    monkeypatch.setattr(os, "environ", clean | environ)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    use_all_cores()
+    assert told == ([used] if used else [])

@@ -13,13 +13,13 @@ from accelerate.state import AcceleratorState
 from conftest import VOCAB_SIZE
 from small_model import opinionated
 
+import scripts.evaluate
 from data.dataset import PackedDataset
 from data.shards import DESCRIPTION_FILE
 from data.tokenizer import TOKENIZER_FILE
 from evaluation.tasks import detect_task
 from formats.portable import save_portable
 from scripts import prepare_data
-from scripts.evaluate import main
 from training.validation import validate, validation_loader
 
 SEQ_LEN = 32
@@ -51,31 +51,25 @@ def trained_run(packed, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def evaluate(accelerator, trained_run, tmp_path, capfd):
+def evaluate(accelerator, trained_run, tmp_path, capsys):
     """Runs the command; returns what it printed and the contents of its JSON file."""
 
     def evaluate(*flags: str | Path | int, runs: tuple[Path, ...] = (trained_run,)):
         AcceleratorState._reset_state(reset_partial_state=True)
         written = tmp_path / "result.json"
-        main([*map(str, (*runs, "--device", "cpu", "--json", written, *flags))])
-        return capfd.readouterr().out, json.loads(written.read_text(encoding="utf-8"))
+        scripts.evaluate.main([*map(str, (*runs, "--device", "cpu", "--json", written, *flags))])
+        return capsys.readouterr().out, json.loads(written.read_text(encoding="utf-8"))
 
     return evaluate
 
 
 @pytest.fixture
-def refused(evaluate, capfd):
-    """The one line with which the command ends."""
+def refused(accelerator, trained_run, refusal):
+    """Runs the command; returns the one line with which it ends."""
 
-    def refused(*flags: str | Path | int, **runs: tuple[Path, ...]) -> str:
-        with pytest.raises(SystemExit) as ended:
-            evaluate(*flags, **runs)
-        assert ended.value.code == 2
-        out, err = capfd.readouterr()
-        assert out == ""
-        (line,) = [line for line in err.splitlines() if "error:" in line]
-        assert line.startswith("evaluate: error: ")
-        return line
+    def refused(*flags: str | Path | int, run: Path = trained_run) -> str:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return refusal(scripts.evaluate, run, "--device", "cpu", *flags)
 
     return refused
 
@@ -101,12 +95,12 @@ def test_without_data_the_validation_of_the_run_is_scored(
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert value(result, name) == pytest.approx(loop[name], rel=1e-6)
     samples = limit or len(dataset)
-    for name, expected in {
+    expected = {
         **{"model": str(trained_run / "weights"), "data": str(packed), "task": "packed"},
         **{"split": "val", "sequences": samples, "tokens": samples * SEQ_LEN, "limit": limit},
         **{"batch_size": 3, "dtype": "float32", "processes": 1, "max_seq_len": SEQ_LEN},
-    }.items():
-        assert result[name] == expected, name
+    }
+    assert result.items() >= expected.items()
     assert f"{packed}, val split\n" in out
     assert f"documents, {result['tokens']:,} tokens, {result['bytes']:,} bytes" in out
     if not limit:
@@ -118,27 +112,17 @@ def test_without_data_the_validation_of_the_run_is_scored(
     assert loss["low"] < loss["value"] < loss["high"]
     assert f" loss: {loss['value']:.4f}  ({loss['low']:.4f} to {loss['high']:.4f})" in out
     assert f" accuracy: {value(result, 'accuracy'):.2%}  " in out
-    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
 
 
 def test_a_folder_of_text_is_recognised_and_a_column_named(evaluate, tmp_path):
     text = "sum 3: 1 + 3 = 4; 第三句\n"
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text(text, encoding="utf-8")
-    lines = gzip.compress(json.dumps({"body": text}).encode())
-    (tmp_path / "texts" / "b.jsonl.gz").write_bytes(lines)
-    _, result = evaluate("--data", tmp_path / "texts", "--text_column", "body")
+    (folder := tmp_path / "texts").mkdir()
+    (folder / "a.txt").write_text(text, encoding="utf-8")
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"body": text}).encode()))
+    _, result = evaluate("--data", folder, "--text_column", "body")
     assert (result["task"], result["units"]) == ("text", 2)
     assert result["bytes"] == 2 * len(text.encode())
     assert result["metrics"]["loss"]["low"] is None
-
-
-def test_the_first_documents_are_taken(evaluate, corpus):
-    out, result = evaluate("--data", corpus, "--limit", 20)
-    lines = corpus.read_text(encoding="utf-8").splitlines()[:20]
-    assert result["bytes"] == sum(len(json.loads(line)["text"].encode()) for line in lines)
-    assert "scored: 20 documents" in out
-    assert f"how: text, max_seq_len {SEQ_LEN}, stride {SEQ_LEN // 2}" in out
 
 
 def test_questions_are_answered_with_the_delimiter_or_as_turns(
@@ -150,15 +134,12 @@ def test_questions_are_answered_with_the_delimiter_or_as_turns(
     assert (result["template"], result["delimiter"]) == (False, " ")
     assert "scored: 3 questions, 1 truncated" in out
     assert "chance: 44.44%  what guessing gives" in out
-    _, long = evaluate("--data", path, "--delimiter", "\n" + "+" * 27)
-    assert long["truncated"] == 2
     chats = tmp_path / "chats"
     shutil.copytree(trained_run / "weights", chats)
     (chats / "chat_template.jinja").write_text("{{ messages }}")
-    for flags, template in (([], True), (["--no-template"], False)):
-        _, result = evaluate("--data", path, *flags, runs=(chats,))
-        assert result["template"] is template
-    said = refused("--data", path, "--delimiter", ":", runs=(chats,))
+    assert evaluate("--data", path, runs=(chats,))[1]["template"] is True
+    assert evaluate("--data", path, "--no-template", runs=(chats,))[1]["template"] is False
+    said = refused("--data", path, "--delimiter", ":", run=chats)
     assert "--delimiter is for questions without the template" in said
 
 
@@ -175,13 +156,16 @@ def test_prepared_conversations_and_their_text_give_the_same_numbers(evaluate, p
     assert "1 left out" in said
 
 
-def test_several_models_are_scored_on_the_same_data(evaluate, trained_run, corpus, tmp_path):
+def test_several_models_are_scored_on_the_first_documents(evaluate, trained_run, corpus, tmp_path):
     other = shutil.copytree(trained_run / "weights", tmp_path / "other")
-    said, results = evaluate("--data", corpus, "--limit", 9, runs=(trained_run, other))
+    out, results = evaluate("--data", corpus, "--limit", 20, runs=(trained_run, other))
     names = [str(trained_run / "weights"), str(other)]
     assert [result["model"] for result in results] == names
-    assert [line.split()[1] for line in said.splitlines() if "model:" in line] == names
+    assert [line.split()[1] for line in out.splitlines() if "model:" in line] == names
     assert results[0]["metrics"] == results[1]["metrics"]
+    lines = corpus.read_text(encoding="utf-8").splitlines()[:20]
+    assert results[0]["bytes"] == sum(len(json.loads(line)["text"].encode()) for line in lines)
+    assert f"how: text, max_seq_len {SEQ_LEN}, stride {SEQ_LEN // 2}" in out
 
 
 @pytest.mark.parametrize(
@@ -224,31 +208,23 @@ def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
         ("a.jsonl", [], "--task choice", "no question in it"),
         ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: no question"),
-        ("a.tsv", [], "", "a.tsv: cannot read this kind of file"),
-        ("a.txt", ["x"], "--text_column body", "none of these files has columns"),
     ],
 )
 def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, lines, flags, says):
     assert says in refused("--data", write_lines(tmp_path / name, lines), *flags.split())
 
 
-def test_data_of_another_tokenizer_is_refused(refused, packed, trained_run, tmp_path):
+def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
     description = Path(shutil.copytree(packed, tmp_path / "other")) / DESCRIPTION_FILE
     content = json.loads(description.read_text(encoding="utf-8")) | {"tokenizer_sha256": "0"}
     description.write_text(json.dumps(content), encoding="utf-8")
-    line = refused("--data", tmp_path / "other")
-    assert f"{tmp_path / 'other'} has another tokenizer" in line
-    assert f"--tokenizer {trained_run / 'weights' / TOKENIZER_FILE}" in line
+    assert "other has another tokenizer" in refused("--data", tmp_path / "other")
 
 
-def test_weights_alone_need_data(refused, trained_run, tmp_path):
-    alone = shutil.copytree(trained_run / "weights", tmp_path / "alone" / "weights")
-    assert "pass --data" in refused(runs=(alone,))
-
-
-def test_broken_weights_are_refused_and_give_no_number(refused, packed, tmp_path):
+def test_weights_alone_need_data_and_broken_ones_give_no_number(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
     model.norm.weight.data.fill_(3e38)  # finite, but what comes out is not
     weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
-    line = refused("--data", packed, runs=(weights,))
+    assert "pass --data" in refused(run=weights)
+    line = refused("--data", packed, run=weights)
     assert "what the model says is not a number: its weights are broken" in line

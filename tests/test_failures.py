@@ -28,7 +28,6 @@ def said(error: Exception, recompute: str = "off", **model_settings) -> str:
         (RuntimeError("NCCL error: unhandled cuda error: out of memory"), "NCCL error"),
         (MemoryError(), "MemoryError"),
     ],
-    ids=lambda value: type(value).__name__,
 )
 def test_flags_in_use_and_the_way_out_are_named(error, details):
     line = said(error, max_seq_len=1024, dim=64)
@@ -38,14 +37,16 @@ def test_flags_in_use_and_the_way_out_are_named(error, details):
     assert "Process 1" not in line
     assert "--use_flash_attn" not in line
     assert "--use_flash_attn" in said(error, use_flash_attn=False)
-    ways = {what: said(error, what) for what in RECOMPUTE}
-    named = [what for what in RECOMPUTE if "--gradient_checkpointing blocks" in ways[what]]
-    assert named == ["off", "selective"]
+    for recompute in RECOMPUTE:
+        named = "--gradient_checkpointing blocks" in said(error, recompute)
+        assert named is (recompute != "blocks")
 
 
 def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
-    args = TrainingArguments()
-    with pytest.raises(UsageError, match="8796093022208"), one_line_failures(args, {}):
+    with (
+        pytest.raises(UsageError, match="8796093022208"),
+        one_line_failures(TrainingArguments(), {}),
+    ):
         torch.empty(2**43, dtype=torch.uint8)
 
 
@@ -63,8 +64,8 @@ def test_a_process_that_waited_for_one_that_is_gone_says_so(text, what):
     assert f"({text.split('. ')[0]}); --resume auto goes on from the last checkpoint" in line
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("x")])
-def test_other_errors_are_what_they_were(error):
-    with pytest.raises(type(error)) as raised, one_line_failures(TrainingArguments(), {}):
+def test_other_errors_are_what_they_were():
+    error = RuntimeError("shapes differ")
+    with pytest.raises(RuntimeError) as raised, one_line_failures(TrainingArguments(), {}):
         raise error
     assert raised.value is error

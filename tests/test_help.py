@@ -27,14 +27,6 @@ def test_the_usage_line_can_be_typed_and_shows_places_in_capitals(name, capsys, 
     assert places or name == "prepare_data"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_error_lines_keep_the_short_name(name, capsys):
-    with pytest.raises(SystemExit) as ended:
-        importlib.import_module(f"scripts.{name}").main(["--nonsense"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"{name}: error: ")
-
-
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
 def test_a_mistake_in_a_flag_is_said_without_loading_torch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('nobody needs it yet')\n")

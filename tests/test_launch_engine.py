@@ -9,13 +9,10 @@ from torch.distributed import ReduceOp
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine import launch
-from training.engine.launch import (
-    Engine,
-    build_engine,
-    deepspeed_plugin,
-    take_launch,
-)
+from training.engine.launch import Engine, build_engines, deepspeed_plugin, take_launch
 
+OURS = str(REPOSITORY / "ds_config.json")
+NAMED = TrainingArguments(deepspeed=OURS)
 BF16, FP16, FP32 = (TrainingArguments(dtype=d) for d in ("bfloat16", "float16", "float32"))
 
 
@@ -50,24 +47,18 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
 @pytest.mark.parametrize(
     ("variables", "args", "named"),
     [
-        (
-            {"MIXED_PRECISION": "fp16"},
-            BF16,
-            "--mixed_precision fp16, but --dtype",
-        ),
+        ({"MIXED_PRECISION": "fp16"}, BF16, "--mixed_precision fp16, but --dtype"),
         ({}, FP16, "--dtype float16 needs a GPU; on a CPU use bfloat16 or float32"),
         ({"GRADIENT_ACCUMULATION_STEPS": "8"}, BF16, "--gradient_accumulation_steps 8"),
         ({"USE_DEEPSPEED": "true", "USE_CPU": "yes"}, BF16, "switches DeepSpeed off"),
         ({"USE_DEEPSPEED": "true"}, BF16, "without a launcher"),
-        ({"USE_CPU": "true", "MASTER_PORT": "29500"}, BF16, "pass --multi_gpu"),
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
     ],
 )
 def test_a_launch_that_would_not_do_as_told_is_refused(environ, variables, args, named):
-    ours = {"MASTER_PORT"}
-    environ |= {k if k in ours else f"ACCELERATE_{k}": v for k, v in variables.items()}
+    environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()}
     with pytest.raises(UsageError) as error:
-        build_engine(args)
+        build_engines([args])
     assert named in str(error.value)
 
 
@@ -82,29 +73,23 @@ def test_what_a_gpu_lacks_is_refused(environ, monkeypatch):
         fake_gpu(monkeypatch, **gpu)
         environ["LOCAL_WORLD_SIZE"] = "4" if "devices" in gpu else "1"
         with pytest.raises(UsageError, match=named):
-            build_engine(args)
+            build_engines([args])
     environ["LOCAL_WORLD_SIZE"] = "2"
     for args in (tf32, FP16):
-        build_engine(args)
+        build_engines([args])
         assert torch.backends.cuda.matmul.allow_tf32 is args.tf32
 
 
 def test_the_accumulation_changes_in_deepspeeds_configuration_too():
-    deepspeed = {
-        "zero_optimization": {"stage": 1},
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 1,
-        "train_batch_size": 8,
-    }
-    accelerator = SimpleNamespace(num_processes=2, gradient_accumulation_steps=1)
+    deepspeed = {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4}
+    accelerator = SimpleNamespace(num_processes=2)
     Engine(accelerator, "DeepSpeed ZeRO-1", deepspeed).set_accumulation(3)
     assert accelerator.gradient_accumulation_steps == 3
     assert deepspeed["gradient_accumulation_steps"] == 3
     assert deepspeed["train_batch_size"] == 24
 
 
-@pytest.mark.parametrize(("question", "expected"), [("largest", 9), ("total", 17)])
-def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, question, expected):
+def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch):
     others, group = torch.tensor([3, 9]), object()
 
     def all_reduce(tensor, op, asked) -> None:
@@ -114,15 +99,13 @@ def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch, questio
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     engine = Engine(SimpleNamespace(num_processes=3), "DDP", None, cpu_group=group)
-    answer = getattr(engine, question)(5)
-    assert answer == expected
-    assert type(answer) is int
+    assert (engine.largest(5), engine.total(5)) == (9, 17)
 
 
 @pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
 def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerator, args, precision):
     type(accelerator.state)._reset_state(reset_partial_state=True)
-    engine = build_engine(args)
+    engine = build_engines([args])[0]
     assert engine.name.startswith("single process")
     assert engine.accelerator.ddp_handler.gradient_as_bucket_view
     assert engine.accelerator.mixed_precision == precision
@@ -131,11 +114,7 @@ def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerato
 
 
 def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
-    environ |= {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
-        "WORLD_SIZE": "2",
-        "ACCELERATE_GRADIENT_CLIPPING": "0.7",
-    }
+    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, "WORLD_SIZE": "2"}
     plugin = deepspeed_plugin(TrainingArguments(batch_size=4, accumulation_steps=3, grad_clip=0.7))
     assert plugin.zero_stage == 2
     assert plugin.deepspeed_config["gradient_clipping"] == 0.7
@@ -143,19 +122,11 @@ def test_the_plugin_carries_the_flags_into_deepspeeds_configuration(environ):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("GRADIENT_CLIPPING", "9.0"),
-        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
-    ],
+    ("flag", "value"), [("DEEPSPEED_ZERO_STAGE", "3"), ("GRADIENT_CLIPPING", "0.5")]
 )
-def test_a_flag_of_the_launcher_that_the_file_would_win_over_is_refused(environ, name, value):
-    environ |= {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
-        "WORLD_SIZE": "1",
-        f"ACCELERATE_{name}": value,
-    }
-    with pytest.raises(UsageError, match=value):
+def test_a_launchers_flag_that_contradicts_its_file_is_refused(environ, flag, value):
+    environ |= {"ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS, f"ACCELERATE_{flag}": value}
+    with pytest.raises(UsageError, match=f"{value}, but"):
         deepspeed_plugin(TrainingArguments(grad_clip=0.7))
 
 
@@ -165,27 +136,20 @@ def test_the_launchers_own_zero_flags_make_a_configuration(environ):
     assert (plugin.zero_stage, plugin.deepspeed_config["gradient_clipping"]) == (2, 0.7)
 
 
-def test_what_accelerate_rejects_is_said_in_one_line(environ, tmp_path):
-    environ |= {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(REPOSITORY / "ds_config.json"),
-        "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero_stage",
-    }
+def test_what_accelerate_rejects_is_said_in_one_line(environ):
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
+    environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file,zero_stage"
     with pytest.raises(UsageError, match=r"ds_config\.json.*zero_stage") as error:
         deepspeed_plugin(BF16)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("asked", "given"), [(50_000_000, 1000), (10, 10), ("auto", 1000)])
-def test_buckets_are_no_larger_than_all_gradients(asked, given):
-    zero = {"stage": 2} | ({} if asked is None else {"reduce_bucket_size": asked})
-    engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
-    engine.fit_to(64, n_parameters=1000)
-    assert zero["reduce_bucket_size"] == given
-    Engine(None, "DDP", None).fit_to(64, n_parameters=1000)  # has none
-
-
-OURS = str(REPOSITORY / "ds_config.json")
-NAMED = TrainingArguments(deepspeed=OURS)
+def test_buckets_are_no_larger_than_all_gradients():
+    for asked, given in ((50_000_000, 1000), (10, 10), ("auto", 1000)):
+        zero = {"stage": 2, "reduce_bucket_size": asked}
+        engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
+        engine.fit_to(64, n_parameters=1000)
+        assert zero["reduce_bucket_size"] == given
 
 
 def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
@@ -197,7 +161,7 @@ def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS,
     }
-    assert {name: environ[name] for name in expected} == expected
+    assert environ.items() >= expected.items()
 
 
 def test_without_a_launcher_a_process_is_alone(environ):
@@ -207,33 +171,22 @@ def test_without_a_launcher_a_process_is_alone(environ):
     assert {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
 
 
-@pytest.mark.parametrize("named", [os.path.relpath(OURS), "none", "other.json"])
-def test_only_another_file_of_the_launchers_is_a_contradiction(environ, named):
-    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
-    if named == "other.json":
-        with pytest.raises(UsageError, match=r"--deepspeed is .* file is other.json: name one"):
-            take_launch(NAMED)
-        return
-    take_launch(NAMED)
-    assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
+def test_only_another_file_of_the_launchers_is_a_contradiction(environ):
+    for named in (os.path.relpath(OURS), "none"):
+        environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
+        take_launch(NAMED)
+        assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "other.json"
+    with pytest.raises(UsageError, match=r"--deepspeed is .* file is other.json: name one"):
+        take_launch(NAMED)
 
 
 def test_of_several_models_each_may_name_a_file_and_the_launchers_is_that_of_the_others(environ):
-    environ |= {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": OURS,
-        "WORLD_SIZE": "2",
-    }
-    own = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json"))
-    models = own, TrainingArguments()
+    models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
+    with pytest.raises(UsageError, match="all models or none"):
+        take_launch(*models)
+    environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+    environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
     take_launch(*models)
     assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
     assert [deepspeed_plugin(args).zero_stage for args in models] == [3, 2]
-
-
-def test_deepspeed_for_some_models_alone_is_refused_by_their_names(environ):
-    before = dict(environ)
-    first = TrainingArguments(deepspeed=OURS, run_name="first")
-    with pytest.raises(UsageError, match=r"all models or none: only first and not the launcher"):
-        take_launch(first, TrainingArguments(run_name="plain"))
-    assert environ == before

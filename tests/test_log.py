@@ -1,4 +1,4 @@
-"""What a run reports; the mean loss itself is in test_meter.py."""
+"""What a run reports: mean losses, speed, lines and rows."""
 
 import json
 import re
@@ -8,11 +8,79 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from runs.folder import RunFolder
 from training import log as log_module
-from training.log import TrainingLog, as_time
+from training.arguments import TrainingArguments
+from training.log import LossMeter, TrainingLog, as_time
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 VALIDATION = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 0.9, "samples": 3}
+
+
+def meter_of(*parts: str, others: tuple = (), processes: int = 1) -> LossMeter:
+    """Make a meter of one process.
+
+    Args:
+        others: sums and weight of the other processes.
+    """
+    theirs = torch.tensor(others) if others else 0
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=processes, reduce=lambda mine: mine + theirs
+    )
+    return LossMeter(accelerator, parts)
+
+
+def take_step(meter: LossMeter, *losses: float, weight: float = 1.0, norm=0.5) -> None:
+    """Take a step with a micro-batch for each loss."""
+    for loss in losses:
+        meter.add(weight, loss=torch.tensor(loss))
+    meter.end_step(norm)
+
+
+def mean_of(meter: LossMeter) -> float | None:
+    return meter.take()["loss"]
+
+
+@pytest.mark.parametrize("weight", [0.25, 0.0])
+def test_means_are_over_every_target_of_all_processes_since_the_last_report(weight):
+    meter = meter_of(others=(weight * (6.0 + 8.0), 2 * weight))
+    take_step(meter, 1.0, weight=0.5)
+    take_step(meter, 3.0)
+    assert mean_of(meter) == pytest.approx((0.5 + 3 + weight * (6 + 8)) / (1.5 + 2 * weight))
+    meter = meter_of("hard_loss", "agreement")
+    for weight, loss in ((1.0, 2.0), (0.5, 8.0)):
+        parts = {"agreement": torch.tensor(loss / 16), "hard_loss": torch.tensor(loss / 2)}
+        meter.add(weight, loss=torch.tensor(loss), **parts)
+    meter.end_step(0.5)
+    expected = {"loss": 6 / 1.5, "hard_loss": 3 / 1.5, "agreement": 0.375 / 1.5}
+    assert meter.take() == pytest.approx(expected)
+    take_step(meter)  # without any target
+    assert mean_of(meter) is None
+
+
+@pytest.mark.parametrize("bad", [NAN, torch.tensor(INF)])
+def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
+    meter, counts = meter_of(), []
+    for loss, norm in [(5.0, 1.0), (NAN, bad), (7.0, bad), (2.0, torch.tensor(1.0))]:
+        take_step(meter, loss, norm=norm)
+        counts.append((int(meter.skipped_steps), int(meter.bad_in_row)))
+    assert counts == [(0, 0), (1, 1), (2, 2), (2, 0)]
+    assert mean_of(meter) == 3.5
+
+
+def test_a_resumed_meter_goes_on_to_the_bit_without_the_step_under_way():
+    meter = meter_of("soft_loss")
+    for weight in (0.1, 0.7):
+        meter.add(weight, loss=torch.tensor(2.7), soft_loss=torch.tensor(0.9))
+        meter.end_step(0.5)
+    meter.add(1.0, loss=torch.tensor(9.0), soft_loss=torch.tensor(9.0))
+    state = meter.state()
+    assert state.keys() == {"log.loss", "log.soft_loss", "log.weight", "log.skipped_steps"}
+    resumed = meter_of("soft_loss")
+    resumed.load_state([state], rank=0)
+    assert resumed.state() == state
+    meter.end_step(INF)
+    assert resumed.take() == meter.take()
 
 
 class Clock:
@@ -35,10 +103,11 @@ def start(accelerator, tmp_path, clock):
     """Makes an open TrainingLog; closes it in the end."""
     made = []
 
-    def start(accelerator=accelerator, **changes) -> TrainingLog:
-        settings = {"log_interval": 1, "tokens_per_step": 640, "flops_per_token": 1000}
-        settings |= {"total_steps": 100, "first_step": 1}
-        made.append(TrainingLog(accelerator, tmp_path / "metrics.jsonl", **settings | changes))
+    def start(log_interval=1, **changes) -> TrainingLog:
+        settings = {"accelerator": accelerator, "tokens_per_step": 640, "flops_per_token": 1000}
+        settings |= {"total_steps": 100, "first_step": 1, "folder": RunFolder(tmp_path)}
+        settings |= {"args": TrainingArguments(log_interval=log_interval, log_with="none")}
+        made.append(TrainingLog(**settings | changes))
         made[-1].open()
         return made[-1]
 
@@ -64,8 +133,7 @@ def feed(clock):
     def feed(log, step: int, loss: float = 1.0, grad_norm: float = 0.5, seconds=1.0) -> None:
         clock.now += seconds
         log.meter.add(1.0, loss=torch.tensor(loss))
-        log.clock.tokens += 640
-        log.step(step, learning_rate=1e-3, grad_norm=grad_norm, epoch=step / 100)
+        log.step(step, 1e-3, grad_norm=grad_norm, epoch=step / 100)
 
     return feed
 
@@ -101,25 +169,23 @@ def test_speed_leaves_out_pauses_and_the_first_step_and_time_left_does_not(
     assert last["tokens_per_second"] == pytest.approx(640 / 6, abs=0.1)
     left = (50 + 8 * steps) / steps * (12 - last["step"])
     assert f"left {as_time(left)}" in capsys.readouterr().out
+    times = {59.9: "0:59", 61: "1:01", 3600: "1:00:00", 72000: "20:00:00"}
+    assert {seconds: as_time(seconds) for seconds in times} == times
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3600, "1:00:00"), (72000, "20:00:00")],
-)
-def test_a_time_is_said_in_hours_minutes_and_seconds(seconds, said):
-    assert as_time(seconds) == said
-
-
-def test_a_line_tells_what_people_watch(start, feed, capsys):
+def test_a_line_tells_what_people_watch(start, feed, tmp_path, capsys):
     log = start(name="small")
-    for step, loss in ((1, 3.5), (2, 2.5)):
-        feed(log, step, loss)
-    line = capsys.readouterr().out.splitlines()[-1]
+    for step, loss, norm in ((1, 3.5, 0.5), (2, 2.5, 0.5), (3, NAN, NAN)):
+        feed(log, step, loss, norm)
+    _, line, skipped = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
         r"small  step 2/100  loss 2\.5000  lr 1\.00e-03  grad_norm 0\.500  640 tokens/s  left 1:38",
         line,
     )
+    assert "loss n/a" in skipped
+    assert skipped.endswith("  skipped 1")
+    row = rows(tmp_path)[2]  # other programs reject NaN in JSON
+    assert (row["loss"], row["grad_norm"], row["skipped_steps"]) == (None, None, 1)
 
 
 def test_rows_of_training_validation_and_profile(start, feed, tmp_path, capsys, monkeypatch):
@@ -142,27 +208,10 @@ def test_rows_of_training_validation_and_profile(start, feed, tmp_path, capsys, 
     assert "MFU 64.0%" in capsys.readouterr().out
 
 
-def test_where_every_step_was_skipped_there_is_no_loss(start, feed, tmp_path, capsys):
-    """Other programs reject Infinity and NaN in JSON."""
-    log = start()
-    feed(log, 1, NAN, grad_norm=NAN)
-    assert rows(tmp_path)[0]["loss"] is rows(tmp_path)[0]["grad_norm"] is None
-    assert rows(tmp_path)[0]["skipped_steps"] == 1
-    said = capsys.readouterr().out
-    assert "loss n/a" in said
-    assert said.rstrip().endswith("  skipped 1")
-
-
-def test_other_processes_write_nothing_and_their_tokens_count(start, feed, accelerator, tmp_path):
-    both = {"device": accelerator.device, "num_processes": 2, "mixed_precision": "no"}
-    both |= {"reduce": lambda mine: 2 * mine, "log": lambda values, step: None}
-    for is_main in (False, True):
-        log = start(accelerator=SimpleNamespace(is_main_process=is_main, **both))
-        for step in (1, 2):
-            feed(log, step)
-        log.validation(2, VALIDATION)
-        assert (tmp_path / "metrics.jsonl").exists() == is_main
-    assert rows(tmp_path)[1]["tokens_per_second"] == 1280
+def test_other_processes_write_nothing(start, feed, accelerator, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(accelerator), "is_main_process", False)
+    feed(start(), 1)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
@@ -185,35 +234,10 @@ def test_a_resumed_run_drops_the_lines_that_it_writes_again(start, feed, tmp_pat
     begun = (
         b'{"step": 1, "loss": 3.0}\n\xff\xfe{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 1, "lo'
     )
-    (tmp_path / "metrics.jsonl").write_bytes(begun)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_bytes(begun)
     feed(start(first_step=2), 2)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "loss": 3.0}\n'
     feed(start(first_step=1), 1)
     assert [row["step"] for row in rows(tmp_path)] == [1]
-
-
-@pytest.mark.parametrize(
-    ("losses", "warned_at"),
-    [
-        ([6.0, 7.0, 5.0, 7.0, 8.0, 9.0, 10.0], [6]),
-        ([6.0, NAN, 7.0, NAN, 5.0], [4]),
-        ([6.0, 5.0, 6.5, 6.5, 4.0], []),
-        ([6.0, 6.0, 6.0, 6.0, 6.0], []),
-    ],
-)
-def test_a_loss_that_stays_above_where_it_began_makes_a_warning(start, capsys, losses, warned_at):
-    log = start()
-    for step, loss in enumerate(losses, 1):
-        log._warn(step, None if loss is NAN else loss)
-    said = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
-    assert [int(re.search(r"at step (\d+) and was 6\.0000", line)[1]) for line in said] == warned_at
-
-
-def test_a_resumed_run_knows_its_first_loss(start, feed, tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 9, "loss": 1.0}\n')
-    log = start(first_step=9)
-    for step in (9, 10, 11):
-        feed(log, step, 4.0)
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
-    assert len(warnings) == 1
-    assert "4.0000 at step 11 and was 3.0000" in warnings[0]

@@ -10,41 +10,32 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 
 
-def process(rank: int, processes: int = 2) -> SimpleNamespace:
-    return SimpleNamespace(is_main_process=rank == 0, num_processes=processes)
+def told(monkeypatch, *everyone, rank: int = 0) -> Engine:
+    """An engine whose processes, on a machine each, have told each other this."""
+    known = [(mine, f"node{at}") for at, mine in enumerate(everyone)]
+    monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
+    accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=len(everyone))
+    return Engine(accelerator, "DDP", None, cpu_group="group")
 
 
-@pytest.fixture
-def broadcast(monkeypatch):
-    """What the main process has sent, which the others get."""
-    sent = []
-
-    def exchange(answer: list) -> None:
-        if sent:
-            answer[:] = sent[0]
-        else:
-            sent.append(list(answer))
-
-    monkeypatch.setattr(main_process, "broadcast_object_list", exchange)
-    return sent
+ALONE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single process", None)
 
 
 def never():
     raise AssertionError("asked on another process than the main one")
 
 
-def test_the_main_process_decides_for_all(broadcast):
-    first, second = (Engine(process(rank), "DDP", None) for rank in (0, 1))
-    assert on_main_process(first, lambda: ("an", "answer")) == ("an", "answer")
+def test_the_main_process_decides_for_all(monkeypatch):
+    told_by_main = []
+    engine = told(monkeypatch, None, None)
+    monkeypatch.setattr(
+        main_process, "_gather", lambda engine, mine: told_by_main.append(mine) or [(mine, "a")]
+    )
+    assert on_main_process(engine, lambda: ("an", "answer")) == ("an", "answer")
+    second = told(monkeypatch, *told_by_main, None, rank=1)
     assert on_main_process(second, never) == ("an", "answer")
-
-
-@pytest.mark.parametrize("error", [ConfigError, DataError])
-def test_a_mistake_is_raised_on_all(broadcast, error):
-    for rank, decide in enumerate((fails("the reason", error), never)):
-        engine = Engine(process(rank), "DDP", None)
-        with pytest.raises(error, match="the reason"):
-            on_main_process(engine, decide)
+    with pytest.raises(DataError, match="the reason"):
+        on_main_process(told(monkeypatch, (None, DataError("the reason")), None, rank=1), never)
 
 
 def fails(words: str, kind=DataError):
@@ -54,22 +45,15 @@ def fails(words: str, kind=DataError):
     return attempt
 
 
-def told(monkeypatch, *everyone) -> Engine:
-    """An engine whose processes, on a machine each, have told each other this."""
-    known = [(mine, f"node{rank}") for rank, mine in enumerate(everyone)]
-    monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
-    return Engine(process(0, len(everyone)), "DDP", None, cpu_group="group")
-
-
 def test_every_process_has_its_own_answer(monkeypatch):
     assert on_every_process(told(monkeypatch, None, None), lambda: 2) == 2
 
 
 def test_a_process_that_is_alone_asks_nobody_and_raises_its_own():
-    alone = Engine(process(0, 1), "single process", None)
-    assert on_every_process(alone, lambda: 1) == 1
-    with pytest.raises(DataError, match="no data"):
-        on_every_process(alone, fails("no data"))
+    for ask in (on_main_process, on_every_process):
+        assert ask(ALONE, lambda: 1) == 1
+        with pytest.raises(DataError, match="no data"):
+            ask(ALONE, fails("no data"))
 
 
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
@@ -93,4 +77,4 @@ def test_what_one_process_has_otherwise_than_the_main_one_is_said_by_all(monkeyp
     with pytest.raises(UsageError, match=r"has data None \(not a1\), engine DDP \(not None\): "):
         require_the_same(told(monkeypatch, main, other), main)
     require_the_same(told(monkeypatch, main, main), main)
-    require_the_same(Engine(process(0, 1), "single process", None), main)
+    require_the_same(ALONE, main)

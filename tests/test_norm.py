@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch.nn import functional as F
 
 from model import RMSNorm
 
@@ -25,20 +24,6 @@ def test_output_is_the_input_over_its_root_mean_square_times_the_weight(scale, e
     torch.testing.assert_close(norm(x), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_it_equals_torch_rms_norm_with_its_gradients():
-    norm, x = norm_and_input()
-    ours = x.clone().requires_grad_()
-    theirs = x.clone().requires_grad_()
-    weight = norm.weight.detach().clone().requires_grad_()
-
-    norm(ours).square().sum().backward()
-    F.rms_norm(theirs, (24,), weight, 1e-5).square().sum().backward()
-
-    torch.testing.assert_close(norm(x), F.rms_norm(x, (24,), weight, 1e-5))
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(norm.weight.grad, weight.grad, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_kept_and_only_the_result_is_rounded(dtype):
     norm, x = norm_and_input(dim=512)
@@ -48,13 +33,3 @@ def test_half_precision_is_kept_and_only_the_result_is_rounded(dtype):
     expected = by_definition(x, norm.weight, 1e-5)
     error = (out.double() - expected).abs()
     assert (error <= torch.finfo(dtype).eps * expected.abs() + 1e-6).all()
-
-
-def test_squares_that_fp16_cannot_hold_do_no_harm():
-    norm = RMSNorm(8)
-    x = torch.full((1, 8), 1000.0, dtype=torch.float16)  # its square is beyond 65504
-    torch.testing.assert_close(norm(x), torch.ones(1, 8, dtype=torch.float16))
-
-
-def test_weights_start_at_one():
-    assert torch.equal(RMSNorm(5).weight, torch.ones(5))

@@ -1,13 +1,53 @@
-from common.numbers import counted, size
+import errno
+import io
+import sys
+
+from tqdm import tqdm
+
+from common.numbers import counted, progress_bar, size
 
 
-def test_one_of_a_kind_is_singular():
+def test_counts_and_sizes_in_words():
     assert [counted(n, "kv heads") for n in (0, 1, 2)] == ["0 kv heads", "1 kv head", "2 kv heads"]
-    assert [counted(n, "processes") for n in (1, 2)] == ["1 process", "2 processes"]
-    assert counted(12345, "documents") == "12,345 documents"
-
-
-def test_a_size_never_reads_as_nothing():
-    assert [size(n) for n in (12_140_000, 100_000, 99_900)] == ["12.1 MB", "0.1 MB", "99.9 kB"]
+    assert [counted(n, "processes") for n in (1, 2345)] == ["1 process", "2,345 processes"]
+    assert [size(n) for n in (12_140_000, 99_900, 160)] == ["12.1 MB", "99.9 kB", "0.2 kB"]
     assert [size(n) for n in (999_900_000, 67_730_000_000)] == ["999.9 MB", "67.7 GB"]
-    assert size(160) == "0.2 kB"
+
+
+class Clock:
+    """A bar's, which stands still until told otherwise."""
+
+    def __init__(self, bar: tqdm):
+        self.now, bar._time = bar.start_t, self
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_in_a_file_a_minute_is_a_line_and_the_end_none(capsys):
+    with progress_bar(8, "step", "step") as bar:
+        clock = Clock(bar)
+        for number in range(2):
+            bar.set_postfix_str(f"loss {number}.5", refresh=False)
+            clock.now += 61
+            bar.update(2)
+            clock.now += 11
+            bar.update()
+    assert bar.miniters == 1  # else tqdm's thread draws too
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("step 2/8, loss 0.5, ")
+    assert second.startswith("step 5/8, loss 1.5, ")
+    assert first.endswith(" left")
+
+
+def test_a_line_that_cannot_be_written_does_not_end_what_is_counted(monkeypatch):
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "not written")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    with progress_bar(5, "step", "step") as bar:
+        clock = Clock(bar)
+        for _ in range(2):
+            clock.now += 61
+            assert bar.update()  # it was drawn, or would have been

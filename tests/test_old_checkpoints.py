@@ -31,20 +31,10 @@ LOSSES = {
 }
 
 
-@pytest.fixture
-def run_of(tmp_path):
-    """Copy the checkpoints of a format into a run folder."""
-
-    def copy(name: str) -> Path:
-        shutil.copytree(FIXTURES / name / "checkpoints", tmp_path / "run" / "checkpoints")
-        return tmp_path / "run"
-
-    return copy
-
-
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_run_goes_on_from_it_as_the_version_that_wrote_it_did(run_of, name):
-    run = run_of(name)
+def test_a_run_goes_on_from_it_as_the_version_that_wrote_it_did(tmp_path, name):
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / name / "checkpoints", run / "checkpoints")
     main([*FLAGS.split(), *OWN_FLAGS[name].split(), "--data", DATA, "--resume", str(run)])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]

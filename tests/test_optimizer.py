@@ -1,17 +1,115 @@
+"""Learning rate, groups, and Muon against its formula, with partitions of ZeRO too."""
+
 import dataclasses
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import DummyOptim
+from test_partition import divided
+from torch import nn
 
+from common.errors import UsageError
 from model import LMConfig, Transformer
-from training.arguments import TrainingArguments
+from training import optimizer as module
+from training.arguments import TrainingArguments, parse_arguments
 from training.engine.launch import Engine
-from training.optimizer import build_optimizer, parameter_groups, set_learning_rate
+from training.optimizer import (
+    MAX_DEFAULT_WARMUP,
+    NEWTON_SCHULZ,
+    LearningRate,
+    Muon,
+    build_optimizer,
+    count_steps,
+    parameter_groups,
+    set_learning_rate,
+)
 
 ARGS = TrainingArguments(learning_rate=3e-4, weight_decay=0.2, beta1=0.8, beta2=0.9)
 MUON = dataclasses.replace(ARGS, optimizer="muon", muon_learning_rate=0.03, muon_momentum=0.7)
+PEAK = 4e-4
+SHAPES = [(16, 16), (32, 16), (16, 32), (16, 16), (8, 32), (32, 16)]
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+SCHEDULES = ["cosine", "linear", "constant", "wsd"]
+
+
+def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
+    """Of steps 0 (never taken, nan) to the last."""
+    settings |= {"lr_schedule": schedule, "learning_rate": PEAK, "warmup_steps": warmup}
+    rate = LearningRate(TrainingArguments(**settings), total)
+    return [math.nan, *(rate(step) for step in range(1, total + 1))]
+
+
+def test_cosine_equals_its_formula():
+    found = rates("cosine", 50, 5, min_lr_ratio=0.2)
+    for step in range(6, 51):
+        wave = 0.5 * (1 + math.cos(math.pi * (step - 5) / 45))
+        assert found[step] == pytest.approx(PEAK * (0.2 + 0.8 * wave))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "decay_fraction", "start"),
+    [
+        ("linear", 0.2, 10),
+        ("wsd", 0.2, 80),
+        ("wsd", 1.0, 10),
+        ("wsd", 0.0, 100),
+        ("constant", 1, 100),
+    ],
+)
+def test_others_stay_at_the_peak_and_fall_by_the_same_at_every_step(
+    schedule, decay_fraction, start
+):
+    found = rates(schedule, decay_fraction=decay_fraction)
+    assert set(found[10 : start + 1]) == {PEAK}
+    falls = [a - b for a, b in pairwise(found[start:])]
+    assert falls == pytest.approx([PEAK * 0.9 / max(1, 100 - start)] * (100 - start))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("total", [1, 3, 999])
+@pytest.mark.parametrize("share", [0, 0.05, 1])
+def test_the_rate_rises_in_a_line_to_the_peak_and_never_again(schedule, total, share):
+    warmup = int(total * share)
+    found = rates(schedule, total, warmup)[1:]
+    assert 0 < min(found) <= max(found) <= PEAK
+    rising, falling = found[:warmup], found[max(0, warmup - 1) :]
+    assert rising == pytest.approx([PEAK * i / warmup for i in range(1, len(rising) + 1)])
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(falling))
+    assert min(falling, default=PEAK) >= PEAK / 10 * (1 - 1e-12)
+
+
+def from_flags(typed: str, total_steps: int) -> LearningRate:
+    return LearningRate(parse_arguments(typed.split())[0], total_steps)
+
+
+def test_flags_reach_the_schedule():
+    flags = (
+        "--learning_rate 3e-3 --lr_schedule wsd --warmup_steps 7 --min_lr_ratio 0.5 "
+        "--decay_fraction 0.3"
+    )
+    rate = from_flags(flags, 100)
+    assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
+    assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
+    assert from_flags("", 100).schedule == "cosine"
+    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # a twentieth
+        assert from_flags("", total).warmup_steps == warmup
+    for warmup in (0, 10):
+        assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
+    with pytest.raises(UsageError, match="--warmup_steps 11: the whole run has 10 steps"):
+        from_flags("--warmup_steps 11", 10)
+
+
+@pytest.mark.parametrize(
+    ("typed", "steps"), [("--epochs 3", 38), ("--epochs 3 --max_steps 5", 5), ("--epochs 4", 50)]
+)
+def test_steps_are_those_of_the_epochs_rounded_up(typed, steps):
+    args, _ = parse_arguments(f"{typed} --batch_size 2 --accumulation_steps 2".split())
+    assert count_steps(args, n_samples=100, processes=2) == steps
 
 
 def tiny(**settings) -> Transformer:
@@ -29,45 +127,30 @@ def names_in(model: Transformer, groups: list[dict]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_matrices_decay_and_norms_do_not(tie_embeddings):
+def test_matrices_decay_and_norms_do_not_and_muon_steps_those_of_the_blocks(tie_embeddings):
     model = tiny(tie_embeddings=tie_embeddings)
+    names = {name for name, _ in model.named_parameters()}
+    norms = {name for name in names if "norm" in name}
     groups = parameter_groups(model, 0.1)
-    decay, no_decay = names_in(model, groups)
+    assert names_in(model, groups) == [names - norms, norms]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all("norm" in name for name in no_decay)
-    assert not any("norm" in name for name in decay)
-    assert sorted([*decay, *no_decay]) == sorted(name for name, _ in model.named_parameters())
     assert len(parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)) == 1  # none is empty
+    optimizer = build(model, MUON, deepspeed={"optimizer": {"type": "AdamW"}})
+    blocks = {name for name in names - norms if name.startswith("layers.")}
+    assert len(blocks) == 2 * 7
+    assert names_in(model, optimizer.param_groups) == [blocks, names - norms - blocks, norms]
 
 
-@pytest.mark.parametrize("deepspeed", [None, {"zero_optimization": {"stage": 2}}])
-def test_the_script_makes_adamw_where_the_deepspeed_file_holds_none(deepspeed):
-    optimizer = build(tiny(), deepspeed=deepspeed)
+def test_adamw_is_made_here_or_by_the_deepspeed_file():
+    optimizer = build(tiny(), deepspeed={"zero_optimization": {"stage": 2}})
     assert type(optimizer) is torch.optim.AdamW
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-8)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
-    set_learning_rate(optimizer, 7e-5)
-    assert [group["lr"] for group in optimizer.param_groups] == [7e-5, 7e-5]
-
-
-def test_the_groups_reach_an_optimizer_of_the_deepspeed_file():
+    for group, decay in zip(optimizer.param_groups, (0.2, 0.0), strict=True):
+        found = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+        assert found == (3e-4, (0.8, 0.9), 1e-8, decay)
     optimizer = build(tiny(), deepspeed={"optimizer": {"type": "AdamW"}})
     assert isinstance(optimizer, DummyOptim)
     assert (optimizer.lr, optimizer.weight_decay) == (3e-4, 0.2)
     assert [group["weight_decay"] for group in optimizer.params] == [0.2, 0.0]
-
-
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_muon_steps_the_matrices_of_the_blocks_and_nothing_else(tie_embeddings):
-    model = tiny(tie_embeddings=tie_embeddings)
-    optimizer = build(model, MUON, deepspeed={"optimizer": {"type": "AdamW"}})
-    by_muon, decay, no_decay = names_in(model, optimizer.param_groups)
-    assert len(by_muon) == 2 * 7
-    assert all(name.startswith("layers.") and "norm" not in name for name in by_muon)
-    assert decay == {"tok_embeddings.weight"} | (set() if tie_embeddings else {"output.weight"})
-    assert all("norm" in name for name in no_decay)
-    assert len(no_decay) == 2 * 2 + 1
 
 
 def test_the_flags_reach_both_parts_of_muon():
@@ -87,7 +170,6 @@ def test_the_flags_reach_both_parts_of_muon():
     ("has_bf16", "dtype", "by"),
     [
         (None, "bfloat16", torch.bfloat16),  # None: no GPU
-        (None, "float32", torch.float32),
         (False, "float16", torch.float32),
         (True, "float16", torch.bfloat16),
         (True, "float32", torch.float32),
@@ -97,3 +179,119 @@ def test_muon_orthogonalises_in_bf16_where_it_can(monkeypatch, has_bf16, dtype, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_bf16 is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     assert build(tiny(), dataclasses.replace(MUON, dtype=dtype)).dtype == by
+
+
+def matrices(shapes=SHAPES, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator) * 0.1) for shape in shapes]
+
+
+def group_of(parameters: list, **changes) -> dict:
+    settings = {"algorithm": "muon", "lr": LR, "weight_decay": DECAY, "momentum": MOMENTUM}
+    return {"params": parameters, **settings, **changes}
+
+
+def muon_of(parameters: list, dtype=torch.float32, **changes) -> Muon:
+    return Muon([group_of(parameters, **changes)], LR, dtype)
+
+
+def gradients(step: int, shapes=SHAPES) -> list[torch.Tensor]:
+    return [p.detach() for p in matrices(shapes, seed=100 + step)]
+
+
+def train(optimizer, parameters: list, steps: int = 4, shapes=SHAPES) -> None:
+    for step in range(steps):
+        for p, gradient in zip(parameters, gradients(step, shapes), strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+
+def largest_difference(a: list, b: list) -> float:
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements: 16 × 16 twice is 512
+def test_in_fp32_it_is_the_formula(monkeypatch, at_once):
+    monkeypatch.setitem(module.BATCH_ELEMENTS, "cpu", at_once)
+    mine, by_hand = matrices(), [p.detach().double() for p in matrices()]
+    train(muon_of(mine), mine)
+    momenta = [torch.zeros_like(p) for p in by_hand]
+    for step in range(4):
+        for p, momentum, gradient in zip(by_hand, momenta, gradients(step), strict=True):
+            momentum += (1 - MOMENTUM) * (gradient.double() - momentum)
+            update = (1 - MOMENTUM) * gradient.double() + MOMENTUM * momentum
+            u, sigma, v = torch.linalg.svd(update / update.norm(), full_matrices=False)
+            for a, b, c in NEWTON_SCHULZ:
+                sigma = a * sigma + b * sigma**3 + c * sigma**5
+            longer = max(1, p.shape[0] / p.shape[1]) ** 0.5
+            p *= 1 - LR * DECAY
+            p -= LR * longer * (u * sigma) @ v
+    assert largest_difference(mine, by_hand) < 1e-6
+
+
+def test_the_other_groups_are_adamws_to_the_bit():
+    shapes = [(5, 7), (7,), (3, 4)]
+    mine, theirs = matrices(shapes), matrices(shapes)
+    settings = {"lr": 3e-3, "betas": (0.8, 0.9), "eps": 1e-8}
+    decays = (0.3, 0.0)
+
+    def groups(parameters):
+        shared = zip((parameters[:2], parameters[2:]), decays, strict=True)
+        return [{"params": p, "weight_decay": d, **settings} for p, d in shared]
+
+    optimizer = Muon([group_of(matrices()), *groups(mine)], LR, torch.float32)
+    adamw = torch.optim.AdamW(groups(theirs), fused=True)
+    train(optimizer, mine, shapes=shapes)
+    train(adamw, theirs, shapes=shapes)
+    assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("processes", "gap"), [(1, 0), (2, 3), (7, 3)])
+def test_partitions_are_stepped_as_whole_matrices_are(processes, gap, monkeypatch):
+    """Every process is a thread; with 7 of them, matrices are split among three."""
+    given, barrier = [], threading.Barrier(processes, timeout=60)
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        given.append(tensor.clone())
+        barrier.wait()
+        tensor.copy_(torch.stack(given).sum(0))
+        if barrier.wait() == 0:
+            given.clear()
+        barrier.wait()
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    whole, parameters = matrices(), matrices()
+    train(muon_of(whole), whole)
+    shares = divided(parameters, processes, gap)
+    by_step = [
+        divided([nn.Parameter(g) for g in gradients(step)], processes, gap) for step in range(4)
+    ]
+
+    def work(rank: int) -> None:
+        partition = shares[rank]
+        optimizer = muon_of(matrices())
+        optimizer.param_groups[0]["params"] = [partition.fp32]  # as DeepSpeed does
+        optimizer.layout[partition.fp32] = partition
+        for step in range(4):
+            partition.fp32.grad = by_step[step][rank].fp32.clone()
+            optimizer.step()
+
+    with ThreadPoolExecutor(processes) as threads:
+        list(threads.map(work, range(processes)))
+    for i, p in enumerate(whole):
+        result = torch.empty(p.numel())
+        for partition in shares:
+            part = partition.parts[i]
+            result[part.in_parameter] = partition.fp32[part.in_partition]
+        assert largest_difference([result.view_as(p)], [p]) < 1e-6
+
+
+def test_zeros_only_decay_and_a_step_that_is_left_out_changes_nothing():
+    (p,) = parameters = matrices([(8, 8)])
+    before, optimizer = p.detach().clone(), muon_of(parameters)
+    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler tells AdamW
+        optimizer.found_inf = torch.tensor(found_inf)
+        p.grad = torch.full((8, 8), float(found_inf))
+        optimizer.step()
+        torch.testing.assert_close(p, before * factor, rtol=1e-6, atol=0)
+        assert bool(optimizer.state) == (not found_inf)

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from data import encoders, packing
+from data import encoding, packing, shards
+from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, split_at_random, ways_to_split
 from data.errors import DataError
-from data.packing import PackingOptions, prepare
+from data.packing import BY_SIZE, PackingOptions, prepare, suited_to
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit, hash_of
 
+SHARDS = ("train-00000.bin", "val-00000.bin")
 DOCUMENTS = [f"document {i}: {i} and {i * i} 第{i}句 \u2581\n" for i in range(400)]
 
 
@@ -39,31 +41,25 @@ def pack_documents(documents: list[str], folder: Path, name="out", **changes) ->
     return pack(write_jsonl(folder / f"{name}.jsonl", documents), folder / name, **changes)
 
 
-def description(out: Path) -> dict:
-    return json.loads((out / "dataset.json").read_text(encoding="utf-8"))
-
-
 def stream(out: Path, split: str) -> np.ndarray:
-    shards = description(out)["splits"][split]["shards"]
-    pieces = [np.fromfile(out / shard["file"], description(out)["dtype"]) for shard in shards]
-    return np.concatenate(pieces or [np.empty(0, np.uint16)])
+    about = read_description(out)
+    files = [out / shard["file"] for shard in about["splits"][split]["shards"]]
+    return np.concatenate([np.fromfile(f, about["dtype"]) for f in files] or [np.empty(0, "u2")])
 
 
 def documents(out: Path, split: str) -> list[str]:
     """The texts in the shards, read without this project's code: BOS, text, EOS and so on."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(out / "tokenizer.model"))
-    found, current = [], None
-    for token in stream(out, split).tolist():
-        if token == model.bos_id():
-            assert current is None, "a document begins inside another"
-            current = []
-        elif token == model.eos_id():
-            found.append(model.decode(current))
-            current = None
-        else:
-            current.append(token)
-    assert current is None, "the last document has no end"
-    return found
+    tokens = stream(out, split)
+    begins, ends = (np.flatnonzero(tokens == id) for id in (model.bos_id(), model.eos_id()))
+    assert begins.tolist() == [0, *ends + 1][: len(ends)]
+    assert not len(tokens) or ends[-1] == len(tokens) - 1
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    return [model.decode(tokens[begin + 1 : end].tolist()) for begin, end in spans]
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +68,7 @@ def packed(tmp_path_factory) -> Path:
 
 
 def test_every_document_stands_in_one_split_in_the_order_of_the_corpus(packed):
-    about = description(packed)
+    about = read_description(packed)
     held = {split: documents(packed, split) for split in ("train", "val")}
     assert Counter(held["train"] + held["val"]) == Counter(DOCUMENTS)
     assert len(held["val"]) / len(DOCUMENTS) == pytest.approx(0.1, abs=0.05)
@@ -86,14 +82,34 @@ def test_every_document_stands_in_one_split_in_the_order_of_the_corpus(packed):
         assert part["shards"][0]["sha256"] == hashlib.sha256(data).hexdigest()
     tokenizer = (packed / "tokenizer.model").read_bytes()
     assert about["tokenizer_sha256"] == hashlib.sha256(tokenizer).hexdigest()
-    names = {path.name for path in packed.iterdir()}
-    assert names == {"dataset.json", "tokenizer.model", "train-00000.bin", "val-00000.bin"}
+    assert set(files_of(packed)) == {"dataset.json", "tokenizer.model", *SHARDS}
 
 
-def test_hashes_never_change():
-    """Another hash would move documents between the splits of data that is prepared again."""
+def test_the_split_never_changes():
+    """Else documents would move between the splits of data that is prepared again."""
     assert hash_of("句".encode()) == 1228714624519560309
     assert hash_of("句".encode(), digest_size=16) == 12239898487114312437
+    split = ValidationSplit(0.25)
+    assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
+
+
+def test_every_size_has_its_settings(tmp_path):
+    path = tmp_path / "a.txt"
+    path.touch()
+    for n_bytes, row in ((0, 0), (499_999, 0), (500_000, 1), (12_100_000, 3), (10**9, -1)):
+        os.truncate(path, n_bytes)
+        assert suited_to([str(path)]) == BY_SIZE[row]
+
+
+def test_the_share_of_pieces_that_are_split_is_as_said(packed):
+    """Of a piece that can be split in one way alone, into two that cannot be split."""
+    tokenizer, n = Tokenizer(packed / "tokenizer.model"), 20_000
+    ways_of = ways_to_split(tokenizer)
+    single = [id for id, ways in ways_of.items() if len(ways) == 1]
+    pair = next(id for id in single if not any(ways_of[part] for part in ways_of[id][0]))
+    split = split_at_random([pair] * n, tokenizer, np.random.default_rng(0))
+    assert split.count(pair) == pytest.approx(n * (1 - SPLIT_SHARE) ** SPLIT_ROUNDS, rel=0.02)
+    assert len(split) == n + (n - split.count(pair))
 
 
 def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_one(tmp_path):
@@ -109,10 +125,6 @@ def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_o
     assert own.tolist() == stream(once, "train").tolist()
     differ = [not np.array_equal(*pair) for pair in zip(cuts[1::3], cuts[2::3], strict=True)]
     assert sum(differ) > len(differ) / 2  # some have few pieces
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
 def test_without_a_share_or_a_second_text_all_is_for_training(tmp_path, packed):
@@ -148,7 +160,7 @@ def test_a_small_corpus_has_one_validation_document_at_least(tmp_path, packed, m
 
 
 def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)  # some forty batches
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)  # some forty batches
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     one, seen = pack(path, tmp_path / "one", segmentations=2), []
     several = pack(path, tmp_path / "several", seen.append, segmentations=2, workers=3)
@@ -157,56 +169,17 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
     assert sum(seen) == path.stat().st_size  # the progress counts every byte
 
 
-@pytest.mark.parametrize("shard_tokens", [1, 300])
-def test_several_shards_hold_the_same_stream_as_one(packed, tmp_path, monkeypatch, shard_tokens):
-    monkeypatch.setattr(packing, "SHARD_TOKENS", shard_tokens)
-    out = pack(packed.parent / "out.jsonl", tmp_path / "out")
-    assert len(description(out)["splits"]["train"]["shards"]) > 1
-    for split in ("train", "val"):
-        assert np.array_equal(stream(out, split), stream(packed, split))
-        for shard in description(out)["splits"][split]["shards"]:
-            tokens = np.fromfile(out / shard["file"], "<u2")
-            assert (tokens[0], tokens[-1]) == (1, 2)  # no document lies across two shards
-    read_description(out)
-
-
-def with_bad_lines(path: Path) -> Path:
-    write_jsonl(path, DOCUMENTS)
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[150] = b'{"text": "cut sh\n'
-    lines[300] = b'{"text": "\xff"}\n'
-    path.write_bytes(b"".join(lines))
-    return path
-
-
-@pytest.mark.parametrize("batch_bytes", [1, 500])
-def test_skipped_bad_lines_are_counted_and_the_first_is_named(tmp_path, monkeypatch, batch_bytes):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", batch_bytes)
-    path = with_bad_lines(tmp_path / "a.jsonl")
-    out = pack(path, tmp_path / "out", skip_bad_lines=True, workers=2)
-    good = [d for i, d in enumerate(DOCUMENTS) if i not in (150, 300)]
-    assert Counter(documents(out, "train") + documents(out, "val")) == Counter(good)
-    assert description(out)["bad_documents"] == 2
-    assert f"{path}, line 151: not JSON" in description(out)["first_bad_document"]
-
-
-def full_disk_after(monkeypatch, n_documents: int) -> None:
-    write, written = ShardWriter.write, []
-
-    def write_until_full(self, tokens, n_bytes, answers=None):
-        if len(written) >= n_documents:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(n_bytes)
-        write(self, tokens, n_bytes, answers)
-
-    monkeypatch.setattr(ShardWriter, "write", write_until_full)
-
-
 def test_a_full_disk_leaves_the_folder_of_before_as_it_was(tmp_path, monkeypatch):
     out = pack_documents(DOCUMENTS[:100], tmp_path)
-    before = files_of(out)
-    full_disk_after(monkeypatch, 100)
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 500)
+    before, write = files_of(out), ShardWriter.write
+
+    def write_until_full(self, *document):
+        if self.documents >= 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, *document)
+
+    monkeypatch.setattr(ShardWriter, "write", write_until_full)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 500)
     with pytest.raises(OSError, match="No space left"):
         pack_documents(DOCUMENTS, tmp_path, workers=2)
     assert files_of(out) == before
@@ -215,7 +188,7 @@ def test_a_full_disk_leaves_the_folder_of_before_as_it_was(tmp_path, monkeypatch
 
 
 def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(encoders, "BATCH_BYTES", 100)
+    monkeypatch.setattr(encoding, "BATCH_BYTES", 100)
 
     def kill_children(n_bytes):
         for child in multiprocessing.active_children():
@@ -230,10 +203,11 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENIZER_SAMPLE_BYTES", 1000)
     books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
-    monkeypatch.setattr(packing, "token_dtype", lambda vocab_size: np.dtype("<u4"))
+    for module in (packing, shards):  # of four bytes, as for large vocabularies
+        monkeypatch.setattr(module, "token_dtype", lambda vocab_size: np.dtype("<u4"))
     out = pack_documents(books, tmp_path)
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)
-    tokens = description(out)["splits"]["train"]["tokens"]  # of four bytes, as for large ones
+    tokens = read_description(out)["splits"]["train"]["tokens"]
     assert (out / "train-00000.bin").stat().st_size == 4 * tokens
 
 
@@ -246,17 +220,9 @@ def test_the_tokenizer_learns_from_a_sample_of_all_files(tmp_path, monkeypatch):
         train_tokenizer(taken, vocab_size, path)
 
     monkeypatch.setattr(packing, "train_tokenizer", remember)
-    files = [
+    for name in "abc":
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {d}" for d in DOCUMENTS * 3])
-        for name in "abc"
-    ]
-    pack(files, tmp_path / "out")
+    pack(sorted(tmp_path.glob("*.jsonl")), tmp_path / "out")
     assert 10_000 < sum(len(text.encode()) for text in taken) < 40_000
-    counts = Counter(text[0] for text in taken)
-    assert set(counts) == set("abc")
-    assert min(counts.values()) > max(counts.values()) / 2
-
-
-def test_a_document_is_held_out_where_its_hash_lies_below_the_share():
-    split = ValidationSplit(0.25)
-    assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
+    a, b, c = Counter(text[0] for text in taken).values()
+    assert min(a, b, c) > max(a, b, c) / 2

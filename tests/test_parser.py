@@ -9,8 +9,7 @@ from common.parser import OneLineParser, UnlessGiven, is_text
 def parser() -> OneLineParser:
     parser = OneLineParser(prog="prog", description="First line.\n\n    an example")
     parser.add_argument("--dim", type=int, default=0, help="how many")
-    parser.add_argument("--learning_rate", help="what (default: as it looks)")
-    parser.add_argument("--scale", type=float, default=1.5, help="how much (default: 1.5)")
+    parser.add_argument("--learning_rate", default=1.5, help="what (default: as it looks)")
     parser.add_argument("--fast", action=argparse.BooleanOptionalAction, help="whether")
     parser.add_argument("--greedy", action="store_true", help="whether")
     return parser
@@ -38,7 +37,7 @@ def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
     said = capsys.readouterr().out
     assert "\n    an example\n" in said
     assert "how many (default: 0)\n" in said
-    assert said.count("(default:") == 3
+    assert said.count("(default:") == 2
     assert said.count("whether\n") == 2
 
 

@@ -26,17 +26,9 @@ def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Par
         line += [p.detach().flatten(), torch.zeros(gap)]
     line = torch.cat(line)
     line = torch.cat([line, torch.zeros(-len(line) % (2 * processes))])
+    zero = {"round_robin_bit16_groups": [group], "round_robin_bit16_offsets": [offsets]}
     return [
-        next(
-            partitions(
-                SimpleNamespace(
-                    single_partition_of_fp32_groups=[mine],
-                    round_robin_bit16_groups=[group],
-                    round_robin_bit16_offsets=[offsets],
-                ),
-                rank,
-            )
-        )
+        next(partitions(SimpleNamespace(single_partition_of_fp32_groups=[mine], **zero), rank))
         for rank, mine in enumerate(line.chunk(processes))
     ]
 
@@ -54,15 +46,8 @@ def test_the_parts_of_all_processes_make_the_whole(processes, gap):
             assert (whole[part.in_parameter] == -1).all()
             whole[part.in_parameter] = partition.fp32[part.in_partition]
         assert torch.equal(whole.view_as(p), p)
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
-def test_a_parameter_is_split_if_several_processes_hold_some_of_it(processes):
-    shares = divided(parameters(), processes)
-    for parts in zip(*(partition.parts for partition in shares), strict=True):
-        holders = sum(part.numel > 0 for part in parts)
-        assert {part.split for part in parts} == {holders > 1}
-        assert holders > 0
+        holders = sum(partition.parts[i].numel > 0 for partition in shares)
+        assert {partition.parts[i].split for partition in shares} == {holders > 1}
 
 
 def test_bf16_under_zero_1_has_other_names_and_no_gaps():
@@ -134,10 +119,7 @@ def test_what_was_written_is_brought_to_the_model_and_to_nvme_before_the_next_is
     steps += ("_optimizer_states_and_gradient_swap_out",)
     by_index = [(step, index) for index in (0, 1) for step in steps]
     assert zero.asked == [("_partition_all_parameters",), *by_index]
-
-
-def test_what_was_read_from_nvme_is_let_go():
-    zero = Zero3(parameters(), 2, 0, nvme=True)
-    assert len(list(partitions(zero, 0))) == 2
+    zero.asked.clear()
+    assert len(list(partitions(zero, 0))) == 2  # what is only read is let go
     steps = ("_optimizer_states_and_gradient_swap_in", "_release_swap_buffers")
     assert zero.asked == [(step, index) for index in (0, 1) for step in steps]

@@ -37,22 +37,14 @@ def test_every_dependency_is_pinned_exactly_and_every_pin_is_a_dependency(name, 
 NUMPY = version("numpy")
 
 
-@pytest.mark.parametrize(
-    ("lines", "problems"),
-    [
-        (f"# a comment\n\nnumpy=={NUMPY}  # and another", []),
-        ("numpy==0.0.1", [f"numpy==0.0.1 ({NUMPY})"]),
-        ("no-such-package-here==1.0", ["no-such-package-here==1.0 (not installed)"]),
-        ("-r base.txt\nnumpy==0.0.1", ["base==1 (not installed)", f"numpy==0.0.1 ({NUMPY})"]),
-    ],
-)
-def test_what_is_missing_or_of_another_version_is_reported(tmp_path, lines, problems):
-    (tmp_path / "base.txt").write_text("base==1\n")
-    (tmp_path / "requirements.txt").write_text(f"{lines}\n")
+def test_what_is_missing_or_of_another_version_is_reported(tmp_path):
+    (tmp_path / "base.txt").write_text(f"# a comment\n\nbase==1\nnumpy=={NUMPY}  # and another\n")
+    (tmp_path / "requirements.txt").write_text("-r base.txt\nnumpy==0.0.1\n")
+    problems = ["base==1 (not installed)", f"numpy==0.0.1 ({NUMPY})"]
     assert check_pins.unsatisfied(tmp_path / "requirements.txt") == problems
     command = [sys.executable, "scripts/check_pins.py", str(tmp_path / "requirements.txt")]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert ended.returncode == bool(problems)
+    assert ended.returncode == 1
     assert ended.stderr.strip() == ", ".join(problems)
 
 

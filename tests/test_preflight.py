@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY, clean_environment
-from test_conversation_set import conversation, make_set
 from test_resume_choice import make_run
 
 from common.errors import UsageError
@@ -24,12 +23,10 @@ from runs.folder import RunFolder
 from training import preflight
 from training.arguments import parse_arguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, estimate
-from training.engine.kinds import kind_of
-from training.preflight import check_launch
-from training.prepare import prepare, shapes_of
+from training.engine.estimate import GIB, MARGIN, OVERHEAD, Workload, engines, estimate, kind_of
+from training.preflight import ADAMW, MUON, check_launch, cpu_flags
+from training.prepare import shapes_of
 from training.resume import run_identity
-from training.stage_arguments import SFTArguments
 
 TINY = ["--dim", "32", "--n_layers", "1", "--n_heads", "4", "--max_seq_len", "32"]
 CONFIG = LMConfig(dim=32, n_layers=1, n_heads=4, max_seq_len=32, vocab_size=400)
@@ -76,16 +73,13 @@ def refused(config_file: str, flags: list[str], processes: str = "1", **how) -> 
     return str(raised.value)
 
 
-@pytest.mark.parametrize("processes", ["1", "4"])
-def test_a_launch_that_works_passes(flags, config_file, processes):
-    assert check_launch(ZERO_2, processes, flags).batch_size == 8
-    check_launch(config_file(**DDP), processes, flags)
-    check_launch(ZERO_2, processes, [*flags, "--deepspeed", "ds_config.json"])
-
-
-@pytest.mark.parametrize("processes", ["0", "two", ""])
-def test_a_number_of_processes_that_is_none_is_refused(flags, processes):
-    assert "number of processes" in refused(ZERO_2, flags, processes)
+def test_a_launch_that_works_passes(flags, config_file, monkeypatch):
+    assert check_launch(ZERO_2, "4", flags) == {}
+    check_launch(config_file(**DDP), "1", flags)
+    check_launch(ZERO_2, "4", [*flags, "--deepspeed", "ds_config.json"])
+    monkeypatch.setitem(os.environ, "NUM_MACHINES", "2")
+    check_launch("configs/multi_node.yaml", "2", flags)
+    assert "number of processes" in refused("configs/multi_node.yaml", flags, "two")
 
 
 @pytest.mark.parametrize(
@@ -127,20 +121,12 @@ def test_a_configuration_that_cannot_work_is_refused(flags, config_file, changes
     assert keyword in refused(config_file(**changes), flags)
 
 
-@pytest.mark.parametrize("text", ["a: b: c", "[1, 2]", "", "distributed_type: NONSENSE\n"])
+@pytest.mark.parametrize("text", [None, "a: b: c", "[1, 2]", "", "distributed_type: NONSENSE\n"])
 def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_path, text):
     path = tmp_path / "broken.yaml"
-    path.write_text(text, encoding="utf-8")
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
     assert "broken.yaml" in refused(str(path), flags)
-    path.unlink()
-    assert "broken.yaml" in refused(str(path), flags)
-
-
-def test_a_configuration_for_several_machines_passes_where_it_is_known_which_this_is(
-    flags, monkeypatch
-):
-    monkeypatch.setitem(os.environ, "NUM_MACHINES", "2")
-    check_launch("configs/multi_node.yaml", "2", flags)
 
 
 @pytest.mark.parametrize("on_the_script", [False, True])
@@ -150,17 +136,8 @@ def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_pa
     if on_the_script:
         path = config_file(**DDP | {"mixed_precision": None})
         flags = [*flags, "--deepspeed", str(tmp_path / "ds.json")]
-    check_launch(path, "2", [*flags, "--batch_size", "8"])
-    message = refused(path, [*flags, "--batch_size", "8"], "4")
-    assert "16" in message
-    assert "32" in message
-
-
-def test_damaged_data_is_refused(packed, tmp_path):
-    damaged = shutil.copytree(packed, tmp_path / "damaged")
-    shard = next(damaged.glob("train-*.bin"))
-    shard.write_bytes(shard.read_bytes()[:-2])
-    assert "train-" in refused(ZERO_2, [*TINY, "--data", str(damaged)])
+    check_launch(path, "2", flags)
+    assert "gives 32" in refused(path, flags, "4")
 
 
 def test_weights_to_start_from_are_read(flags, packed, tmp_path):
@@ -189,26 +166,17 @@ def run_of(flags, packed, tmp_path):
     return run_of
 
 
-@pytest.mark.parametrize("resume", ["{run}", "auto"])
-def test_a_run_that_can_be_resumed_passes_and_is_not_touched(flags, run_of, capsys, resume):
+def test_a_run_to_resume_is_checked_and_not_touched(flags, run_of, capsys):
     run = run_of()
     before = sorted(run.parent.rglob("*"))
-    where = ["--out_dir", str(run.parent), "--resume", resume.format(run=run)]
-    check_launch(ZERO_2, "1", [*flags, *where])
-    assert sorted(run.parent.rglob("*")) == before
-    assert capsys.readouterr().out == ""
-
-
-def test_a_run_that_cannot_be_gone_on_with_is_refused(flags, run_of):
-    run = run_of()
-    taken = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
-    said = refused(ZERO_2, taken)
+    here = [*flags, "--out_dir", str(run.parent), "--run_name", run.name]
+    check_launch(ZERO_2, "1", [*here, "--resume", "auto"])
+    said = refused(ZERO_2, here)
     assert f"{run} holds a run: pass --resume auto, or another run_name" in said
     resumed = [*flags, "--resume", str(run)]
     check_launch(ZERO_2, "2", [*resumed, "--batch_size", "2"])
-    assert "cannot be made of --batch_size 5" in refused(
-        ZERO_2, [*resumed, "--batch_size", "5"], "2"
-    )
+    assert sorted(run.parent.rglob("*")) == before
+    assert capsys.readouterr().out == ""
     (RunFolder(run).checkpoint(10) / "state.json").write_text("{}", encoding="utf-8")
     assert "is damaged" in refused(ZERO_2, resumed)
 
@@ -242,31 +210,30 @@ def gpus(monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "less", "batch_size"),
-    [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 0, 1), (1, 2, 1)],
+    [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 2, 1)],
 )
 def test_the_largest_micro_batch_that_fits_keeps_the_batch(
     flags, gpus, capsys, asked, less, batch_size
 ):
     least = room_for(asked, processes=3) - less
     gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
-    args = check_launch(ZERO_2, "3", flags, sequences=768)
-    assert (args.batch_size, args.accumulation_steps) == (batch_size, 768 // batch_size)
+    added = check_launch(ZERO_2, "3", flags, "768")
+    assert added == {"batch_size": batch_size, "accumulation_steps": 768 // batch_size}
     assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_a_launch_is_checked_with_the_micro_batch_that_fits(flags, gpus, config_file):
     gpus(10 * GIB)
     file = config_file({"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8})
-    assert "--batch_size gives 768" in refused(file, flags, sequences=768)
+    assert "--batch_size gives 768" in refused(file, flags, share="768")
 
 
 def test_a_run_that_goes_on_keeps_its_micro_batch_whatever_is_free_now(flags, gpus, run_of, capsys):
     gpus(10 * GIB)
     words = [*flags, "--resume", str(run_of("--batch_size", "48", "--accumulation_steps", "16"))]
-    args = check_launch(ZERO_2, "1", words, sequences=768)
-    assert (args.batch_size, args.accumulation_steps) == (48, 16)
+    assert check_launch(ZERO_2, "1", words, "768") == {"batch_size": 48, "accumulation_steps": 16}
     assert "micro-batch: 48 of 768 sequences, as saved" in capsys.readouterr().out
-    said = refused(ZERO_2, words, sequences=50)
+    said = refused(ZERO_2, words, share="50")
     assert "global_batch: 768 in the checkpoint, 50 now" in said
 
 
@@ -286,15 +253,30 @@ def test_it_prints_nothing_but_flags_and_ends_with_2_where_the_launch_cannot_wor
     assert said.startswith(f"run_accelerate.sh: error: --resume {tmp_path}: neither a run")
 
 
-def test_data_that_gives_no_validation_is_prepared_without(tmp_path, packed):
-    """All conversations of the split are too long."""
-    folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
-    shutil.copy(packed / TOKENIZER_FILE, folder)
-    description = json.loads((folder / "dataset.json").read_text())
-    args = SFTArguments(data=str(folder), init_from=None, out_dir=str(tmp_path / "runs"))
-    (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
-    prepared = prepare(args, {"max_seq_len": 8}, None, processes=1, deepspeed=None)
-    assert (len(prepared.train_set), prepared.val_set) == (1, None)
-    assert prepared.total_steps == 1
-    assert prepared.n_trained == prepared.shapes.num_parameters()
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize(
+    ("tokens", "segmentations", "typed", "steps"),
+    [
+        (614_400, 1, {}, 600),
+        (382_016, 1, {}, 373),
+        (9_000, 1, {}, 100),
+        (2_216_140, 7, {}, 541),
+        (0, 1, {"teacher": "auto"}, 180),
+        (9_000, 1, {"max_steps": 10**6}, None),
+        (614_400, 1, {"epochs": 2}, None),
+    ],
+)
+def test_a_small_text_is_read_four_times(monkeypatch, tokens, segmentations, typed, steps):
+    described = {"splits": {"train": {"tokens": tokens}}}
+    described["prepared_from"] = {"segmentations": segmentations}
+    monkeypatch.setattr(preflight, "read_description", lambda data: described)
+    typed = typed | {"learning_rate": 1e-3, "data": "anywhere"}
+    expected = {"optimizer": "adamw"} | ({"max_steps": steps} if steps else {})
+    assert cpu_flags(typed, takes_muon=False) == expected  # what was typed stays
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
+def test_on_a_cpu_muon_is_given_to_the_engines_that_take_it(name, flags, capsys):
+    kind = next(kind for kind in engines(dim=192) if kind.config == name)
+    added = check_launch(f"configs/{name}.yaml", "1", flags, "cpu")
+    assert added == (MUON if kind.takes_muon else ADAMW) | {"max_steps": added["max_steps"]}
+    assert f"steps: {added['max_steps']}, which suits a CPU" in capsys.readouterr().out

@@ -29,16 +29,13 @@ def contents(folder) -> dict[str, bytes]:
 
 def refused(capfd, *flags: str, usual=SMALL) -> str:
     """The one line with which these flags, or this data, end the command."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         main([*usual, *flags])
-    assert ended.value.code == 2
     out, err = capfd.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    lines = err.replace("\r", "\n").splitlines()
-    errors = [line for line in lines if "prepare_data: error: " in line]
-    assert errors == lines[-1:]
-    return errors[0]
+    *_, last = err.replace("\r", "\n").splitlines()
+    assert (out, err.count("prepare_data: error: "), err.count("Traceback")) == ("", 1, 0)
+    assert last.startswith("prepare_data: error: ")
+    return last
 
 
 def test_what_another_process_has_prepared_meanwhile_is_taken(workplace, capsys, monkeypatch):
@@ -66,15 +63,14 @@ def test_a_second_call_finds_the_data_prepared_and_changes_nothing(workplace, ca
         file.write(b'{broken\n{"text": "good"}\n')
     flags = [*SMALL, "--data", "sums.jsonl", "--skip_bad_lines"]
     main(flags)
-    printed = capsys.readouterr().out
-    splits = read_description("out/data/sums")["splits"]
+    printed, splits = capsys.readouterr().out, read_description("out/data/sums")["splits"]
     for name, part in splits.items():
         n, tokens = part["documents"], part["tokens"]
         assert f"{name:5} {n:>9,} documents {tokens:>13,} tokens" in printed
     assert "skipped 1 bad document, the first: sums.jsonl, line 61: not JSON" in printed
     assert splits["train"]["documents"] + splits["val"]["documents"] == 61
     before = contents("out")
-    for more in ([], ["--overwrite"], ["--workers", "2"]):
+    for more in ([], ["--overwrite", "--workers", "2"]):
         main([*flags, *more])
         assert capsys.readouterr().out == "out/data/sums: already prepared from this text\n"
     assert contents("out") == before
@@ -95,20 +91,16 @@ def test_the_size_of_the_text_chooses_settings_and_says_so(workplace, capsys):
         assert words in chosen
 
 
-def test_a_text_without_a_validation_document_is_told_so(workplace, capsys):
+def test_a_text_without_a_validation_document_is_told_so_and_flags_come_in_one_word(
+    workplace, capsys
+):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
-    for enough in (["--data", "sums.jsonl"], ["--data", "short.txt", "--val_fraction", "0"]):
-        main([*SMALL, *enough, "--overwrite"])
+    for flags in ("--val_fraction 0", "--data nowhere --vocab_size '290' --val_fraction=0"):
+        main([f"--flags={flags}", "--data", "short.txt", "--overwrite"])
         assert "no validation split" not in capsys.readouterr().out
-
-
-def test_flags_may_come_in_one_word(workplace):
-    main(["--data", "sums.jsonl", "--flags=--vocab_size 310 --val_fraction=0.3"])
-    description = read_description("out/data/sums")
-    assert description["vocab_size"] == 310
-    assert description["prepared_from"]["val_fraction"] == 0.3
+    assert read_description("out/data/short")["vocab_size"] == 290
 
 
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
@@ -118,7 +110,6 @@ def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
     assert default_out(".").name == workplace.name
     small = default_out("c.txt", "--vocab_size 2000")
     assert small == default_out("c.txt", "  --vocab_size   2000 ")
-    assert small.name.startswith("c-")
     assert small != default_out("c.txt", "--vocab_size 3000")
 
 
@@ -138,10 +129,8 @@ def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplac
     capfd.readouterr()
     assert "--overwrite" in refused(capfd, *flags)
     assert contents("out") == before
-
     main([*SMALL, *flags, "--overwrite"])
     assert contents("out") != before
-    assert "already" not in capfd.readouterr().out
     main([*SMALL, *flags])
     assert "already prepared" in capfd.readouterr().out
 
@@ -153,9 +142,8 @@ def test_reuse_takes_the_same_text_and_leaves_another_text_alone(workplace, capf
     assert "with other settings, used as it is" in capfd.readouterr().out
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
-    assert f"made of {workplace}/sums.jsonl" in refused(
-        capfd, "--data", "other/sums.jsonl", "--reuse"
-    )
+    said = refused(capfd, "--data", "other/sums.jsonl", "--reuse")
+    assert f"made of {workplace}/sums.jsonl" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
     main([*SMALL, "--data", "sums.jsonl", "--reuse"])  # the text has changed
@@ -178,21 +166,11 @@ def test_folders_of_other_things_are_left_alone(workplace, capfd):
     read_description("there")
 
 
-CHAT = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
-
-
-@pytest.fixture
-def chats(workplace, packed) -> list[str]:
-    """Conversations in a file, and the flags that prepare them."""
-    text = "".join(json.dumps(row) + "\n" for row in CHAT)
-    Path("sums-of-two.jsonl").write_text(text, encoding="utf-8")
-    model = str(packed / "tokenizer.model")
-    flags = ["--conversations", "sums-of-two.jsonl", "--tokenizer", model, "--val_fraction", "0.1"]
-    return [*flags, "--workers", "1"]
-
-
-def test_conversations_go_to_a_folder_of_their_own_and_are_found_there_again(chats, capsys):
-    main(chats)
+def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
+    rows = [{"prompt": f"{i} + {i}?", "response": f"{i + i}"} for i in range(60)]
+    Path("sums-of-two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--tokenizer", str(packed / "tokenizer.model"), "--val_fraction", "0.1"]
+    main([*flags, "--conversations", "sums-of-two.jsonl", "--workers", "1"])
     train, val = read_description("out/data/sums-of-two-chat")["splits"].values()
     assert train["documents"] + val["documents"] == 60
     first, *lines = capsys.readouterr().out.splitlines()
@@ -200,25 +178,16 @@ def test_conversations_go_to_a_folder_of_their_own_and_are_found_there_again(cha
     assert first.startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
     for line, part in zip(lines, (train, val), strict=False):
         assert line.endswith(f"{part['answers']['tokens']} of them in answers")
-    main(chats)
-    assert "already prepared from this text" in capsys.readouterr().out
 
 
-FILES = {
-    "a.pdf": b"%PDF",
-    "gbk.txt": b"abc\xff",
-    "short.txt": b"abc",
-    "a.csv": b"id,body\n1,x\n",
-}
+FILES = {"gbk.txt": b"abc\xff", "short.txt": b"abc", "a.csv": b"id,body\n1,x\n"}
 SUMS = "--data sums.jsonl"
 CHAT_MODEL = "--conversations sums.jsonl --tokenizer MODEL"
 REFUSED = {
     "--data nowhere.jsonl": "nowhere.jsonl: no such file",
-    "--data a.pdf": "a.pdf: cannot read this kind of file or folder; use one of .txt",
     "--data gbk.txt": "iconv",
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
-    "--data short.txt --text_column body": "--text_column body: none of these files has columns",
     f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
@@ -226,11 +195,9 @@ REFUSED = {
     "--dat sums.jsonl": "unrecognized argument --dat",  # other programs look for whole flags
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
-    f"{SUMS} --flags=--data=a.csv": "--data is given already",
     f"{SUMS} --flags='": "No closing quotation",
     "--conversations sums.jsonl": "pass --tokenizer",
     f"{CHAT_MODEL} --data sums.jsonl": "--data is for text",
-    f"{CHAT_MODEL} --flags=--tokenizer=t": "--tokenizer is given already",
     CHAT_MODEL: "sums.jsonl, line 1: no conversation",
 }
 

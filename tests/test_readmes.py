@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 from conftest import REPOSITORY
 from flag_table import flag_table
-from readme_blocks import anchors, code_blocks, code_spans, flags_in, links, rows, typed
 
 ENGLISH, CHINESE = "README.md", "README_zh.md"
 DOCS = sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))
@@ -31,6 +30,49 @@ HAN = r"[\u4e00-\u9fff]"
 FOREIGN = ("docs/coming-from.md", "docs/lab-log.md")
 
 
+def code_blocks(text: str) -> list[str]:
+    """Return the fenced and the indented blocks of code, in order."""
+    fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    without = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    return fenced + re.findall(r"(?:^    .*\n)+", without, re.MULTILINE)
+
+
+def code_spans(text: str) -> list[str]:
+    """Return what stands between backticks in running text, on one line each."""
+    prose = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+
+
+def links(text: str) -> list[str]:
+    """Return where links and pictures lead."""
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub("`[^`]*`", "", text))
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of every row of every table; a | inside a cell is not provided for."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def anchors(text: str) -> list[str]:
+    """Return what #links to the headings are called, in order, as GitHub names them."""
+    without_code = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)", without_code, re.MULTILINE)
+    return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def typed(text: str) -> list[str]:
+    """Return what readers may type: code spans and lines of code, joined where they end in a
+    backslash."""
+    code = re.sub(r"\\\n\s*", " ", "".join(code_blocks(text)))
+    return [line.strip() for line in [*code.splitlines(), *code_spans(text)]]
+
+
+def flags_in(text: str) -> set[str]:
+    """Return the flags that a text names."""
+    return set(re.findall(r"(?<![\w-])--[a-z]\w*(?:-\w+)*", text))
+
+
 def test_both_readmes_have_the_same_commands_output_and_code():
     assert code_blocks(TEXTS[CHINESE]) == code_blocks(TEXTS[ENGLISH])
     ours, theirs = ({*code_spans(TEXTS[name])} for name in (ENGLISH, CHINESE))
@@ -48,7 +90,7 @@ def test_both_readmes_have_the_same_numbers_in_their_tables():
     assert numbers(CHINESE) == numbers(ENGLISH)
 
 
-@pytest.mark.parametrize("name", (ENGLISH, CHINESE))
+@pytest.mark.parametrize("name", [ENGLISH, CHINESE])
 def test_a_readme_has_at_most_300_lines_and_leads_to_every_page_of_docs(name):
     assert len(TEXTS[name].splitlines()) <= 300
     pages = {target.partition("#")[0] for target in links(TEXTS[name])}

@@ -1,6 +1,5 @@
-"""Which run is written into and gone on from, and whether it is the same run."""
+"""Which run is written into and gone on from, whether it is the same run, and its settings."""
 
-import copy
 import dataclasses
 import json
 import os
@@ -8,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.errors import UsageError
 from model import LMConfig
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
 from runs.folder import RunFolder, release_locks
-from training.arguments import TrainingArguments
+from training.arguments import DistillationArguments, TrainingArguments
+from training.engine.launch import Engine
 from training.prepare import shapes_of
 from training.resume import (
     StartingPoint,
@@ -21,10 +22,11 @@ from training.resume import (
     find_starting_point,
     resumed_arguments,
     run_identity,
-    say_what_changed,
+    saved_arguments,
     set_aside,
+    with_own_weights,
+    write_settings,
 )
-from training.stage_arguments import DistillationArguments
 
 NOW = 1.7e9
 SFT = "train_sft_accelerate.py"
@@ -37,8 +39,8 @@ def locks():
     release_locks()
 
 
-def find(out_dir: Path, quiet: bool = False, **flags) -> StartingPoint:
-    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags), quiet)
+def find(out_dir: Path, **flags) -> StartingPoint:
+    return find_starting_point(TrainingArguments(out_dir=str(out_dir), **flags))
 
 
 def refused(out_dir: Path, **flags) -> str:
@@ -82,6 +84,9 @@ def test_a_new_run_gets_a_folder_of_its_name_or_of_the_time(tmp_path):
     assert [path.name for path in start.folder.path.iterdir()] == ["lock"]
     with pytest.raises(UsageError, match="in use by process"):
         claim(start)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="the run folder cannot be used"):
+        claim(find(tmp_path, run_name="file"))
 
 
 def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
@@ -98,13 +103,6 @@ def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
         assert f"first holds a run of {SFT}: choose another" in said
 
 
-def test_a_file_in_the_way_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    for start in (find(tmp_path, run_name="file"), find(tmp_path / "file", run_name="first")):
-        with pytest.raises(UsageError, match="the run folder cannot be used"):
-            claim(start)
-
-
 def test_auto_takes_the_checkpoint_written_last_of_all_runs_or_of_the_run_named(tmp_path):
     older = make_run(tmp_path / "older", 10, 900, age=100)
     newer = make_run(tmp_path / "newer", 9, 1000)
@@ -114,34 +112,19 @@ def test_auto_takes_the_checkpoint_written_last_of_all_runs_or_of_the_run_named(
     assert (start.checkpoint, start.step) == (RunFolder(older).checkpoint(900), 900)
 
 
-@pytest.mark.parametrize("flags", [{}, {"run_name": "first"}])
-def test_auto_with_nothing_to_resume_starts_a_run_and_says_so(tmp_path, capsys, flags):
-    assert find(tmp_path / "runs", quiet=True, resume="auto", **flags).checkpoint is None
-    assert capsys.readouterr().out == ""
-    assert find(tmp_path / "runs", resume="auto", **flags).checkpoint is None
+def test_auto_with_nothing_to_resume_starts_a_run_and_says_so(tmp_path, capsys):
+    assert find(tmp_path / "runs", resume="auto", run_name="first").checkpoint is None
     assert "no checkpoint" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("here", "resume", "step"),
-    [
-        (".", "runs/first", 20),
-        (".", "runs/first/checkpoints/step-00000010", 10),
-        ("runs/first/checkpoints", "step-00000010", 10),
-        ("elsewhere", "../runs/first", 20),
-    ],
-)
-def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(
-    tmp_path, monkeypatch, here, resume, step
-):
-    """Its path is relative inside the working folder and absolute elsewhere."""
+def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(tmp_path, monkeypatch):
     run = make_run(tmp_path / "runs" / "first", 10, 20)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / here)
-    start = find(tmp_path / "others", resume=resume.format(run=run))
-    expected = Path("runs/first") if here == "." else run
-    assert (start.folder.path, start.checkpoint) == (expected, RunFolder(expected).checkpoint(step))
+    for here, named, step in ((run.parent, "first", 20), (run, "checkpoints/step-00000010", 10)):
+        monkeypatch.chdir(here)
+        start = find(tmp_path / "others", resume=named)
+        assert (start.folder.path, start.checkpoint) == (run, RunFolder(run).checkpoint(step))
+    assert "neither a run with checkpoints nor a checkpoint" in refused(tmp_path, resume="none")
 
 
 def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path, capsys):
@@ -156,24 +139,21 @@ def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path
     assert list(run.checkpoints.glob("step-00000003.aside-*"))
     for step in (1, 2):
         damage_file(run.path, step)
-    message = refused(tmp_path, run_name="run", resume="auto")
-    assert message.startswith(f"every checkpoint of {run.path} is damaged")
+    assert "--resume auto: no sound checkpoint" in refused(tmp_path, run_name="run", resume="auto")
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path):
+def test_a_damaged_checkpoint_that_was_named_is_refused_and_its_run_is_not(tmp_path):
     run = make_run(tmp_path / "run", 1, 2)
     damage_file(run, 2, OPTIMIZER)
-    message = refused(tmp_path, resume=str(run))
-    assert f"the checksum of {OPTIMIZER} is wrong" in message
-    assert message.endswith("--resume auto takes the newest sound one")
+    assert find(tmp_path, resume=str(run)).step == 1
+    said = refused(tmp_path, resume=str(RunFolder(run).checkpoint(2)))
+    assert f"is damaged: the checksum of {OPTIMIZER} is wrong" in said
 
 
 def test_going_back_sets_the_course_not_taken_aside(tmp_path):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
-    run.bad_samples.touch()
     run.weights.mkdir()
     set_aside(find(tmp_path, resume=str(run.checkpoint(1))))
-    assert not run.bad_samples.exists()
     assert not run.weights.exists()
     assert [path.name for path in run.all_checkpoints()] == ["step-00000001"]
     assert len(list(run.path.glob("weights.aside-*"))) == 1
@@ -228,15 +208,6 @@ FORMS = pytest.mark.parametrize("form", ["old", "new"])
 
 
 @FORMS
-def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
-    args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
-    start = saved_by(tmp_path, args, form=form)
-    now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
-    config = dataclasses.replace(CONFIG, dropout=0.1, use_flash_attn=False)
-    assert resumed(start, now, config) == now
-
-
-@FORMS
 def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path, form):
     start = saved_by(tmp_path, TrainingArguments(batch_size=8), form=form)
     args = TrainingArguments(batch_size=16, seed=7, optimizer="muon", resume="auto")
@@ -251,66 +222,95 @@ def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path
     ]
 
 
-def test_other_data_and_another_tokenizer_are_refused(tmp_path):
-    start = saved_by(tmp_path, TrainingArguments())
-    said = not_the_same(start, TrainingArguments(data="out/data/other"), data=OTHERS)
-    assert said[:2] == [
-        f"data: {'a' * 16} in the checkpoint, {'b' * 16} now",
-        f"tokenizer: {'a' * 16} in the checkpoint, {'b' * 16} now",
-    ]
-
-
-def test_another_teacher_is_another_run(tmp_path):
+def test_other_data_another_tokenizer_and_another_teacher_are_another_run(tmp_path):
     args = DistillationArguments(teacher="now")
     start = saved_by(tmp_path, args)
     start.state["identity"]["teacher"] = "1" * 16
-    identity = run_identity(MINE, args, 1, teacher="2" * 64)
-    with pytest.raises(UsageError, match=r"teacher: 1{16} in the checkpoint, 2{16} now"):
+    identity = run_identity(OTHERS, args, 1, teacher="2" * 64)
+    with pytest.raises(UsageError) as error:
         resumed_arguments(start, args, shapes_of(CONFIG, args), identity, 1)
+    for name, ours, theirs in (("data", "a", "b"), ("tokenizer", "a", "b"), ("teacher", "1", "2")):
+        said = f"{name}: {ours * 16} in the checkpoint, {theirs * 16} now"
+        assert said in str(error.value)
 
 
 @FORMS
-def test_a_field_that_an_old_checkpoint_does_not_know_has_its_default(tmp_path, form):
-    args = TrainingArguments()
+def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
+    """A field that an old checkpoint does not know has its default."""
+    args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
     start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
-    assert resumed(start, args) == args
+    now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
+    config = dataclasses.replace(CONFIG, dropout=0.1, use_flash_attn=False)
+    assert resumed(start, now, config) == now
     said = not_the_same(start, args, dataclasses.replace(CONFIG, rope_theta=1000.0))
     assert said[0] == f"rope_theta: {LMConfig.rope_theta} in the checkpoint, 1000.0 now"
 
 
-@pytest.mark.parametrize(("processes", "accumulation_steps"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+@pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (6, 1)])
 def test_on_other_processes_the_global_batch_stays(tmp_path, processes, accumulation_steps):
     start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
-    given = copy.deepcopy((args, start.state))
     expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)
     assert resumed(start, args, processes=processes) == expected
-    assert (args, start.state) == given
-    other = dataclasses.replace(args, seed=7)
-    assert not_the_same(start, other, processes=processes)[0] == "seed: 42 in the checkpoint, 7 now"
+    other = TrainingArguments(batch_size=5)  # of which it cannot be made
+    said = not_the_same(start, other, processes=processes)
+    assert said[0] == f"global_batch: 24 in the checkpoint, {5 * processes} now"
 
 
-@pytest.mark.parametrize("batch_size", [4, 8])
-def test_a_global_batch_that_cannot_be_made_is_refused(tmp_path, batch_size):
-    start = saved_by(tmp_path, TrainingArguments(batch_size=6))
-    (said,) = not_the_same(start, TrainingArguments(batch_size=batch_size), processes=2)
-    made = f"global batch of 6 sequences cannot be made of --batch_size {batch_size} on 2 processes"
-    assert made in said
+def test_a_run_that_goes_on_keeps_its_teacher_and_its_weights(tmp_path):
+    """Though another one is newer."""
+    run = RunFolder(tmp_path / "mine")
+    run.path.mkdir()
+    run.settings.write_text(json.dumps({"arguments": {"teacher": "its own"}}))
+
+    def own(checkpoint: Path | None, **flags) -> tuple:
+        args = DistillationArguments(**flags)
+        args = with_own_weights(args, StartingPoint(run, checkpoint))
+        return args.teacher, args.init_from
+
+    saved = run.checkpoint(1)
+    assert own(saved, init_from="auto") == ("its own", str(saved))
+    assert own(saved, teacher="typed") == ("typed", None)
+    assert own(None, init_from="auto") == ("auto", "auto")
+    run.base.mkdir()
+    assert own(saved, init_from="auto") == ("its own", str(run.base))
 
 
-def test_changes_since_the_stop_are_said(tmp_path, capsys):
-    saved = TrainingArguments(batch_size=4, learning_rate=1e-3)
-    start = saved_by(tmp_path, saved, processes=2)
-    settings = {"arguments": vars(saved), "engine": "DDP"}
-    start.folder.settings.write_text(json.dumps(settings), encoding="utf-8")
-    asked = dataclasses.replace(saved, learning_rate=2e-3)
-    args = resumed(start, asked)
-    say_what_changed(start, args, processes=1, engine="none")
-    assert capsys.readouterr().out.splitlines() == [
-        "changed since the run was stopped: --accumulation_steps 1 → 2",
-        "changed since the run was stopped: --learning_rate 0.001 → 0.002",
-        "changed since the run was stopped: engine DDP → none",
-        "changed since the run was stopped: processes 2 → 1, the global batch stays",
-    ]
-    say_what_changed(start, saved, processes=2, engine="DDP")
-    assert capsys.readouterr().out == ""
+@pytest.fixture
+def write(tmp_path, accelerator):
+    """Writes settings of a run into tmp_path; returns its folder."""
+
+    def write(args: TrainingArguments, tokenizer: str = "elsewhere.model") -> RunFolder:
+        (tmp_path / tokenizer).write_bytes(b"pieces")
+        engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
+        write_settings(RunFolder(tmp_path), args, CONFIG, engine, tmp_path / tokenizer)
+        return RunFolder(tmp_path)
+
+    return write
+
+
+def test_settings_tell_what_was_asked_and_what_ran_it(write):
+    args = TrainingArguments(batch_size=3, run_name="mine", time_limit=1.5)
+    run = write(args)
+    assert saved_arguments(run) == vars(args)
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    assert settings["model"] == CONFIG.to_dict()
+    assert (settings["engine"], settings["processes"]) == ("DeepSpeed ZeRO-2", 1)
+    assert settings["deepspeed"] == {"train_batch_size": 24}
+    assert settings["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    run = write(TrainingArguments(), tokenizer="other/tokenizer.json")
+    assert (run.tokenizer.name, run.tokenizer.read_bytes()) == ("tokenizer.json", b"pieces")
+    assert write(TrainingArguments()).tokenizer.name == "tokenizer.model"
+    assert not list(run.path.glob("tokenizer*.json"))
+
+
+@pytest.mark.parametrize("settings", [None, b"\xff", b"[]", b'{"arguments": 1}'])
+def test_settings_that_cannot_be_read_hold_no_arguments(tmp_path, settings):
+    if settings is not None:
+        RunFolder(tmp_path).settings.write_bytes(settings)
+    assert saved_arguments(RunFolder(tmp_path)) == {}

@@ -3,8 +3,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from model import apply_rotary_emb, precompute_pos_cis
 
@@ -31,14 +29,6 @@ def queries_and_keys(seq_len=7, n_heads=4, n_kv_heads=2, head_dim=6, dtype=torch
     return q.to(dtype), k.to(dtype)
 
 
-@pytest.mark.parametrize(("dim", "end", "theta"), [(2, 1, 1e6), (8, 17, 1e4), (64, 512, 1e6)])
-def test_the_table_is_complex64_of_unit_modulus(dim, end, theta):
-    table = precompute_pos_cis(dim, end, theta)
-    assert table.dtype == torch.complex64
-    assert table.shape == (end, dim // 2)
-    torch.testing.assert_close(table.abs(), torch.ones(end, dim // 2), atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("theta", [1e4, 1e6])
 def test_the_table_holds_the_rotations_of_the_definition(theta):
     table = precompute_pos_cis(8, 300, theta)
@@ -48,66 +38,11 @@ def test_the_table_holds_the_rotations_of_the_definition(theta):
     torch.testing.assert_close(table, expected.to(torch.complex64), atol=5e-5, rtol=0)
 
 
-def test_default_theta_is_one_million():
-    torch.testing.assert_close(precompute_pos_cis(8, 9), precompute_pos_cis(8, 9, 1e6))
-
-
 def test_queries_and_keys_are_turned_as_defined():
     q, k = queries_and_keys()
     turned_q, turned_k = apply_rotary_emb(q, k, precompute_pos_cis(6, 7, THETA))
     torch.testing.assert_close(turned_q.double(), turned_by_definition(q, THETA), atol=1e-5, rtol=0)
     torch.testing.assert_close(turned_k.double(), turned_by_definition(k, THETA), atol=1e-5, rtol=0)
-
-
-def test_turning_is_multiplication_of_complex_numbers():
-    q, k = queries_and_keys()
-    pos_cis = precompute_pos_cis(6, 7, THETA)
-    for x, turned in zip((q, k), apply_rotary_emb(q, k, pos_cis), strict=True):
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        product = torch.view_as_real(pairs * pos_cis[None, :, None]).flatten(-2)
-        torch.testing.assert_close(turned, product)
-
-
-def test_half_split_llama_gives_the_same_after_reordering_channels():
-    seq_len, head_dim = 33, 16
-    q, k = queries_and_keys(seq_len=seq_len, head_dim=head_dim)
-    ours = apply_rotary_emb(q, k, precompute_pos_cis(head_dim, seq_len, THETA))
-
-    config = LlamaConfig(
-        hidden_size=4 * head_dim,
-        num_attention_heads=4,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA},
-    )
-    halves = [*range(0, head_dim, 2), *range(1, head_dim, 2)]
-    cos, sin = LlamaRotaryEmbedding(config)(q, torch.arange(seq_len)[None])
-    theirs = apply_rotary_pos_emb(q[..., halves], k[..., halves], cos, sin, unsqueeze_dim=2)
-
-    for our, their in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(our[..., halves], their, atol=1e-5, rtol=0)
-
-
-def test_turning_keeps_the_length_of_every_pair():
-    q, k = queries_and_keys(seq_len=100)
-    for x, turned in zip((q, k), apply_rotary_emb(q, k, precompute_pos_cis(6, 100)), strict=True):
-        pairs, turned_pairs = x.unflatten(-1, (-1, 2)), turned.unflatten(-1, (-1, 2))
-        torch.testing.assert_close(turned_pairs.norm(dim=-1), pairs.norm(dim=-1))
-
-
-def test_the_score_of_a_query_and_a_key_depends_on_their_distance_alone():
-    q, k = (x[:1, :1].expand(1, 64, -1, -1) for x in queries_and_keys(n_heads=1, n_kv_heads=1))
-    q, k = (x[0, :, 0] for x in apply_rotary_emb(q, k, precompute_pos_cis(6, 64, THETA)))
-    scores = q @ k.T  # one and the same query and key at every pair of positions
-    for distance in range(-63, 64):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=0)
-    assert scores[0].std() > 0.1
-
-
-def test_position_zero_is_not_turned():
-    q, k = queries_and_keys(seq_len=1)
-    turned_q, turned_k = apply_rotary_emb(q, k, precompute_pos_cis(6, 1))
-    assert torch.equal(turned_q, q)
-    assert torch.equal(turned_k, k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -124,7 +59,7 @@ def test_dtype_of_queries_and_keys_is_kept_and_the_arithmetic_is_fp32(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_table_without_imaginary_part_is_refused(dtype):
     q, k = queries_and_keys()
-    with pytest.raises(ValueError, match=r"must be complex.*imaginary part was lost"):
+    with pytest.raises(ValueError, match=r"must be complex.*a cast lost"):
         apply_rotary_emb(q, k, precompute_pos_cis(6, 7).real.to(dtype))
 
 
@@ -142,16 +77,6 @@ def test_an_odd_or_empty_head_is_refused(dim):
 
 
 @contextmanager
-def bf16_by_default():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
 def bf16_from_constructors():
     """As `deepspeed.zero.Init`: floating tensors come out of torch's constructors in bf16."""
 
@@ -162,28 +87,16 @@ def bf16_from_constructors():
 
         return construct
 
-    names = (
-        "arange",
-        "empty",
-        "eye",
-        "full",
-        "linspace",
-        "ones",
-        "rand",
-        "randn",
-        "tensor",
-        "zeros",
-    )
+    names = ("arange", "empty", "full", "linspace", "ones", "tensor", "zeros")
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(torch, name, rounded(getattr(torch, name)))
         yield
 
 
-@pytest.mark.parametrize("context", [bf16_by_default, bf16_from_constructors])
-def test_the_table_is_exact_where_constructors_make_bf16(context):
+def test_the_table_is_exact_where_constructors_make_bf16():
     expected = precompute_pos_cis(64, 512)
-    with context():
+    with bf16_from_constructors():
         table = precompute_pos_cis(64, 512)
     assert table.dtype == torch.complex64
     assert torch.equal(table, expected)

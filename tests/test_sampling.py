@@ -48,13 +48,6 @@ def test_tokens_are_drawn_by_their_probability_among_those_kept(settings, kept):
     assert torch.allclose(frequencies(sampling), p, atol=2e-4)
 
 
-@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-def test_the_smallest_and_largest_number_draw_tokens_that_are_kept(number):
-    numbers = torch.tensor([number], dtype=torch.float64)
-    token = choose(LOGITS, Sampling(temperature=1.0, top_k=4, top_p=0.9), numbers)
-    assert token.item() in (4, 0, 1)
-
-
 def test_a_penalty_makes_tokens_of_the_text_less_likely_whatever_the_sign():
     logits = LOGITS.repeat(2, 1)
     penalised = penalise(logits, [[0, 2, 3, 0], [4]], 2.0).tolist()

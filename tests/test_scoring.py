@@ -3,7 +3,9 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB_SIZE
@@ -14,7 +16,7 @@ from data.corpus import Record
 from data.tokenizer import TOKENIZER_FILE, Tokenizer
 from evaluation import scoring
 from evaluation.language_modelling import conversation_rows, document_rows, summary
-from evaluation.scoring import Row, Scorer
+from evaluation.scoring import Row, Scorer, ratio
 from model import IGNORE_INDEX, Transformer
 
 SEQ_LEN = 16
@@ -80,20 +82,12 @@ def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, 
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
-def test_the_likeliest_next_tokens_are_all_hits(scorer):
-    tokens = torch.arange(SEQ_LEN)
-    targets = scorer.model(tokens[None]).logits[0].argmax(dim=-1)
-    for chosen, accuracy in ((targets, 1), ((targets + 1) % VOCAB_SIZE, 0)):
-        found = summary(list(scorer.units([Row(0, tokens, chosen, 1)])))
-        assert (found["tokens"], found["metrics"]["accuracy"]["value"]) == (SEQ_LEN, accuracy)
-
-
-def test_bfloat16_runs_under_autocast_and_is_close_but_not_equal(scorer):
-    exact = sum(scores[:, 0].sum() for _, scores in scorer.units(random_rows(12)))
-    scorer.dtype = torch.bfloat16
-    rounded = sum(scores[:, 0].sum() for _, scores in scorer.units(random_rows(12)))
-    assert rounded != exact
-    assert rounded == pytest.approx(exact, rel=0.02)
+def test_bfloat16_is_close_but_not_equal(scorer):
+    exact, rounded = (
+        sum(scores[:, 0].sum() for _, scores in replace(scorer, dtype=dtype).units(random_rows(12)))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact != rounded == pytest.approx(exact, rel=0.02)
 
 
 def naive_nll(model, ids: list[int], stride: int) -> float:
@@ -113,26 +107,24 @@ def test_documents_score_as_they_do_one_token_at_a_time(scorer, tokenizer, strid
     ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert len(ids[0]) > 2 * SEQ_LEN
     records = [Record(f"{i}.txt", 0, text.encode()) for i, text in enumerate(TEXTS)]
-    found = summary(list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride))))
+    units = list(scorer.units(document_rows(records, tokenizer, SEQ_LEN, stride)))
+    found, hits = summary(units), sum(scores[:, 1].sum() for _, scores in units)
     nll = sum(naive_nll(scorer.model, document, stride) for document in ids)
     n_tokens = sum(len(document) - 1 for document in ids)
     n_bytes = sum(len(text.encode()) for text in texts)
     assert (found["units"], found["tokens"], found["bytes"]) == (len(texts), n_tokens, n_bytes)
     metrics = {name: metric["value"] for name, metric in found["metrics"].items()}
+    assert metrics["accuracy"] == pytest.approx(hits / n_tokens)
     assert metrics["loss"] == pytest.approx(nll / n_tokens, rel=1e-6)
     assert metrics["perplexity"] == pytest.approx(math.exp(nll / n_tokens), rel=1e-5)
     assert metrics["bits_per_byte"] == pytest.approx(nll / math.log(2) / n_bytes, rel=1e-6)
 
 
 def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
-    conversations = [["23"], ["4" * 40], ["56", "7" * 40]]
     records = []
-    for answers in conversations:
-        turns = [
-            {"role": role, "content": content}
-            for answer in answers
-            for role, content in (("user", "1"), ("assistant", answer))
-        ]
+    for answers in (["23"], ["4" * 40], ["56", "7" * 40]):
+        said = [("user", "1"), ("assistant", answers[0]), ("user", "1"), ("assistant", answers[-1])]
+        turns = [{"role": role, "content": text} for role, text in said[: 2 * len(answers)]]
         records.append(Record("c.jsonl", 1, json.dumps({"messages": turns}).encode()))
     counts = Counter()
     rows = list(conversation_rows(records, tokenizer, 2 * SEQ_LEN, counts))
@@ -146,3 +138,14 @@ def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
         assert tokenizer.decode(said[:-1]) == answer
         assert said[-1] == tokenizer.eos_id == row.targets[-1]
         assert row.tokens[1:][row.targets[:-1] != IGNORE_INDEX].tolist() == said[:-1]
+
+
+def test_the_interval_of_a_ratio_by_hand():
+    tops, bottoms = np.array([(2.0, 4), (9, 10), (3, 3), (5, 8)]).T
+    r = 19 / 25  # of the totals, not the mean of ratios
+    half = 1.96 * math.sqrt(4 / 3 * sum((tops - r * bottoms) ** 2)) / 25
+    expected = {"value": r, "low": r - half, "high": r + half}
+    scaled = {name: math.exp(end) for name, end in expected.items()}
+    assert ratio(tops, bottoms, math.exp) == pytest.approx(scaled)
+    assert ratio(tops[:2], bottoms[:2]) == {"value": 11 / 14, "low": None, "high": None}
+    assert ratio(np.array([0.0, 0.0, 1.0]), np.ones(3))["low"] == 0

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from formats.hugging_face import llama_config
+from formats.hugging_face import llama_config, to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
 # Of the four rotations of a head of 8 one stays, one is in between, two are slowed down.
@@ -15,19 +15,12 @@ SCALING |= {"original_max_seq_len": 200}
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
 
 
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
+SHAPE |= {"hidden_dim": 64, "max_seq_len": 40}
+
+
 def tiny(**changes) -> LMConfig:
-    return LMConfig(
-        **{
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "n_kv_heads": 2,
-            "vocab_size": 50,
-            "hidden_dim": 64,
-            "max_seq_len": 40,
-        }
-        | changes
-    )
+    return LMConfig(**SHAPE | changes)
 
 
 def transformer(seed=0, **changes) -> Transformer:
@@ -46,53 +39,14 @@ def some_tokens(seq_len=13, batch=3, seed=1) -> torch.Tensor:
     return torch.randint(50, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
 
-def half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of wq or wk from interleaved pairs to transformers' (first half, second half)."""
-    rows = weight.unflatten(0, (heads, -1))
-    return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1).flatten(0, 1)
-
-
 def as_llama(model: Transformer) -> LlamaForCausalLM:
     """transformers' Llama with the same weights."""
-    config = model.config
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.hidden_dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters=llama_config(config, "float32", 1, 2)["rope_parameters"],
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="eager",
-        )
-    )
-    weights = {
-        "model.embed_tokens.weight": model.tok_embeddings.weight,
-        "model.norm.weight": model.norm.weight,
-        "lm_head.weight": model.output.weight,
-    }
-    for i, block in enumerate(model.layers):
-        attention, feed_forward = block.attention, block.feed_forward
-        weights |= {
-            f"model.layers.{i}.{name}.weight": weight
-            for name, weight in {
-                "input_layernorm": block.attention_norm.weight,
-                "self_attn.q_proj": half_split(attention.wq.weight, config.n_heads),
-                "self_attn.k_proj": half_split(attention.wk.weight, config.n_kv_heads),
-                "self_attn.v_proj": attention.wv.weight,
-                "self_attn.o_proj": attention.wo.weight,
-                "post_attention_layernorm": block.ffn_norm.weight,
-                "mlp.gate_proj": feed_forward.w1.weight,
-                "mlp.down_proj": feed_forward.w2.weight,
-                "mlp.up_proj": feed_forward.w3.weight,
-            }.items()
-        }
-    llama.load_state_dict(weights)
+    config = llama_config(model.config, "float32", 1, 2)
+    llama = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="eager"))
+    weights = to_llama(model.config, {name: p.data for name, p in model.named_parameters()})
+    lacking = llama.load_state_dict(weights, strict=False).missing_keys
+    assert set(lacking) <= {"lm_head.weight"}  # tied to the embedding
+    llama.tie_weights()
     return llama.eval()
 
 
@@ -135,7 +89,6 @@ def test_gradients_equal_those_of_transformers_llama(tie_embeddings):
     inner = llama.model
     for ours, theirs in (
         (model.tok_embeddings, inner.embed_tokens),
-        (model.output, llama.lm_head),
         (model.norm, inner.norm),
         (model.layers[0].attention_norm, inner.layers[0].input_layernorm),
         (model.layers[0].attention.wv, inner.layers[0].self_attn.v_proj),
@@ -147,16 +100,6 @@ def test_gradients_equal_those_of_transformers_llama(tie_embeddings):
 def log_probabilities(model: Transformer, tokens, targets) -> torch.Tensor:
     log_p = model(tokens).logits.double().log_softmax(-1)
     return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-
-
-def test_loss_is_the_mean_negative_log_probability_of_the_targets():
-    model = transformer()
-    tokens, targets = some_tokens(), some_tokens(seed=2)
-    out = model(tokens, targets)
-    assert out.logits is None
-    assert out.loss.dtype == torch.float32
-    expected = -log_probabilities(model, tokens, targets).mean()
-    torch.testing.assert_close(out.loss.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_ignored_targets_do_not_count_in_the_loss():
@@ -171,15 +114,6 @@ def test_ignored_targets_do_not_count_in_the_loss():
     logits = model(tokens).logits
     same = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
     torch.testing.assert_close(loss, same)
-
-
-def test_without_reduction_every_position_has_its_loss_and_ignored_ones_zero():
-    model = transformer()
-    tokens, targets = some_tokens(), some_tokens(seed=2)
-    targets[1, ::2] = IGNORE_INDEX
-    losses = model(tokens, targets, reduction="none").loss
-    expected = torch.where(targets == IGNORE_INDEX, 0.0, -log_probabilities(model, tokens, targets))
-    torch.testing.assert_close(losses.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_the_loss_of_a_bf16_model_is_fp32():
@@ -199,24 +133,6 @@ def test_future_tokens_do_not_change_past_logits(use_flash_attn):
         after = model(changed).logits
         torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-6, rtol=0)
         assert not torch.allclose(after[:, t], before[:, t], atol=1e-3)
-
-
-@KERNELS
-def test_sequences_of_a_batch_do_not_influence_each_other(use_flash_attn):
-    model = transformer(use_flash_attn=use_flash_attn)
-    tokens = some_tokens(batch=4)
-    together = model(tokens).logits
-    for i in range(4):
-        torch.testing.assert_close(
-            model(tokens[i : i + 1]).logits[0], together[i], atol=1e-5, rtol=0
-        )
-
-
-def test_the_same_tokens_in_another_order_give_other_logits():
-    model = transformer()
-    tokens = some_tokens(seq_len=8, batch=1)
-    swapped = tokens[:, [1, 0, *range(2, 8)]]
-    assert not torch.allclose(model(tokens).logits[0, -1], model(swapped).logits[0, -1], atol=1e-3)
 
 
 def test_a_sequence_longer_than_the_context_is_refused():
@@ -249,13 +165,6 @@ def test_the_documented_shapes_have_the_documented_number_of_parameters(changes,
     assert round(expected / 1e6, 2) == millions
 
 
-def test_an_untied_model_has_one_more_matrix():
-    tied, untied = transformer(), transformer(tie_embeddings=False)
-    assert untied.num_parameters() - tied.num_parameters() == 50 * 32
-    assert tied.output.weight is tied.tok_embeddings.weight
-    assert untied.output.weight is not untied.tok_embeddings.weight
-
-
 def test_parameter_names_are_those_of_llamas_release():
     names = set(transformer(n_layers=1, tie_embeddings=False).state_dict())
     block = {f"attention.{w}" for w in ("wq", "wk", "wv", "wo")}
@@ -280,12 +189,6 @@ def test_weights_start_normal_and_residual_outputs_smaller_with_depth(tie_embedd
         assert abs(parameter.mean().item()) < expected / 50, name
 
 
-def test_an_untrained_model_predicts_every_token_alike():
-    torch.manual_seed(0)
-    loss = Transformer(tiny())(some_tokens(), some_tokens(seed=2)).loss
-    assert loss.item() == pytest.approx(math.log(50), abs=0.1)
-
-
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_flops_per_token_equal_a_count_by_hand(tie_embeddings):
     model = transformer(vocab_size=100, tie_embeddings=tie_embeddings)
@@ -303,18 +206,11 @@ def assert_rotations_are_whole(model: Transformer) -> None:
     assert dict(model.named_buffers())["pos_cis"] is model.pos_cis
 
 
-def test_pos_cis_is_not_saved():
-    assert "pos_cis" not in transformer().state_dict()
-
-
 CASTS = {
     "to": lambda model: model.to(torch.bfloat16),
     "to device and dtype": lambda model: model.to("cpu", torch.float16),
-    "half": lambda model: model.half(),
-    "bfloat16": lambda model: model.bfloat16(),
     "double": lambda model: model.double(),
     "half and back": lambda model: model.half().float(),
-    "deepcopy": copy.deepcopy,
     "deepcopy, cast": lambda model: copy.deepcopy(model).bfloat16(),
     "to_empty": lambda model: model.to_empty(device="cpu"),
 }
@@ -325,34 +221,10 @@ def test_pos_cis_survives(cast):
     assert_rotations_are_whole(cast(transformer()))
 
 
-def test_pos_cis_is_made_when_a_meta_model_becomes_real():
-    with torch.device("meta"):
-        model = Transformer(tiny())
-    assert model.pos_cis.is_meta
-    assert_rotations_are_whole(model.to_empty(device="cpu"))
-
-
 def test_pos_cis_follows_to_the_meta_device_and_back():
     model = transformer().to("meta")
     assert model.pos_cis.is_meta
     assert_rotations_are_whole(model.to_empty(device="cpu"))
-
-
-def test_a_move_that_fails_leaves_pos_cis_in_place():
-    model = transformer()
-
-    def out_of_memory(tensor):
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model._apply(out_of_memory)
-    assert_rotations_are_whole(model)
-
-
-def test_a_cast_model_still_computes_with_exact_rotations():
-    model = transformer()
-    exact, cast = model(some_tokens()).logits, copy.deepcopy(model).bfloat16()(some_tokens()).logits
-    torch.testing.assert_close(cast.float(), exact, atol=0.2, rtol=0)
 
 
 def test_ddp_is_told_to_leave_pos_cis_alone():

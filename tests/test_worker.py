@@ -58,16 +58,16 @@ def happens(event: threading.Event) -> bool:
 
 
 def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, monkeypatch):
-    read, join = [], decoder.join
-    monkeypatch.setattr(decoder, "join", lambda new, n: read.append(new) or join(new, n))
+    read, really = [], decoder.read
+    monkeypatch.setattr(decoder, "read", lambda new: read.append(new) or really(new))
     first, left, last = ask(), ask(3), ask(4)
     worker.submit(first)
     assert happens(first.begun)
     worker.submit(left)
     left.cancel()
     worker.submit(last)
-    n = first.n_tokens
-    wait_until(lambda: first.n_tokens > n + 2)
+    n = len(first.ids)
+    wait_until(lambda: len(first.ids) > n + 2)
     assert worker._running == [first]
     first.cancel()
     assert happens(last.ended)
@@ -76,7 +76,7 @@ def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, m
     assert [last.ids] == generate(decoder, [PROMPT], 4, GREEDY)
 
 
-@pytest.mark.parametrize("where", ["join", "step"])
+@pytest.mark.parametrize("where", ["read", "step"])
 def test_a_failure_is_told_to_those_it_concerns_and_others_can_come(
     worker, ask, decoder, monkeypatch, capsys, where
 ):

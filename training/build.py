@@ -47,22 +47,16 @@ def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
 def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     """Build the model with weights drawn at random, and its optimizer. Every process must call it.
 
-    Frozen parameters are held in the precision of forward and backward, under every engine. The
-    random generators are seeded for what comes after.
-
-    Raises UsageError: the engine cannot be started, or cannot compile what it needs.
+    Frozen parameters are held in the precision of forward and backward. The random generators are
+    seeded for what comes after. Raises UsageError: the engine cannot be started, or cannot compile.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     dtype = getattr(torch, args.dtype)
     tokens = args.global_batch(1) * prepared.total_steps * prepared.train_set.tokens_per_sample
-    compilation = decide_compilation(
-        args.compile,
-        prepared.start.state.get("compiled"),
-        flops_per_token(config) * tokens,
-        engine,
-    )
+    flops, before = flops_per_token(config) * tokens, prepared.start.state.get("compiled")
+    compilation = decide_compilation(args.compile, before, flops, engine)
     engine.fit_to(config.dim, prepared.n_trained)
-    set_up_deepspeed(engine, prepared.shapes, dtype.itemsize)
+    set_up_deepspeed(engine)
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)

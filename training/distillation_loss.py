@@ -1,14 +1,11 @@
 """The loss of distillation: the text gives the next token, the teacher gives probabilities.
 
 Both models' logits are divided by a temperature T before the softmax, and T² makes up for gradients
-that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Everything is computed
-in fp32, in chunks of at most CHUNK_LOGITS logits. With several chunks backward computes each of
-them again, so that no fp32 copy of all logits exists. Compiled it takes half the time.
+that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Backward computes each
+chunk of logits again, so that no fp32 copy of all exists. Compiled it takes half the time.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,61 +18,41 @@ KL = ("forward", "reverse")
 CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six times as much
 
 
-class Distilled(NamedTuple):
-    """Means over the targets that count, in fp32; 0 where none counts. Only the loss has a
-    gradient."""
-
-    loss: Tensor  # alpha * hard + (1 - alpha) * soft
-    hard: Tensor  # cross-entropy with the targets
-    soft: Tensor  # T² times the divergence
-    agreement: Tensor  # share of positions at which both models' likeliest token is the same
-
-
 def distillation_loss(
     logits: Tensor,
     theirs: Tensor,
     targets: Tensor,
-    *,
-    alpha: float,
-    temperature: float,
-    kl: str,
+    args,
     vocab_size: int | None = None,
     compiled: bool = False,
-) -> Distilled:
-    """Return the student's loss and its parts.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the student's loss, alpha * hard + (1 - alpha) * soft, and without a gradient its
+    parts: hard, the cross-entropy with the targets; soft, T² times the divergence; agreement, the
+    share of positions at which both models' likeliest token is the same. They are means over the
+    targets that count, in fp32; 0 where none counts.
 
     Args:
         logits: (B, T, vocab_size or more), the student's, in any precision.
         theirs: (B, T, vocab_size), the teacher's.
-        targets: (B, T) int64, the token that follows each position; IGNORE_INDEX leaves one out.
-        alpha: share of the hard loss, from 0 to 1.
-        kl: "forward" is KL(teacher || student): the student covers all that the teacher expects;
-            "reverse" is KL(student || teacher): it says only what the teacher would.
-        vocab_size: of the text's tokenizer; the student's further outputs are in the hard loss
-            alone. None: the student has no further outputs.
-        compiled: whether torch.compile compiles it, at the first call.
+        targets: (B, T) int64; IGNORE_INDEX leaves a position out.
+        args: with alpha, temperature and kl; "forward" is KL(teacher || student).
+        vocab_size: of the text; the student's further outputs, if any, are in the hard loss alone.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
-    compute = _compiled() if compiled else _sums
+    compute = torch.compile(_sums) if compiled else _sums
+    compute = partial(compute, args.temperature, args.kl, vocab_size)
     what = "blocks" if targets.numel() > size else "off"
-    compute = partial(compute, temperature=temperature, kl=kl, vocab_size=vocab_size)
     total = torch.zeros(3, device=logits.device)
     chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
     for ours, wanted, expected in zip(*chunks, strict=True):
-        total = total + recomputed(partial(compute, theirs=expected), ours, wanted, what)
+        total = total + recomputed(partial(compute, theirs=expected), what, ours, wanted)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
-    loss = alpha * hard + (1 - alpha) * soft
-    return Distilled(loss, hard.detach(), soft.detach(), agreement.detach())
+    loss = args.alpha * hard + (1 - args.alpha) * soft
+    return loss, hard.detach(), soft.detach(), agreement.detach()
 
 
 def _sums(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    theirs: Tensor,
-    temperature: float,
-    kl: str,
-    vocab_size: int | None,
+    temperature: float, kl: str, vocab_size: int, logits: Tensor, targets: Tensor, *, theirs: Tensor
 ) -> Tensor:
     """Return sums over a chunk: (cross-entropy, T² times the divergence, agreements)."""
     counts = targets != IGNORE_INDEX
@@ -89,8 +66,3 @@ def _sums(
     soft = temperature**2 * divergence.where(counts, 0).sum()  # a 0 without a gradient
     agreements = ((logits.argmax(-1) == theirs.argmax(-1)) & counts).sum()
     return torch.stack([hard, soft, agreements.float()])
-
-
-@cache
-def _compiled() -> Callable:
-    return torch.compile(_sums)

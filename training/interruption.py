@@ -9,41 +9,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from training.engine.launch import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# Ctrl-C reaches a rank twice, from the terminal and from the launcher: that is one request.
-SAME_REQUEST_SECONDS = 2.0
-# Environment variable of run_accelerate.sh: a file that a run makes when it has saved and stops.
-STOP_NOTE = "STOP_NOTE"
+SAME_REQUEST_SECONDS = 2.0  # Ctrl-C reaches a rank from the terminal and from the launcher
+STOP_NOTE = "STOP_NOTE"  # names a file that a run of run_accelerate.sh makes when it is saved
 CHECKPOINT_WRITER = "checkpoint writer"  # name of the thread that `leave` waits for
-# Codes that ranks exchange, besides the numbers of signals.
-SAVE, TIME_LIMIT = 1, 1000
+SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange, besides the numbers of signals
 
 
 class StopRequest:
-    """Asks all ranks, once per step, whether to stop, and the main rank whether to save.
-
-    A first signal is noted. A second one, a moment later, ends the process at once; without a
-    launcher a second Ctrl-C is a KeyboardInterrupt.
-
-    Args:
-        time_limit: minutes after which to stop; None for never.
-        save_minutes: minutes from one checkpoint to the next; 0 for never.
-        since: when the program started, by `time.monotonic`.
-    """
+    """Asks all ranks, once per step, whether to stop, and the main rank whether to save. A second
+    signal ends the process at once. Limits are in minutes, `since` is by `time.monotonic`."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
-        self.engine = engine
-        self.deadline = since + 60 * (time_limit or math.inf)
-        self.save_seconds = 60 * (save_minutes or math.inf)
-        self.time_to_save = False
-        self._save_at = time.monotonic() + self.save_seconds
-        self._signal, self._since = 0, 0.0
+        self.engine, self.deadline = engine, since + 60 * (time_limit or math.inf)
+        self.save_seconds, self._signal, self._since = 60 * (save_minutes or math.inf), 0, 0.0
+        self.saved()
         for number in SIGNALS:
             signal.signal(number, self._note)
 
@@ -53,15 +38,12 @@ class StopRequest:
         self._save_at = time.monotonic() + self.save_seconds
 
     def reason(self) -> str | None:
-        """Return why to stop, None to go on, and set `time_to_save`: both are the same on every
-        rank. Every process must call it."""
+        """Return why to stop, None to go on, and set `time_to_save`. Every process must call it."""
         now = time.monotonic()
-        code = self._signal or (TIME_LIMIT if now > self.deadline else 0)
-        if not code and self.engine.is_main and now > self._save_at:
-            code = SAVE
-        code = self.engine.largest(code)
+        code = self._signal or TIME_LIMIT * (now > self.deadline)
+        code = self.engine.largest(code or SAVE * (self.engine.is_main and now > self._save_at))
         self.time_to_save = code == SAVE
-        if code in (0, SAVE):
+        if code <= SAVE:
             return None
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
 
@@ -74,7 +56,7 @@ class StopRequest:
             os._exit(128 + number)
 
 
-def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
+def end_stopped(engines: list[Engine], saved: bool) -> None:
     """End the processes of runs that were told to stop; exit code 1 if they are not saved."""
     note = os.environ.get(STOP_NOTE)
     if note and saved and engines[0].accelerator.is_local_main_process:
@@ -86,17 +68,12 @@ def end_stopped(engines: Sequence[Engine], saved: bool) -> None:
 
 
 def how_to_resume(run: Path | str) -> str:
-    """Return the command that goes on: the one that was typed, with --resume.
-
-    run_accelerate.sh leaves its own command in RESUME_WITH, quoted as Bash does it. Of launchers
-    the flags are not known here.
-    """
+    """Return the command that was typed (RESUME_WITH by run_accelerate.sh) with --resume."""
     typed = shlex.join([python(), *sys.argv])
     if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
-        typed = "the same command with"
+        typed = "the same command with"  # a launcher's flags are not known here
     typed = os.environ.get("RESUME_WITH", typed)
-    # --resume of an earlier stop; its value may be quoted in either way
-    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)
+    typed = re.sub(r" --resume[ =]('[^']*'|\\.|[^\s\\])+", "", typed)  # quoted in either way
     return f"{typed} --resume {shlex.quote(str(run))}"
 
 
@@ -106,12 +83,8 @@ def python() -> str:
 
 
 def leave() -> None:
-    """End a rank that is done, or has said why it ends, without the interpreter's shutdown.
-
-    The launcher then ends the other ranks before they say the same. And a thread of gloo that lets
-    go of a tensor while the interpreter shuts down aborts the process ("terminate called without an
-    active exception").
-    """
+    """End a rank that is done, or has said why it ends, without the shutdown, in which gloo may
+    abort. The launcher then ends the other ranks before they say the same."""
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return

@@ -1,9 +1,4 @@
-"""`accelerate launch` for run_accelerate.sh, without a page of its own below a process's error.
-
-    python -m training.launcher [flags of accelerate launch] SCRIPT [flags of the script]
-
-It ends with the exit code of the first process that failed.
-"""
+"""`accelerate launch` for run_accelerate.sh, with one line where a process or the meeting fails."""
 
 import logging
 import os
@@ -21,12 +16,12 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """Launch and wait; return the exit code."""
+    """Launch and wait; return the exit code, of the first process that failed."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # The processes have ended together. A launcher on another machine that was told to stop never
-    # comes to this barrier, at which this launcher would wait five minutes.
+    # A launcher on another machine that was told to stop never comes to this barrier, at which
+    # this launcher would wait five minutes.
     SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()
@@ -39,8 +34,10 @@ def launch() -> int:
         if failure.exitcode > 0:
             return failure.exitcode
         name = failure.signal_name()  # SIGKILL where memory runs out
-        say(f"error: process {rank} was ended by {name}; to go on from what it has saved:")
-        print(f"  {how_to_resume('auto')}", file=sys.stderr, flush=True)
+        say(
+            f"error: process {rank} was ended by {name}; to go on from what it has saved:\n"
+            f"  {how_to_resume('auto')}"
+        )
         return 1
     except (ConnectionError, torch.distributed.DistError) as failed:  # nobody was launched
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")

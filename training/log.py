@@ -1,50 +1,43 @@
-"""What a run measures and reports: mean loss, speed, log lines, metrics.jsonl and trackers."""
+"""Mean loss, speed, log lines, metrics.jsonl and trackers of a run."""
 
+import hashlib
+import importlib.util
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import filter_trackers
 from torch import Tensor
 
 from common.atomic import write_whole
-from common.progress import progress_bar
+from common.errors import UsageError
 from report.history import number, read_rows
-from training.engine.device import device_name, matrix_precision, mfu, peak_flops
-from training.engine.memory import peak_memory_bytes
-
-ABOVE_IN_A_ROW = 3  # reports with a loss above the first one that make a warning
+from runs.folder import RunFolder, read_settings
+from training.arguments import TrainingArguments
+from training.engine.device import device_name, matrix_precision, mfu, peak_flops, peak_memory_bytes
 
 
 class LossMeter:
-    """Collect losses on the device, because asking for a number waits for a GPU.
-
-    A step whose gradient norm is not finite changes no weights. It counts as skipped and is left
-    out of the means.
-
-    Args:
-        parts: names of further means that each micro-batch has besides its loss.
-    """
+    """Collect losses, and further means named `parts`, on the device: asking waits for a GPU.
+    A step whose gradient norm is not finite counts as skipped and is left out of the means."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
         self.names = ("loss", *parts, "weight")
-        device = accelerator.device
-        # Weighted sums of the loss and the parts, and the sum of the weights: of the step under
-        # way, and of the steps since the last report.
-        self._step = torch.zeros(len(self.names), device=device)
+        self._saved_names = [f"log.{name}" for name in (*self.names, "skipped_steps")]
+        # Weighted sums of the means, and the sum of the weights
+        self._step = torch.zeros(len(self.names), device=accelerator.device)
         self._sums = torch.zeros_like(self._step)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
-        self._bad_in_row = torch.zeros_like(self._skipped)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+        self.bad_in_row = torch.zeros_like(self.skipped_steps)  # since the last one that counted
 
     def add(self, weight: float, **means: Tensor) -> None:
-        """Add the detached means of a micro-batch; `weight` is its number of targets that count,
-        as a share of a full micro-batch's."""
+        """Add the detached means of a micro-batch, weighted by its share of targets that count."""
         self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
         self._step[-1] += weight
 
@@ -52,173 +45,137 @@ class LossMeter:
         """Count the step, or skip it where its gradient norm is not finite."""
         good = torch.as_tensor(grad_norm, device=self._step.device).isfinite()
         self._sums += self._step.where(good, 0.0)
-        self._bad_in_row = (self._bad_in_row + 1).where(~good, 0)
-        self._skipped += ~good
+        self.bad_in_row = (self.bad_in_row + 1).where(~good, 0)
+        self.skipped_steps += ~good
         self._step.zero_()
 
-    def bad_in_row(self) -> int:
-        """Return the number of steps skipped since the last one that counted; wait for a GPU."""
-        return int(self._bad_in_row)
-
-    def skipped_steps(self) -> int:
-        """Return the number of steps skipped in the whole run; wait for a GPU."""
-        return int(self._skipped)
-
-    def take(self, tokens: int) -> tuple[dict[str, float | None], float]:
-        """Return the means over all processes since the last call, and the sum of `tokens`.
-
-        A mean is None where every step was skipped. Every process must call it.
-        """
-        tokens_here = torch.tensor([tokens], device=self._sums.device)
-        sums = self.accelerator.reduce(torch.cat([self._sums, tokens_here]))
-        *totals, weight, tokens = sums.tolist()
+    def take(self) -> dict[str, float | None]:
+        """Return the means over all processes since the last call, None where every step was
+        skipped. Every process must call it."""
+        *totals, weight = self.accelerator.reduce(self._sums.clone()).tolist()
         self._sums.zero_()
         means = [total / weight if weight else None for total in totals]
-        return dict(zip(self.names[:-1], means, strict=True)), tokens
+        return dict(zip(self.names[:-1], means, strict=True))
 
-    def state(self) -> dict[str, float]:
-        """Return what a resumed run goes on with."""
-        sums = dict(zip(self.names, self._sums.tolist(), strict=True))
-        return sums | {"skipped_steps": self.skipped_steps()}
+    def state(self) -> dict[str, Tensor]:
+        """Return what a resumed run goes on with, by its names in a checkpoint."""
+        values = torch.tensor([*self._sums.tolist(), self.skipped_steps], dtype=torch.float64)
+        return {name: values[i].clone() for i, name in enumerate(self._saved_names)}
 
-    def load_state(self, states: list[dict[str, float]], rank: int) -> None:
-        """Go on with what the ranks of a checkpoint saved; other ranks share the sum equally."""
-        processes = self.accelerator.num_processes
-        if len(states) == processes:
-            states, processes = [states[rank]], 1
-        sums = [sum(state[name] for state in states) / processes for name in self.names]
-        self._sums.copy_(torch.tensor(sums))
-        self._skipped.fill_(int(states[0]["skipped_steps"]))
+    def load_state(self, ranks: list[dict[str, Tensor]], rank: int) -> None:
+        """Go on with what the ranks of a checkpoint saved; of another number of ranks, the first
+        process takes the sums."""
+        saved = [self._vector(each) for each in ranks]
+        same = len(ranks) == self.accelerator.num_processes
+        self._sums.copy_((saved[rank] if same else sum(saved) * (rank == 0))[:-1])
+        self.skipped_steps.fill_(int(saved[0][-1]))
+
+    def _vector(self, saved: dict[str, Tensor]) -> Tensor:
+        if "log" not in saved:
+            return torch.stack([saved[name] for name in self._saved_names])
+        loss, weight, skipped, *parts = saved["log"]  # of earlier versions
+        return torch.stack([loss, *parts, weight, skipped])
 
 
 class StepClock:
-    """Time since its making; a new one is made at each report."""
+    """Steps and seconds since the last report; each report makes a new clock."""
 
     def __init__(self):
-        self.steps = 0
-        self.tokens = 0  # of this process, without padding
-        self.paused = 0.0  # seconds
-        self.began = time.perf_counter()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds, with pauses."""
-        return time.perf_counter() - self.began
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of training, without pauses."""
-        return self.elapsed - self.paused
+        self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time in here out of `seconds`."""
+        """Leave the time in here out of the throughput."""
         start = time.perf_counter()
         yield
         self.paused += time.perf_counter() - start
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainingLog:
-    """Report every `log_interval` steps, at the first and at the last step.
-
-    Throughput leaves out pauses and the first step of a start, which compiles and fills caches.
-    """
+    """Report every `log_interval` steps, at the first and at the last step. Throughput leaves out
+    pauses and the first step of a start, which compiles and fills caches."""
 
     accelerator: Accelerator  # as prepared; only its main process writes
-    path: Path  # metrics.jsonl; `open` drops the rows of `first_step` and later
-    _: KW_ONLY
-    log_interval: int
-    tokens_per_step: float  # of all processes together, on average
+    folder: RunFolder
+    args: TrainingArguments
+    tokens_per_step: float  # of all processes together, on average, without padding
     flops_per_token: float
     total_steps: int  # of the run
     first_step: int  # of this start
-    parts: tuple[str, ...] = ()  # names of the means that each micro-batch has besides its loss
-    name: str = ""  # begins every line, where several runs have a log and no progress bar
+    name: str = ""  # begins every line, where several runs have a log
 
     def __post_init__(self):
-        self.meter = LossMeter(self.accelerator, self.parts)
-        before = (row.get("loss") for row in read_rows(self.path) if row["step"] < self.first_step)
-        self.first_loss = next((loss for loss in before if loss is not None), None)  # of the run
-        self.above = 0  # reports in a row with a loss above the first one
-        self.clock = StepClock()
-        self.bar = progress_bar(
-            self.total_steps,
-            "step",
-            "step",
-            initial=self.first_step - 1,
-            disable=bool(self.name) or not self.accelerator.is_main_process,
-        )
+        self.meter, self.clock = LossMeter(self.accelerator, self.args.logged), StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
-        self._file = None
-        self._unwritten = b""
+        self._file, self._unwritten = None, b""
 
     def open(self) -> None:
-        """Begin to write the file, once nothing can be refused any more."""
+        """Begin to write, once nothing can be refused any more; drop rows that come again."""
+        first, run = self.first_step, self.folder.path
         if self.accelerator.is_main_process:
-            drop_rows_from(self.path, self.first_step)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115, closed in close()
+            for path in filter(Path.exists, (self.folder.metrics, self.folder.samples)):
+                rows = [row for row in read_rows(path) if row["step"] < first and first > 1]
+                lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+                write_whole(path, "".join(lines))
+            self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
+        self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
+        self.accelerator.project_configuration.logging_dir = str(run)
+        # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
+        shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
+        shared |= {"resume": "allow", "config": read_settings(self.folder.settings)}
+        options = {
+            "tensorboard": {"purge_step": first},  # forget the rows that come again
+            "wandb": {"name": run.name, "dir": str(run), **shared},
+            "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
+        }
+        project = "tensorboard" if self.args.trackers == ["tensorboard"] else "pretrain"
+        self.accelerator.init_trackers(project, None, options)
 
-    def step(
-        self, step: int, learning_rate: float, grad_norm: float | Tensor, epoch: float
-    ) -> None:
+    def step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
         """Note that an optimizer step has ended; report where it is time."""
         self.clock.steps += 1
-        self.bar.update()
         self.meter.end_step(grad_norm)
-        if step % self.log_interval == 0 or step in (1, self.total_steps):
-            self._report(step, learning_rate, float(grad_norm), epoch)
-            self.clock = StepClock()
-        elif step == self.first_step:
+        is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
+        if is_due:
+            self._report(step, rate, float(grad_norm), epoch)
+        if is_due or step == self.first_step:
             float(grad_norm)  # wait for a GPU
             self.clock = StepClock()
 
-    def _report(self, step: int, learning_rate: float, grad_norm: float, epoch: float) -> None:
-        seconds, per_step = self.clock.seconds, self.clock.seconds / self.clock.steps
-        left = self.clock.elapsed / self.clock.steps * (self.total_steps - step)
-        means, tokens = self.meter.take(self.clock.tokens)
-        skipped, speed, utilisation = self.meter.skipped_steps(), None, None
-        timing = f"{per_step:.1f} s for the first step, which is slower than the others"
+    def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
+        clock, elapsed = self.clock, time.perf_counter() - self.clock.began
+        seconds = elapsed - clock.paused
+        means = self.meter.take()
+        skipped, speed, utilisation = int(self.meter.skipped_steps), None, None
+        timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
-            speed = round(tokens / seconds, 1)
+            speed = round(clock.steps * self.tokens_per_step / seconds, 1)
             processes = self.accelerator.num_processes
             utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
             shown = "" if utilisation is None else f"MFU {utilisation:.1%}  "
-            timing = f"{speed:,.0f} tokens/s  {shown}left {as_time(left)}"
+            left = as_time(elapsed / clock.steps * (self.total_steps - step))
+            timing = f"{speed:,.0f} tokens/s  {shown}left {left}"
         values = {
             "step": step,
             "epoch": round(epoch, 4),
             "tokens": round(step * self.tokens_per_step),
             **means,
-            "learning_rate": learning_rate,
+            "learning_rate": rate,
             "grad_norm": grad_norm,
             "skipped_steps": skipped,
             "tokens_per_second": speed,
-            "step_seconds": round(per_step, 4),
+            "step_seconds": round(seconds / clock.steps, 4),
             "mfu": utilisation,
             "memory_gib": round(peak_memory_bytes(self.accelerator.device) / 2**30, 2),
         }
         self._write(values, "train")
-        shown = "  ".join(f"{name} {_show(mean)}" for name, mean in means.items())
-        self.bar.set_postfix_str(f"loss {_show(means['loss'])}", refresh=False)
+        texts = (f"{k} {'n/a' if mean is None else f'{mean:.4f}'}" for k, mean in means.items())
         self.say(
-            f"step {step}/{self.total_steps}  {shown}  lr {learning_rate:.2e}  "
+            f"step {step}/{self.total_steps}  {'  '.join(texts)}  lr {rate:.2e}  "
             f"grad_norm {grad_norm:.3f}  {timing}" + f"  skipped {skipped}" * bool(skipped)
         )
-        self._warn(step, means["loss"])
-
-    def _warn(self, step: int, loss: float | None) -> None:
-        """Warn where the loss, None of skipped steps, stays above the first one."""
-        if self.first_loss is None:
-            self.first_loss = loss
-            return
-        self.above = self.above + 1 if loss is None or not loss <= self.first_loss else 0
-        if self.above == ABOVE_IN_A_ROW:
-            self.say(
-                f"WARNING: the loss is {_show(loss)} at step {step} and was {self.first_loss:.4f} "
-                "at first: try lower rates (--learning_rate, --muon_learning_rate)"
-            )
 
     def validation(self, step: int, result: dict) -> None:
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
@@ -233,39 +190,29 @@ class TrainingLog:
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Print on the main process without tearing the progress bar."""
+        """Print on the main process. A log file on a full disk does not end the run."""
         if self.accelerator.is_main_process:
-            with suppress(OSError):  # a log file on a full disk must not end the run
-                if sys.stderr.isatty():
-                    self.bar.clear()
+            with suppress(OSError):
                 print(f"{self.name}  {text}" if self.name else text, flush=True)
 
     def close(self) -> None:
-        self.bar.close()
         if self._file is not None:
             self._file.close()
 
     def _write(self, values: dict, section: str) -> None:
-        """Add a row to the file, and tell the trackers."""
+        """Add a row to the file, and tell the trackers. A full disk does not stop training."""
         if self._file is None:
             return
         values = {name: number(value) for name, value in values.items()}
         self._unwritten += json.dumps(values).encode() + b"\n"
+        step = values.pop("step")
+        known = {f"{section}/{k.removeprefix('val_')}": v for k, v in values.items()}
         try:  # unbuffered: a killed run loses nothing that was said
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            self.say(f"NOT WRITTEN: {error}; kept in memory until there is room in {self.path}")
-        step = values.pop("step")
-        known = {f"{section}/{k.removeprefix('val_')}": v for k, v in values.items()}
-        try:
             self.accelerator.log({k: v for k, v in known.items() if v is not None}, step=step)
         except OSError as error:
-            self.say(f"NOT LOGGED to the trackers: {error}")
-
-
-def _show(loss: float | None) -> str:
-    return "n/a" if loss is None else f"{loss:.4f}"
+            self.say(f"NOT WRITTEN: {error}; rows of {self.folder.metrics} are kept in memory")
 
 
 def as_time(seconds: float) -> str:
@@ -275,9 +222,8 @@ def as_time(seconds: float) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
-def drop_rows_from(path: Path, step: int) -> None:
-    """Take the rows of this step and later, which are written again, out of a file of JSON lines.
-    Step 1 drops all rows."""
-    if path.exists():
-        rows = [row for row in read_rows(path) if row["step"] < step and step > 1]
-        write_whole(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+def require_trackers(names: list[str]) -> None:
+    """Raise UsageError where a tracker's package is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")

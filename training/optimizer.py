@@ -1,17 +1,81 @@
-"""The optimizer: AdamW, made here or by DeepSpeed from its configuration file, or Muon."""
+"""The optimizer, AdamW or Muon for the matrices of the blocks, and its learning rate.
 
-from collections.abc import Sequence
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
+matrix by the nearest orthogonal matrix, as `torch.optim.Muon` does. Under ZeRO a process steps a
+flat partition that begins and ends within matrices; these are made whole first.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import DummyOptim
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
+from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import ADAM_EPS
 from training.engine.device import has_bf16
 from training.engine.launch import Engine
-from training.engine.partition import partitions, shape_of
-from training.muon import Muon
+from training.engine.partition import Part, Partition, partitions, shape_of
+from training.engine.state import state_of
+
+MAX_DEFAULT_WARMUP = 2000
+# (a, b, c) of every iteration: singular values from 0.0015 to 1 come to lie between 0.68 and 1.20.
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+# Elements orthogonalised at once: they stay in a CPU's caches, or keep a GPU busy.
+BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+
+
+def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
+    """Return the optimizer steps of the whole run: --max_steps, or those of --epochs."""
+    return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
+
+
+class LearningRate:
+    """Learning rate as a function of the step, counted from 1: a resume has nothing to restore.
+
+    Linear warm-up reaches the peak at step `warmup_steps`. Then down to min_ratio·peak go
+    - cosine: in half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
+    - linear: in a straight line;
+    - wsd: in a straight line over the last decay_fraction of all steps (Hu et al.,
+      https://arxiv.org/abs/2404.06395).
+
+    Raises UsageError: warm-up beyond the last step.
+    """
+
+    def __init__(self, args: TrainingArguments, total_steps: int):
+        self.schedule, self.total_steps = args.lr_schedule or "cosine", total_steps
+        self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
+        self.decay_fraction, self.warmup_steps = args.decay_fraction, args.warmup_steps
+        if self.warmup_steps is None:
+            self.warmup_steps = min(MAX_DEFAULT_WARMUP, total_steps // 20)
+        if (warmup := self.warmup_steps) > total_steps:
+            raise UsageError(f"--warmup_steps {warmup}: the whole run has {total_steps} steps")
+
+    def __call__(self, step: int) -> float:
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        start = self.warmup_steps
+        if self.schedule == "wsd":
+            start = max(start, self.total_steps - round(self.decay_fraction * self.total_steps))
+            if step <= start:
+                return self.peak
+        progress = min(1.0, (step - start) / max(1, self.total_steps - start))
+        wave = 0.5 * (1 + math.cos(math.pi * progress))
+        share = wave if self.schedule == "cosine" else 1 - progress
+        return self.peak * (self.min_ratio + (1 - self.min_ratio) * share)
+
+
+def set_learning_rate(optimizer, value: float) -> None:
+    """Set each group's learning rate to value * group["lr_factor"] (default: 1)."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group.get("lr_factor", 1.0)
 
 
 def parameter_groups(
@@ -28,23 +92,18 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of the blocks; with adapters A and B, each by itself.
-
-    Embedding and output layer have a vector for every token, used rarely or often, and train better
-    by AdamW (https://kellerjordan.github.io/posts/muon/).
-    """
+    """Return the matrices of the blocks; with adapters A and B, each by itself."""
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     """Return the optimizer of --optimizer for `accelerator.prepare`; call `tell_layout` after it.
-
-    AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Where DeepSpeed's file holds an
-    "optimizer", a placeholder carries the parameter groups to it.
+    Where DeepSpeed's file holds an "optimizer", a placeholder carries the parameter groups to it.
     """
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
-    if args.optimizer == "muon":
-        matrices = muon_matrices(model)
+    matrices = muon_matrices(model) if args.optimizer == "muon" else []
+    groups = parameter_groups(model, args.weight_decay, without=matrices)
+    if matrices:
         by_muon = {
             "params": matrices,
             "algorithm": "muon",
@@ -52,28 +111,110 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
             "weight_decay": args.weight_decay,
             "lr_factor": args.muon_learning_rate / args.learning_rate,
         }
-        by_adamw = parameter_groups(model, args.weight_decay, without=matrices)
         # A GPU without bf16 takes fp32: in fp16 small gradients would be gone before they count.
         in_fp32 = args.dtype == "float32" or (torch.cuda.is_available() and not has_bf16())
         dtype = torch.float32 if in_fp32 else torch.bfloat16
-        return Muon([by_muon, *(group | adam for group in by_adamw)], args.learning_rate, dtype)
-    groups = parameter_groups(model, args.weight_decay)
+        return Muon([by_muon, *(group | adam for group in groups)], args.learning_rate, dtype)
     if "optimizer" in (engine.deepspeed or {}):
         return DummyOptim(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
 
 
 def tell_layout(model: nn.Module, engine: Engine) -> None:
-    """Tell Muon what lies where in the flat tensors that DeepSpeed has it step.
-
-    `model` is as prepared.
-    """
+    """Tell Muon what lies in the flat tensors that DeepSpeed has it step."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
 
 
-def set_learning_rate(optimizer, value: float) -> None:
-    """Set each group's learning rate to value * group["lr_factor"] (default: 1)."""
-    for group in optimizer.param_groups:
-        group["lr"] = value * group.get("lr_factor", 1.0)
+def orthogonalize(x: Tensor) -> Tensor:
+    """Return nearly the nearest matrices with orthonormal rows or columns to x (batch, rows, cols):
+    X ← aX + b(XXᵀ)X + c(XXᵀ)²X acts on singular values as the polynomial aσ + bσ³ + cσ⁵."""
+    tall = x.shape[1] > x.shape[2]
+    x = normalize(x, dim=(1, 2), eps=1e-7)  # no singular value above 1
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x.mT @ x if tall else x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, gram, beta=a) if tall else torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+class Update(NamedTuple):
+    matrix: Tensor  # (rows, cols), whole, before it is orthogonalised
+    weights: Tensor  # the weights that this process steps, flat
+    inside: slice  # their place in the flattened matrix
+
+
+class Muon(torch.optim.AdamW):
+    """Step groups with "algorithm": "muon", which hold matrices and "momentum", by Muon, and drop
+    their gradients; step the others as torch.optim.AdamW(fused=True)."""
+
+    def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
+        super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
+        self.dtype = dtype
+        self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → what lies in it
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Step all groups. Under ZeRO every process must call it. Nothing changes where the tensor
+        `found_inf` is set and not zero, as with AdamW; asking waits for the GPU."""
+        if getattr(self, "found_inf", False):
+            return
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            if stepped and group["algorithm"] == "muon":
+                self._step_muon(group, stepped)
+                for p in stepped:
+                    p.grad = None
+        super().step()
+
+    def _step_muon(self, group: dict, stepped: list[Tensor]) -> None:
+        momenta = [state_of(self, group, p)["momentum_buffer"] for p in stepped]
+        gradients = [p.grad for p in stepped]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        torch._foreach_lerp_(gradients, momenta, group["momentum"])  # Nesterov's momentum
+        if group["weight_decay"]:
+            torch._foreach_mul_(stepped, 1 - group["lr"] * group["weight_decay"])
+        for batch in _batches([update for p in stepped for update in self._updates(p)]):
+            rows, cols = batch[0].matrix.shape
+            # torch's "original" scale: rows of a tall result have a root mean square of 1, too
+            scale = max(1, rows / cols) ** 0.5
+            x = torch.stack([update.matrix.to(self.dtype) for update in batch])
+            for update, matrix in zip(batch, orthogonalize(x), strict=True):
+                direction = matrix.flatten()[update.inside]
+                update.weights.add_(direction, alpha=-group["lr"] * scale)
+
+    def _updates(self, p: Tensor) -> Iterator[Update]:
+        weights, gradient = p.view(-1), p.grad
+        if p not in self.layout:
+            yield Update(gradient, weights, slice(None))
+            return
+        parts = self.layout[p].parts
+        gathered = iter(self._gather([part for part in parts if part.split], gradient))
+        for part in parts:
+            update = next(gathered) if part.split else gradient[part.in_partition]
+            if part.numel:
+                matrix = update.view_as(part.parameter)
+                yield Update(matrix, weights[part.in_partition], part.in_parameter)
+
+    def _gather(self, parts: list[Part], gradient: Tensor) -> Sequence[Tensor]:
+        """Return flat copies of the matrices that ZeRO splits (at most processes - 1)."""
+        if not parts:
+            return []
+        sizes = [part.parameter.numel() for part in parts]
+        whole = gradient.new_zeros(sum(sizes), dtype=self.dtype)
+        matrices = whole.split(sizes)
+        for part, matrix in zip(parts, matrices, strict=True):
+            matrix[part.in_parameter] = gradient[part.in_partition]
+        torch.distributed.all_reduce(whole)  # exact: all but one of the summands are zero
+        return matrices
+
+
+def _batches(updates: list[Update]) -> Iterator[list[Update]]:
+    by_shape = defaultdict(list)
+    for update in updates:
+        by_shape[update.matrix.shape].append(update)
+    for shape, same in by_shape.items():
+        count = max(1, BATCH_ELEMENTS[same[0].matrix.device.type] // shape.numel())
+        for first in range(0, len(same), count):
+            yield same[first : first + count]

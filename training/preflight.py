@@ -1,11 +1,10 @@
 """Say in one line what is wrong with a launch, before any process is started.
 
-    python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SEQUENCES [its flags]
+    python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SHARE [its flags]
 
 The training program makes the same checks; but once processes run, a launcher adds a page of its
-own to every error. If SEQUENCES is not 0, the flags are printed that divide so many sequences of a
-process and step into micro-batches which fit into the GPUs' memory; if it is "cpu", the flags that
-suit a CPU (training/cpu_steps.py). Stdout has nothing else.
+own to every error. Stdout has nothing but flags to add. SHARE is a number of sequences, which are
+divided into micro-batches that fit into the GPUs' memory; "cpu" for flags that suit a CPU; or 0.
 """
 
 import os
@@ -18,84 +17,71 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
 from common.errors import UsageError, one_line_errors
+from data.shards import read_description
 from model import ConfigError
-from training.arguments import TrainingArguments, build_parser, parse_arguments
-from training.cpu_steps import cpu_flags
-from training.engine.device import require_usable_gpu
-from training.engine.estimate import largest_batch
-from training.engine.kinds import kind_of
-from training.engine.launch import check_precision, deepspeed_plugin, name_configuration
-from training.engine.memory import GIB, available_memory
+from training.arguments import PROGRAMS, TrainingArguments, as_arguments, build_parser
+from training.engine.device import GIB, available_memory, require_usable_gpu
+from training.engine.estimate import kind_of, largest_batch
+from training.engine.launch import check_precision, deepspeed_plugin, take_launch
+from training.log import require_trackers
 from training.prepare import Prepared, prepare
-from training.settings import saved_arguments
-from training.stage_arguments import DistillationArguments, SFTArguments
-from training.trackers import require_trackers
+from training.resume import saved_arguments
 
-KINDS = TrainingArguments, SFTArguments, DistillationArguments
-MICRO_BATCH = "batch_size", "accumulation_steps"
-PROGRAMS = {kind.program: kind for kind in KINDS}
+# On a CPU: further passes teach less and less (https://arxiv.org/abs/2305.16264).
+PASSES = 4
+TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
+LEAST, MOST = 100, 600  # steps
+TAUGHT = 180  # steps with a teacher, which reads every batch too
+# Muon's validation loss ends 0.6 below AdamW's. The rate falls straight from its peak to 0.
+MUON = {
+    "optimizer": "muon",
+    "muon_learning_rate": 0.02,
+    "learning_rate": 1e-2,
+    "lr_schedule": "wsd",
+    "decay_fraction": 1.0,
+    "min_lr_ratio": 0.0,
+}
+ADAMW = {"optimizer": "adamw", "learning_rate": 3e-3}
 
 
 def check_launch(
     config_file: str,
     processes: str,
     flags: list[str],
-    sequences: int = 0,
+    share: str = "0",
     kind: type[TrainingArguments] = TrainingArguments,
-) -> TrainingArguments:
-    """Return the arguments of this launch, with micro-batches that fit if `sequences` is not 0.
-
-    Raises UsageError, ConfigError or DataError: it cannot work.
-    """
-    args, model_settings = parse_arguments(flags, kind)
+) -> dict:
+    """Return the flags to add to this launch, by name. Raises UsageError, ConfigError or DataError:
+    it cannot work."""
+    typed = vars(build_parser(kind).parse_args(flags))
+    args, model_settings = as_arguments(dict(typed), kind)
     require_trackers(args.trackers)
     require_usable_gpu()
     check_precision(args, torch.cuda.is_available())
-    if sequences:  # of all of them the global batch is made, however they are divided
-        args = replace(args, batch_size=sequences, accumulation_steps=1)
-    deepspeed = read_deepspeed(config_file, processes, args)
-    prepared = prepare(args, model_settings, None, processes=int(processes), deepspeed=deepspeed)
-    args, start = prepared.args, prepared.start
-    if prepared.initial.source and not start.checkpoint:
-        prepared.initial.load()
-    if not sequences:
-        return args
-    saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
-    if saved and sequences % saved == 0:  # sums in another order would end in other bits
-        print(f"micro-batch: {saved} of {sequences} sequences, as saved")
-    else:
-        saved = fitting_micro_batch(prepared, deepspeed, int(processes))
-    args = replace(args, batch_size=saved, accumulation_steps=sequences // saved)
-    if deepspeed:
-        deepspeed_plugin(args)  # its file may hold a micro-batch as well
-    return args
-
-
-def flags_for_cpu(
-    config_file: str, processes: str, flags: list[str], kind: type[TrainingArguments]
-) -> list[str]:
-    """Return flags that suit a CPU and this engine, as far as they are not among `flags`.
-
-    Raises UsageError, ConfigError or DataError: these flags cannot work.
-    """
-    args, _ = parse_arguments(flags, kind)
-    engine = kind_of(read_deepspeed(config_file, processes, args))
-    typed = vars(build_parser(kind).parse_args(flags))
-    decided = cpu_flags(typed, engine.takes_muon)
-    if "max_steps" in decided:
-        print(f"steps: {decided['max_steps']}, which suits a CPU (--max_steps overrides it)")
-    return [f"--{name}={value}" for name, value in decided.items()]
-
-
-def read_deepspeed(config_file: str, processes: str, args: TrainingArguments) -> dict | None:
-    """Return DeepSpeed's configuration of this launch, None without DeepSpeed. Raises UsageError:
-    the launch cannot work."""
     if not processes.isdigit() or int(processes) < 1:
         raise UsageError(f"the number of processes must be at least 1, not {processes}")
-    if not read_launch(config_file, args):
-        return None
+    has_deepspeed = read_launch(config_file, args)
     os.environ["WORLD_SIZE"] = processes
-    return deepspeed_plugin(args).deepspeed_config
+
+    def deepspeed(args: TrainingArguments) -> dict | None:
+        """Return DeepSpeed's configuration. Raises UsageError: it contradicts the flags."""
+        return deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
+
+    added, sequences = {}, 0
+    if share == "cpu":
+        added = cpu_flags(typed, kind_of(deepspeed(args)).takes_muon)
+    elif sequences := int(share):  # of all of them the global batch is made, however divided
+        args = replace(args, batch_size=sequences, accumulation_steps=1)
+    args = replace(args, **added)
+    config = deepspeed(args)
+    prepared = prepare(args, model_settings, None, int(processes))
+    if prepared.source and not prepared.start.checkpoint:
+        prepared.source.load()
+    if sequences:
+        size = fitting_micro_batch(prepared, config, int(processes))
+        added = {"batch_size": size, "accumulation_steps": sequences // size}
+        deepspeed(replace(prepared.args, **added))  # the file may hold a micro-batch as well
+    return added
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
@@ -119,20 +105,23 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
             fields.append("mixed_precision")
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
-    name_configuration(args)
+    take_launch(args)
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
 def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
     """Return the largest divisor of a process's sequences that fits on the GPU with the least free
-    memory, as --batch_size."""
-    sequences = prepared.args.batch_size
+    memory; of a run that goes on its own, for sums in another order would end in other bits."""
+    sequences, start = prepared.args.batch_size, prepared.start
+    saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
+    if saved and sequences % saved == 0:
+        print(f"micro-batch: {saved} of {sequences} sequences, as saved")
+        return saved
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
     kind = kind_of(deepspeed, prepared.config.dim)
     compiled = prepared.args.compile != "off" and kind.stage != 3
-    work = prepared.workload(processes, gpus[0], compiled)
-    most = max(1, largest_batch(kind, work, room))
+    most = max(1, largest_batch(kind, prepared.workload(processes, gpus[0], compiled), room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
     print(
         f"micro-batch: {size} of {sequences} sequences, {sequences // size} accumulation steps "
@@ -141,15 +130,29 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     return size
 
 
+def cpu_flags(typed: dict, takes_muon: bool) -> dict:
+    """Return steps and optimizer, as far as they were not typed, for a run of a few minutes.
+
+    The steps are those of PASSES over the text, within bounds, or of one pass where it is packed in
+    several segmentations (data/encoding.py). Raises DataError: that is not prepared text.
+    """
+    steps = TAUGHT
+    if "teacher" not in typed:
+        description = read_description(typed["data"])
+        several = description.get("prepared_from", {}).get("segmentations", 1) > 1
+        per_pass = description["splits"]["train"]["tokens"] / TOKENS_PER_STEP
+        steps = min(MOST, max(LEAST, int((1 if several else PASSES) * per_pass)))
+    flags = {} if "epochs" in typed else {"max_steps": steps}
+    flags |= MUON if takes_muon else ADAMW
+    added = {name: value for name, value in flags.items() if name not in typed}
+    if "max_steps" in added:
+        print(f"steps: {steps}, which suits a CPU (--max_steps overrides it)")
+    return added
+
+
 if __name__ == "__main__":
     with one_line_errors("run_accelerate.sh", UsageError, ConfigError):
-        program, config_file, processes, sequences, *flags = sys.argv[1:]
+        program, config_file, processes, share, *flags = sys.argv[1:]
         with redirect_stdout(sys.stderr):
-            kind, decided = PROGRAMS[program], []
-            if sequences == "cpu":
-                decided = flags_for_cpu(config_file, processes, flags, kind)
-                sequences = 0
-            args = check_launch(config_file, processes, [*flags, *decided], int(sequences), kind)
-        if int(sequences):
-            decided = [f"--{name}={getattr(args, name)}" for name in MICRO_BATCH]
-        print(*decided)
+            added = check_launch(config_file, processes, flags, share, PROGRAMS[program])
+        print(*(f"--{name}={value}" for name, value in added.items()))

@@ -1,7 +1,6 @@
 """What is known of a run before its model is built: weights, teacher, data, shape, checkpoint.
 
-Training and the check before a launch (training/preflight.py) take the same steps in the same
-order; the check takes them without processes.
+The check before a launch (training/preflight.py) takes the same steps, without processes.
 """
 
 import subprocess
@@ -16,14 +15,15 @@ from data.dataset import TokenStream
 from data.errors import NothingFitsError
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
-from runs.find import data_of
-from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import file_of, read_config
-from training.engine.deepspeed_schedule import take_schedule
+from model.config import HOW_IT_COMPUTES
+from runs.find import PRETRAINING, data_of
+from runs.weights import WeightsFolder
+from training.arguments import SFTArguments, TrainingArguments
+from training.engine.deepspeed_config import file_of, read_config, take_schedule
 from training.engine.estimate import Workload
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
-from training.initial_weights import InitialWeights
+from training.optimizer import count_steps
 from training.resume import (
     StartingPoint,
     find_starting_point,
@@ -31,15 +31,15 @@ from training.resume import (
     run_identity,
     with_own_weights,
 )
-from training.schedule import count_steps
-from training.stage_arguments import SFTArguments
-from training.teacher import TeacherWeights
+from training.teacher import TeacherWeights, require_same_tokenizer
 
 # Paths, which may differ between machines, and what the main process decides for all.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
+# Settings in which a model may differ from its weights. Rotary positions have no weights.
+MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 
@@ -47,7 +47,7 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 class Prepared:
     args: TrainingArguments  # with data, teacher and the accumulation of a resumed run filled in
     start: StartingPoint
-    initial: InitialWeights
+    source: WeightsFolder | None  # of --init_from; None: weights are drawn at random
     teacher: TeacherWeights | None
     train_set: TokenStream
     val_set: TokenStream | None  # None: no validation
@@ -75,49 +75,42 @@ class Prepared:
 
 
 def prepare(
-    args: TrainingArguments,
-    model_settings: dict,
-    engine: Engine | None,
-    *,
-    processes: int = 1,
-    deepspeed: dict | None = None,
+    args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
 ) -> Prepared:
     """Find and check everything that a run needs. With an engine all processes must call this.
 
     Args:
-        model_settings: those that were typed.
-        engine: None for the check before a launch.
-        processes: of the launch that is checked.
-        deepspeed: the configuration of that launch; None without DeepSpeed.
+        engine: None for the check of a launch of so many processes.
 
     Raises UsageError, ConfigError, DataError: this cannot be trained.
     """
-    if engine:
-        processes, deepspeed = engine.processes, engine.deepspeed
+    processes = engine.processes if engine else processes
 
     def decide() -> tuple:
-        start = find_starting_point(args, quiet=engine is None)
+        start = find_starting_point(args)
         own = with_own_weights(args, start)
-        initial = InitialWeights.find(own.init_from, model_settings)
+        source = WeightsFolder.find(own.init_from, PRETRAINING) if own.init_from else None
         teacher = TeacherWeights.find(own)
-        data = prepared_data(args, initial, teacher)
-        return start, initial, teacher, data
+        settings = source_settings(source, model_settings)
+        return start, source, teacher, settings, prepared_data(args, source, teacher)
 
     def open_data() -> tuple:
-        train_set = filled.dataset(filled.data, "train", initial.max_seq_len)
+        seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
+        train_set = filled.dataset(filled.data, "train", seq_len)
         try:
-            val_set = filled.dataset(filled.data, "val", initial.max_seq_len)
+            val_set = filled.dataset(filled.data, "val", seq_len)
         except NothingFitsError:
             val_set = None
-        shapes = shapes_of(initial.config(train_set), filled)
+        if source:
+            require_same_tokenizer(source, train_set)
+        config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
         if teacher:
             teacher.require_fit(train_set, engine)
-        return train_set, val_set, shapes, teacher and teacher.source.sha256()
+        return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
 
-    start, initial, teacher, data = on_main_process(engine, decide)
-    source = file_of(args)
-    file = read_config(source) if deepspeed and source != "none" else None
-    filled, schedule_note = take_schedule(file, args, source=source)
+    start, source, teacher, settings, data = on_main_process(engine, decide)
+    file = file_of(args)
+    filled, note = take_schedule(None if file == "none" else read_config(file), args, source=file)
     filled = replace(filled, data=args.data or data)  # each process keeps its own path
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))
@@ -126,13 +119,13 @@ def prepare(
     if engine:
         flags = {f"--{k}": v for k, v in vars(args).items() if k not in OF_A_MACHINE}
         facts = {"engine": engine.name} | flags | shapes.config.shape() | identity
-        require_the_same(engine, facts | (deepspeed or {}))
+        require_the_same(engine, facts | (engine.deepspeed or {}))
     if start.checkpoint:
         filled, identity = resumed_arguments(start, filled, shapes, identity, processes)
     return Prepared(
         args=filled,
         start=start,
-        initial=initial,
+        source=source,
         teacher=teacher,
         train_set=train_set,
         val_set=val_set,
@@ -140,25 +133,36 @@ def prepare(
         shapes=shapes,
         identity=identity,
         total_steps=count_steps(filled, len(train_set), processes),
-        schedule_note=schedule_note,
+        schedule_note=note,
     )
 
 
+def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
+    """Return the settings of the model that its weights or the command line decide. Raises
+    UsageError: a typed one contradicts the weights. ConfigError: a shape that cannot work."""
+    theirs = source.config().shape() if source else {}
+    for name, value in typed.items():
+        if source and name not in MAY_DIFFER and value != theirs[name]:
+            raise UsageError(
+                f"--{name} {value} (there {theirs[name]}): leave it out, --init_from takes the "
+                f"shape from {source.path}"
+            )
+    LMConfig(**theirs | typed)
+    return theirs | typed
+
+
 def prepared_data(
-    args: TrainingArguments, initial: InitialWeights, teacher: TeacherWeights | None
+    args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
 ) -> str:
-    """Return --data; prepare the built-in corpus, and conversations, which need the tokenizer of
-    the weights. Raises SaidError, UsageError: the preparation failed, or flags contradict."""
+    """Return --data; prepare conversations, and the built-in corpus if it is not there. Raises
+    UsageError: that failed, or a teacher's data is gone."""
     if isinstance(args, SFTArguments) and args.data is None:
-        tokenizer = initial.source.tokenizer
+        tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
         flags += ["--overwrite", f"--flags={args.prepare_flags}"]
     elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
-        raise UsageError(
-            "--data is a folder that has been prepared, --conversations and --prepare_flags "
-            "prepare one: give either"
-        )
+        raise UsageError("--data is prepared, --conversations are not yet: give either")
     elif args.data is None:
         return data_of(str(teacher.source.path))
     elif args.data == TrainingArguments.data and not Path(args.data).exists():

@@ -16,71 +16,64 @@ KEPT_TRACES = 10  # newest traces of a rank: a long run would fill the disk
 
 
 class StepProfiler:
-    """Measure one optimizer step in --profile_interval; do nothing in the steps between.
-
-    In a measured step the device is synchronised where one phase gives way to another, so that
-    times are true on a GPU too. The trace holds the last micro-batch and the optimizer: a trace of
-    dozens of micro-batches that look alike would be too large to open.
-
-    DeepSpeed steps inside `accelerator.backward`; that time is the optimizer's here.
-
-    Args:
-        model: as prepared.
-        folder: where traces are written.
-    """
+    """Measure one optimizer step in --profile_interval, which waits for the device between phases.
+    Its trace, in `folder`, holds the last micro-batch and the optimizer: more is hard to open."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, folder: Path, args: TrainingArguments
     ):
         self.accelerator, self.folder, self.args = accelerator, folder, args
-        self.seconds: dict[str, float] | None = None  # of the step being measured
-        self._began = self._since = 0.0  # when the step and the phase began
-        self._phase: str | None = None
-        self._micro_batches = 0
+        self._seconds: dict[str, float] = {}  # of the step being measured
+        self._phase, self._since = "", 0.0  # when it began
+        self._micro_batches, self._trace = 0, None
         self._mark, self._recording = ExitStack(), ExitStack()
-        self._trace: torch.profiler.profile | None = None
-        if args.profile and hasattr(model, "get_global_grad_norm"):  # a DeepSpeed engine
+        if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed steps in backward
             self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:
         """Begin to measure, if this step is due."""
         if self.args.profile and step % self.args.profile_interval == 0:
-            self.seconds = dict.fromkeys(PHASES, 0.0)
-            self._micro_batches = 0
-            self._began = self._now()
+            self._seconds, self._micro_batches = dict.fromkeys(PHASES, 0.0), 0
+            self.phase("data")
 
     def phase(self, name: str) -> None:
-        """End the phase before and begin this one; "forward" begins a micro-batch.
-
-        "data" may read ahead for a later micro-batch.
-        """
-        if self.seconds is None:
+        """End the phase before and begin this one."""
+        if not self._seconds:
             return
         self._end_phase()
         self._micro_batches += name == "forward"
         if name == "forward" and self._micro_batches == self.args.accumulation_steps:
-            profile = self.accelerator.profile(ProfileKwargs())
-            self._trace = self._recording.enter_context(profile)
+            self._trace = self._recording.enter_context(self.accelerator.profile(ProfileKwargs()))
         self._mark.enter_context(torch.profiler.record_function(name))
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
         """Return the seconds of each phase and of the step, and a line; None if not measured."""
-        if self.seconds is None:
+        if not self._seconds:
             return None
         self._end_phase()
-        seconds, self.seconds = self.seconds, None
-        total = seconds["step"] = self._now() - self._began
         self._recording.close()
-        shares = (f"{name} {seconds[name]:.3f} s ({seconds[name] / total:.1%})" for name in PHASES)
-        line = f"profile of step {step}: {total:.3f} s  {'  '.join(shares)}  {self._export(step)}"
-        return seconds, line
+        seconds, self._seconds = self._seconds, {}
+        total = sum(seconds.values())
+        shares = (f"{name} {part:.3f} s ({part / total:.1%})" for name, part in seconds.items())
+        rank = f"rank{self.accelerator.process_index}"
+        path = self.folder / f"step-{step:08d}-{rank}.json.gz"
+        trace = f"trace: {path}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._trace.export_chrome_trace(str(path))
+            for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
+                old.unlink()
+        except OSError as error:
+            trace = f"TRACE NOT WRITTEN: {error}"
+        line = f"profile of step {step}: {total:.3f} s  {'  '.join(shares)}  {trace}"
+        return seconds | {"step": total}, line
 
     def _end_phase(self) -> None:
         if self._phase:
-            self.seconds[self._phase] += self._now() - self._since
+            self._seconds[self._phase] += self._now() - self._since
             self._mark.close()
-            self._phase = None
+            self._phase = ""
 
     def _now(self) -> float:
         if self.accelerator.device.type == "cuda":
@@ -91,16 +84,3 @@ class StepProfiler:
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")
-
-    def _export(self, step: int) -> str:
-        """Write the trace, delete old ones, and return its path."""
-        rank = f"rank{self.accelerator.process_index}"
-        path = self.folder / f"step-{step:08d}-{rank}.json.gz"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(path))
-            for old in sorted(self.folder.glob(f"step-*-{rank}.json.gz"))[:-KEPT_TRACES]:
-                old.unlink()
-        except OSError as error:
-            return f"TRACE NOT WRITTEN: {error}"
-        return f"trace: {path}"

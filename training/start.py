@@ -1,93 +1,149 @@
 """From the command line of a training program to a run that can begin."""
 
+import math
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from common.errors import UsageError, one_line_errors
-from model import ConfigError
+from common.numbers import counted
+from data.shards import CONVERSATIONS
+from model import ConfigError, Transformer
 from runs.checkpoint import write_base
+from runs.folder import release_locks
 from training.arguments import TrainingArguments, parse_arguments
-from training.build import BuiltModel, build_model
-from training.engine.failures import one_line_failures
-from training.engine.launch import Engine, build_engine
+from training.build import build_model, random_state
+from training.engine.device import (
+    GIB,
+    attention_kernel,
+    available_memory,
+    device_name,
+    matrix_precision,
+)
+from training.engine.estimate import estimate, fits
+from training.engine.failures import less_memory, one_line_failures
+from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
-from training.interruption import StopRequest, leave
-from training.notebook import leave_as_found
+from training.interruption import SIGNALS, StopRequest, leave
+from training.log import require_trackers
+from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
-from training.resume import claim, say_what_changed, set_aside
+from training.resume import claim, set_aside, write_settings
 from training.run import Run
-from training.settings import write_settings
-from training.start_block import start_block, warnings
 from training.teacher import Teacher
-from training.trackers import require_trackers, start_trackers
 
 
-@contextmanager
-def one_program(name: str, argv: list[str] | None) -> Iterator[None]:
-    """End a user's mistake in one line, and with it this rank.
+def run_program(
+    kind: type[TrainingArguments],
+    train: Callable[[Any], None],
+    argv: list[str] | None,
+    make: Callable[[TrainingArguments, dict], Any] | None = None,
+) -> None:
+    """Set up what `train` takes, a `Run` by default, and train it unless it is finished. A user's
+    mistake ends in one line.
 
     Args:
-        argv: flags of a run in a process that lives on, such as a notebook's kernel. The process is
-            left as it was found. None: they came from the command line.
+        make: returns what `train` takes, None where it is finished; by default `set_up`.
+        argv: flags of a run in a process that lives on, such as a notebook's kernel; None takes
+            those of the command line, and the process ends with the run.
     """
+    process = nullcontext() if argv is None else left_as_found([kind.program, *argv])
     try:
-        with one_line_errors(name, UsageError, ConfigError), leave_as_found(name, argv):
-            yield
+        with one_line_errors(kind.program, UsageError, ConfigError), process:
+            args, model_settings = parse_arguments(argv, kind)
+            with one_line_failures(args, model_settings):
+                subject = (make or set_up)(args, model_settings)
+                if subject is not None:
+                    train(subject)
     finally:
         if argv is None:
             leave()
 
 
-def run_program(
-    kind: type[TrainingArguments],
-    train: Callable[[TrainingArguments, dict], None],
-    argv: list[str] | None,
-) -> None:
-    """Call `train` with the arguments in argv, see `one_program`.
+@contextmanager
+def left_as_found(command: list[str]) -> Iterator[None]:
+    """Leave the process so that another run can begin in it; in here `command` is sys.argv."""
 
-    Args:
-        train: takes the arguments, of this kind, and the settings of the model that were typed.
-    """
-    with one_program(kind.program, argv):
-        args, model_settings = parse_arguments(argv, kind)
-        with one_line_failures(args, model_settings):
-            train(args, model_settings)
+    def forget_models() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # it refuses another precision
+        GradientState._reset_state()
+        if "torch._dynamo" in sys.modules:  # which stops compiling after eight models
+            torch.compiler.reset()
+
+    typed, sys.argv, environ = sys.argv, command, os.environ.copy()  # it names this run's engine
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    forget_models()
+    try:
+        yield
+    finally:
+        forget_models()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        release_locks()
+        os.environ.clear()
+        os.environ.update(environ)
+        sys.argv = typed
 
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
-    """Make everything that is there before the first step; None if the run is finished.
+    """Make everything that is there before the first step; None if the run is finished. Raises
+    UsageError, ConfigError, DataError: this cannot be trained."""
+    return next(iter(set_up_together([(args, model_settings)])), None)
+
+
+def set_up_together(
+    models: list[tuple[TrainingArguments, dict]], resumed: Callable[[], list] | None = None
+) -> dict[Run, dict]:
+    """Set up runs on the same batches; return each one that is not finished, and its random state.
 
     Args:
-        model_settings: those that were typed.
-
-    Raises UsageError, ConfigError, DataError: this cannot be trained.
+        resumed: returns what each run is to --resume instead; only the main process calls it.
     """
-    started = time.monotonic()  # --time_limit counts from here
-    require_trackers(args.trackers)
-    engine = build_engine(args)
-    prepared = prepare(args, model_settings, engine)
-    stop = StopRequest(engine, args.time_limit, args.save_minutes, since=started)
-    run = start_run(prepared, engine, stop)
-    if run is None:
-        engine.accelerator.end_training()
-        return None
-    settle(run)
-    return run
+    started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
+    require_trackers(first.trackers)
+    engines = build_engines([args for args, _ in models])
+    if resumed:
+        paths = on_main_process(engines[0], resumed)
+        pairs = zip(models, paths, strict=True)
+        models = [(replace(args, resume=path), settings) for (args, settings), path in pairs]
+    pairs = zip(models, engines, strict=True)
+    prepared = [prepare(args, settings, engine) for (args, settings), engine in pairs]
+    batches = {(x.config.max_seq_len, x.args.global_batch(1), x.total_steps) for x in prepared}
+    if len(batches) > 1:
+        raise UsageError(f"models differ in (max_seq_len, sequences of a step, steps): {batches}")
+    stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
+    runs = {}
+    for each, engine in zip(prepared, engines, strict=True):
+        take_engine(engine)
+        name = each.args.run_name if len(models) > 1 else ""
+        if run := start_run(each, engine, stop, name):
+            runs[run] = random_state(engine.accelerator.device)
+    if not runs:
+        engines[0].accelerator.end_training()
+    return runs
 
 
-def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str = "") -> Run | None:
-    """Build the model, load its weights and say what is in use; None if the run is finished.
+def take_engine(engine: Engine) -> None:
+    """Make this engine's DeepSpeed configuration the one in Accelerate's state."""
+    if engine.plugin is not None:
+        engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
 
-    In the folder of a run that goes on nothing is changed yet: `settle` does that. `name` is the
-    one of `Run`. Raises UsageError, ConfigError: this cannot be trained.
-    """
-    args, start = prepared.args, prepared.start
+
+def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) -> Run | None:
+    """Build the model, load its weights and say what is in use; None if the run is finished. Every
+    process must call it. Raises UsageError, ConfigError: this cannot be trained."""
+    args, start, train_set = prepared.args, prepared.start, prepared.train_set
     on_main_process(engine, partial(claim, start))
     engine.set_accumulation(args.accumulation_steps)
-    if start.checkpoint and engine.is_main:
-        say_what_changed(start, args, processes=engine.processes, engine=engine.name)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
         engine.accelerator.print(
@@ -97,37 +153,117 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str =
         return None
     teacher = None
     if prepared.teacher:
-        vocab_size = prepared.train_set.vocab_size
-        teacher = Teacher(prepared.teacher, engine, args.dtype, vocab_size)
+        teacher = Teacher(prepared.teacher, engine, args.dtype, train_set.vocab_size)
     built = build_model(prepared, engine)
-    if prepared.initial.source and not start.checkpoint:
-        load_initial_weights(prepared, built, engine)
+    if prepared.source and not start.checkpoint:
+        model = on_every_process(engine, prepared.source.load)
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        built.state.load_weights(weights, str(prepared.source.path))
+        if prepared.shapes.lora:  # what adapters are added to is kept in the folder of the run
+            keep = (start.folder, prepared.config, weights, train_set.tokenizer_path)
+            on_main_process(engine, partial(write_base, *keep))
     run = Run(prepared, engine, built, stop, teacher, name)
-    run.log.say(start_block(run))
-    for warning in warnings(run):
-        run.log.say(warning)
+    for text in (start_block(run), *warnings(run)):
+        run.log.say(text)
+    if engine.is_main:
+        set_aside(start)
+        write_settings(start.folder, args, prepared.config, engine, train_set.tokenizer_path)
+    run.log.open()
     return run
 
 
-def settle(run: Run) -> None:
-    """Write down what is in use, once nothing can be refused. Every process must call it."""
-    prepared, engine = run.prepared, run.engine
-    if engine.is_main:
-        set_aside(prepared.start)
-        tokenizer = prepared.train_set.tokenizer_path
-        write_settings(run.folder, run.args, prepared.config, engine, tokenizer)
-    run.log.open()
-    run.samples.open()
-    path = run.folder.path
-    start_trackers(run.accelerator, run.args, path, prepared.config, run.first_step)
+def start_block(run: Run) -> str:
+    """Return one line per fact, names aligned; no line for a fact that is None."""
+    args, engine, prepared, rate = run.args, run.engine, run.prepared, run.learning_rate
+    device, data, batch = run.accelerator.device, prepared.train_set, run.samples_per_step
+    start, lora = prepared.start, prepared.shapes.lora
+    origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
+    plain = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    read = plain if data.lengths is None else data.summary
+    if run.val_loader:
+        read += f"; validation on {len(run.val_loader.dataset):,}"
+    hint = ""
+    if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # of run_accelerate.sh
+        hint = " (for ZeRO-2: --deepspeed ds_config.json, behind any launcher)"
+    optimizer, dtype = "AdamW", getattr(torch, args.dtype)
+    if args.optimizer == "muon":
+        matrices = f"Muon on {len(muon_matrices(prepared.shapes))} matrices at learning rate"
+        optimizer = f"{matrices} {args.muon_learning_rate:g}, AdamW on the rest"
+    precision, kind = matrix_precision(run.accelerator.mixed_precision), engine.kind
+    if kind.stage and not kind.fp32_sums and args.dtype != "float32":
+        precision += ", gradients added up in 16 bits too"
+    teacher = None
+    if found := prepared.teacher:
+        divided = found.beside.kind.name if found.zero else "whole on each process"
+        teacher = (
+            f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
+            f"{run.teacher.held / 1e6:,.1f} MB of weights per process"
+        )
+    work = prepared.workload(engine.processes, device, run.built.compilation.on)
+    expected = estimate(engine.kind, work)
+    ram, nvme = expected.ram / GIB, expected.nvme / GIB
+    offloaded = f", {ram:.2f} in RAM and {nvme:.2f} on NVMe" if ram or nvme else ""
+    fields = {
+        "run folder": run.folder.path,
+        "starts from": start.checkpoint.name if start.checkpoint else origin,
+        "engine": engine.name + hint,
+        "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
+        "device": device_name(device),
+        "precision": precision,
+        "attention": attention_kernel(prepared.config, dtype, device)[0],
+        "compiled": run.built.compilation,
+        "parameters": _parameters(prepared.shapes),
+        "adapters": lora
+        and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
+        f"{prepared.n_trained / 1e6:.2f} million parameters are trained",
+        "optimizer": optimizer,
+        "data": f"{args.data}: {read}",
+        "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
+        f"step ({args.batch_size} × {args.accumulation_steps} accumulation × {engine.processes} "
+        "processes)",
+        "steps": f"{rate.total_steps:,} ({rate.total_steps * batch / len(data):.2f} epochs), "
+        f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
+        f"{rate.schedule}",
+        "memory": f"about {expected.peak / GIB:.2f} GiB per process expected{offloaded}, besides "
+        "about 1 GiB for Python and PyTorch",
+        "teacher": teacher,
+        "schedule": prepared.schedule_note,
+    }
+    return "\n".join(f"{name:>13}: {value}" for name, value in fields.items() if value is not None)
 
 
-def load_initial_weights(prepared: Prepared, built: BuiltModel, engine: Engine) -> None:
-    """Give a new run the weights of another one. Weights to which adapters are added are kept in
-    the folder of the run. Raises ConfigError: see `InitialWeights.load`."""
-    weights = on_every_process(engine, prepared.initial.load)
-    built.state.load_weights(weights, str(prepared.initial.source.path))
-    if prepared.shapes.lora:
-        folder, tokenizer = prepared.start.folder, prepared.train_set.tokenizer_path
-        keep = partial(write_base, folder, prepared.config, weights, tokenizer)
-        on_main_process(engine, keep)
+def _parameters(shapes: Transformer) -> str:
+    """Return the number of parameters, and the shape that has them."""
+    config = shapes.config
+    return (
+        f"{shapes.num_parameters() / 1e6:.2f} million (dim {config.dim}, "
+        f"{counted(config.n_layers, 'layers')}, {counted(config.n_heads, 'heads')}, "
+        f"{counted(config.n_kv_heads, 'kv heads')}, vocabulary {config.vocab_size:,})"
+    )
+
+
+def warnings(run: Run) -> list[str]:
+    """Return what to know before the first step. Every process must call it."""
+    args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
+    work = prepared.workload(engine.processes, device, run.built.compilation.on)
+    needs, room = estimate(engine.kind, work).peak / GIB, available_memory(device, engine.processes)
+    room = math.inf if room is None else -engine.largest(-room)  # of the process with the least
+    other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
+    found = (
+        (
+            prepared.val_set is None,
+            "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
+            f"{other} --max_seq_len than {prepared.config.max_seq_len}",
+        ),
+        (
+            not fits(engine.kind, work, room),
+            f"WARNING: a process may need {needs:.1f} GiB and can have {room / GIB:.1f}: "
+            f"{less_memory(args, prepared.config.use_flash_attn)}",
+        ),
+        (
+            engine.total(int(not run.folder.path.exists())),
+            f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
+            "--resume it takes a folder that all of them see",
+        ),
+    )
+    return [text for applies, text in found if applies]

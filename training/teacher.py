@@ -1,29 +1,41 @@
-"""A trained model whose predictions a student learns; it is never trained itself.
+"""A trained model whose predictions a student learns: whole on every process, or under ZeRO-3.
 
-Every process holds the whole teacher, or with --teacher_config its share under ZeRO-3. Accelerate
-is told of the student alone: a second DeepSpeed plugin would overwrite the accumulation of the
-first, and could not save a model without an optimizer.
+Accelerate is not told of it: a second DeepSpeed plugin would overwrite the first's accumulation.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from common.errors import UsageError
 from data.dataset import TokenStream
-from model import LMConfig, Transformer
+from data.errors import DataError
+from data.tokenizer import tokenizer_hash
+from model import Transformer
 from runs.find import PRETRAINING
 from runs.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import Beside
-from training.engine.kinds import DDP, kind_of
+from training.engine.estimate import DDP, Beside, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.zero_inference import ZeroInference
-from training.initial_weights import require_same_tokenizer
+
+
+def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
+    """Raise DataError where a trained model cannot read this data. Without a tokenizer beside the
+    model only the sizes of the vocabularies are compared."""
+    room = source.config().vocab_size
+    same, flag = data.vocab_size == room, "the model's tokenizer"
+    if source.tokenizer.is_file():
+        same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
+        flag = f"--tokenizer {source.tokenizer}"
+    if not same or data.vocab_size > room:
+        raise DataError(
+            f"{data.folder}, vocabulary {data.vocab_size}, has another tokenizer than the model in "
+            f"{source.path}, vocabulary {room}: prepare the {data.kind} anew with {flag}"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,16 +43,13 @@ class TeacherWeights:
     """A teacher that has been found and not been built."""
 
     source: WeightsFolder
-    config: LMConfig
+    shapes: Transformer  # on the meta device
     zero: ZeroInference | None  # None: every process holds the whole teacher
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights | None":
-        """Find the teacher of --teacher; return None where there is none.
-
-        Raises UsageError: no weights there, or a DeepSpeed file other than ZeRO-3. ConfigError: a
-        shape that cannot be read.
-        """
+        """Find the teacher of --teacher, if any. Raises UsageError, ConfigError: no weights there,
+        or a DeepSpeed file other than ZeRO-3."""
         if args.teacher is None:
             return None
         source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
@@ -52,43 +61,32 @@ class TeacherWeights:
             # DeepSpeed would otherwise replace PyTorch's linear function, the student's too.
             config["zero_optimization"]["memory_efficient_linear"] = False
             zero = ZeroInference.of_config(config, path, args.dtype)
-        return cls(source, source.config(), zero)
+        with torch.device("meta"):
+            return cls(source, Transformer(source.config()), zero)
 
     @property
     def beside(self) -> Beside:
         """The teacher as the memory estimate of its student counts it."""
         return Beside(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
 
-    @cached_property
-    def shapes(self) -> Transformer:
-        """The teacher on the meta device."""
-        with torch.device("meta"):
-            return Transformer(self.config)
-
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
-        """Raise UsageError where the teacher cannot read what the student reads, or would have to
-        be divided without a launcher. Before a launch there is no engine."""
+        """Raise UsageError where the teacher cannot read what the student reads, or cannot be
+        divided without a launcher. Before a launch there is no engine."""
         if self.zero and engine and not torch.distributed.is_initialized():
-            raise UsageError(
-                "--teacher_config divides the teacher among the processes of a launcher: leave it "
-                "out, or accelerate launch --config_file accelerate_config.yaml"
-            )
-        if not self.source.tokenizer.is_file():
-            raise UsageError(f"the teacher in {self.source.path} has no tokenizer beside it")
+            raise UsageError("--teacher_config divides the teacher among a launcher's processes")
         require_same_tokenizer(self.source, data)
-        if self.config.max_seq_len < data.seq_len:
+        if (most := self.shapes.config.max_seq_len) < data.seq_len:
             raise UsageError(
-                f"the teacher in {self.source.path} reads {self.config.max_seq_len} tokens at "
-                f"most, the student {data.seq_len}: pass --max_seq_len {self.config.max_seq_len}"
+                f"the teacher in {self.source.path} reads {most} tokens at most, the student "
+                f"{data.seq_len}: pass --max_seq_len {most}"
             )
 
 
 class Teacher:
-    """A teacher on its device, in the precision of training's forward pass.
-
-    Making it draws random numbers. Every process must make it and call it.
+    """A teacher on its device. Every process must make it, which draws random numbers, and call it.
 
     Args:
+        dtype: precision of training's forward pass.
         vocab_size: of the text's tokenizer; further outputs of the teacher are cut off.
 
     Raises UsageError, ConfigError: its weights cannot be read.
@@ -102,14 +100,10 @@ class Teacher:
             model = on_every_process(engine, found.source.load)
             model.to(engine.accelerator.device, getattr(torch, dtype))
         self.model = model.requires_grad_(False).eval()
+        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # of ZeRO-3
+        self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes, on this process
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return logits (B, T, vocab_size) for tokens (B, T); B is the same on all processes."""
         return self.model(tokens).logits[..., : self.vocab_size]
-
-    @property
-    def held(self) -> int:
-        """Return the bytes of weights that this process holds."""
-        shares = (getattr(p, "ds_tensor", p) for p in self.model.parameters())
-        return sum(share.numel() * share.element_size() for share in shares)

@@ -37,20 +37,12 @@ def spread(n: int, most: int) -> list[int]:
 def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Measure the mean loss over every target that counts, of all processes.
-
-    Args:
-        bytes_per_token: of the text. Begin and end markers count as tokens but not as bytes.
-
-    Returns:
-        "loss" in nats per token, "perplexity" = exp(loss), "bits_per_byte" = loss / ln 2 /
-        bytes_per_token, which compares models with different tokenizers, and "samples".
-    """
+    """Return the mean "loss" in nats over every target that counts, of all processes, "perplexity",
+    "bits_per_byte", which compares models with different tokenizers, and the count of "samples"."""
     model.eval()
     total, weight, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        # A second compilation would cost more than it gains here.
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"):  # to compile again would cost more
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
         # It drops the samples that were repeated to give every process a whole batch.

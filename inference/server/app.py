@@ -32,8 +32,6 @@ PAGE = Path(__file__).with_name("page.html")
 
 @dataclass(kw_only=True)
 class Served:
-    """A model that is offered."""
-
     worker: Worker
     tokenizer: Tokenizer
     context: int  # tokens
@@ -70,14 +68,14 @@ def make_app(served: Served) -> FastAPI:
             error = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
         return JSONResponse(error.detail, error.status_code)
 
-    @app.get("/")
-    async def talk() -> Response:
-        return HTMLResponse(page)
+    @app.get("/", response_class=HTMLResponse)
+    async def talk() -> str:
+        return page
 
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def models() -> dict:
         model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return {"object": "list", "data": [model]}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -91,7 +89,7 @@ def make_app(served: Served) -> FastAPI:
 
 
 async def read(form: type[Asked], request: Request, max_bytes: int) -> Asked:
-    """Return what a request asks for. Raises ApiError: it is too large, or not of this form."""
+    """Parse a request. Raises ApiError: it is too large, or not of this form."""
     # A page of a stranger may send other types without asking the browser.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type has to be application/json")
@@ -146,12 +144,7 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
 
 
 class Reply:
-    """The answer to one request in OpenAI's form, whole or in chunks.
-
-    Args:
-        chat: whether it is an answer in a conversation.
-        model: the model's name.
-    """
+    """The answer to one request in OpenAI's form, whole or in chunks."""
 
     def __init__(self, chat: bool, model: str):
         self.chat = chat
@@ -160,8 +153,7 @@ class Reply:
         self._head = {"id": number, "created": int(time.time()), "model": model}
 
     async def whole(self, text: StreamedText, request: Request) -> Response:
-        """Return the text when it has ended; cancel it when the client leaves. Raises ApiError: it
-        failed."""
+        """Return the text when it has ended; cancel it when the client leaves."""
         finish_reason = None
         while not finish_reason:
             _, finish_reason = await self.inbox.get()  # at every token
@@ -202,13 +194,11 @@ class Reply:
 
 
 def event(value: dict) -> str:
-    """Return a server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
 
 
 def usage(text: StreamedText) -> dict:
-    """Count the tokens of prompt and answer."""
-    read, written = len(text.prompt), text.n_tokens
+    read, written = len(text.prompt), len(text.ids)
     counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     return {"usage": counts}
 

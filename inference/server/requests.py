@@ -1,7 +1,6 @@
 """Bodies of requests, in OpenAI's form: https://platform.openai.com/docs/api-reference.
 
-top_k, min_p and repetition_penalty are as in vLLM; their limits are in inference/sampling.py. A
-field that is not known is refused, and so is a value that this server could only ignore.
+top_k, min_p and repetition_penalty are as in vLLM; inference/sampling.py has the limits.
 """
 
 import random
@@ -20,11 +19,11 @@ WITHOUT_EFFECT = (  # on the answer of any server, or where there are no tools
     *("metadata", "name", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
     *("include_obfuscation", "service_tier", "store", "tool_choice", "user"),
 )
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class Form(BaseModel):
-    """A JSON object. Null and false say the same as a field that is left out."""
+    """A JSON object. Null says the same as a field that is left out; so does 0, false or nothing in
+    a field that is not known."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -33,8 +32,8 @@ class Form(BaseModel):
     def without_idle_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        asked = [key for key, value in body.items() if value is not None and value is not False]
-        return {key: body[key] for key in asked if key not in WITHOUT_EFFECT}
+        given = {k: v for k, v in body.items() if v is not None and k not in WITHOUT_EFFECT}
+        return {key: value for key, value in given.items() if key in cls.model_fields or value}
 
 
 class StreamOptions(Form):
@@ -50,15 +49,13 @@ class Message(Form):
     role: str
     content: str | list[TextPart]
 
-    @property
     def turn(self) -> Turn:
-        if isinstance(self.content, str):
-            return Turn(self.role, self.content)
-        return Turn(self.role, "".join(part.text for part in self.content))
+        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
+        return Turn(self.role, "".join(parts))
 
 
 class Asked(Form):
-    """The fields of both kinds of request. Those with one allowed value ask for what is done."""
+    """The fields of both kinds of request."""
 
     model: str | None = None
     stream: bool = False
@@ -73,13 +70,9 @@ class Asked(Form):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(max_length=4)] = []
     n: Literal[1] = 1
-    frequency_penalty: Zero = 0
-    presence_penalty: Zero = 0
-    logit_bias: dict = Field({}, max_length=0)
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return the settings, with a random seed unless one is given. Raises ValueError: see
-        `Sampling`."""
+        """Return the settings, with a random seed unless one is given. Raises ValueError."""
         names = {field.name for field in fields(Sampling)}
         given = self.model_dump(include=names, exclude_none=True)
         return replace(default, **{"seed": random.getrandbits(62)} | given)
@@ -87,14 +80,11 @@ class Asked(Form):
 
 class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
-    tools: list = Field([], max_length=0)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the prompt's ids, and the ids that may come next, [] for all.
-
-        Raises ValueError: messages that are no conversation with a question at its end.
-        """
-        turns = [message.turn for message in self.messages]
+        """Return the prompt's ids, and the ids that may come next, [] for all. Raises ValueError:
+        messages that are no conversation with a question at its end."""
+        turns = [message.turn() for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
             raise ValueError("messages: the last has to be the user's")

@@ -8,28 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import (
-    REPOSITORY,
-    TINY,
-    Finished,
-    launch_command,
-    run_warm,
-    train,
-    write_corpus,
-)
+from conftest import REPOSITORY, TINY, run_warm, write_corpus
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
-
-
-def the_error(ended: Finished, program: str = SCRIPT) -> str:
-    """The only line of an ended process that tells of an error."""
-    assert "Traceback" not in ended.out, ended.out
-    assert ended.code == 2, ended.out
-    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    assert line.startswith(f"{program}: error: ")
-    return line
 
 
 @pytest.fixture
@@ -37,9 +20,8 @@ def refused(packed, tmp_path):
     """Starts the script, or another, by itself with bad flags; returns what it says."""
 
     def refused(flags: str, data: Path = packed, script: str = SCRIPT, **environ: str) -> str:
-        where = ["--data", str(data), "--out_dir", str(tmp_path / "runs")]
-        ended = run_warm([sys.executable, script, *TINY, *where, *flags.split()], **environ)
-        return the_error(ended)
+        command = [sys.executable, script, *TINY, "--data", str(data), "--out_dir"]
+        return run_warm([*command, str(tmp_path / "runs"), *flags.split()], **environ).error()
 
     return refused
 
@@ -88,23 +70,6 @@ def test_damaged_data(refused, packed, tmp_path):
     assert "dataset.json" in refused("--run_name third", data=folder)
 
 
-@pytest.mark.parametrize("tracker", ["swanlab"])
-def test_a_tracker_that_is_not_installed(refused, tracker, tmp_path):
-    """A finder in front of all others hides the package where it is installed."""
-    script = tmp_path / "without_it.py"
-    script.write_text(
-        "import importlib.util as util, sys\n"
-        f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "find_spec = util.find_spec\n"
-        f"util.find_spec = lambda name, *rest: None if name == {tracker!r} "
-        "else find_spec(name, *rest)\n"
-        "from train_pretrain_accelerate import main\n"
-        "main()\n",
-        encoding="utf-8",
-    )
-    assert f"pip install {tracker}" in refused(f"--log_with {tracker}", script=str(script))
-
-
 def test_a_port_that_is_in_use(refused):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -120,42 +85,9 @@ def test_a_full_disk_while_training(refused, small_disk):
     assert "no space left" in refused(f"--max_steps 1 --dim 64 --out_dir {disk}")
 
 
-RANK_1_ELSEWHERE = """
-import os, sys
-sys.path.insert(0, {repository!r})
-if os.environ["RANK"] == "1":
-    os.chdir({folder!r})
-from train_pretrain_accelerate import main
-main()
-"""
-
-
-@pytest.mark.parametrize("what", ["data", "checkpoint", "weights"])
-def test_what_one_rank_cannot_see_is_said_by_the_first_with_its_place(packed, tmp_path, what):
-    """A relative path stands for a disk that one of two machines does not have."""
-    out = os.path.relpath(tmp_path, REPOSITORY)
-    run_1 = train("plain", 1, packed, tmp_path / "run", "--max_steps 1")
-    data, missing, flags = {
-        "data": (os.path.relpath(packed, REPOSITORY), "no prepared data here", ""),
-        "checkpoint": (packed, "state.json", "--resume auto --run_name run"),
-        "weights": (packed, "config.json", f"--init_from {out}/run"),
-    }[what]
-    script = tmp_path / "rank_1_elsewhere.py"
-    script.write_text(RANK_1_ELSEWHERE.format(repository=str(REPOSITORY), folder=str(run_1.path)))
-    command = [*launch_command("ddp", 2)[:-1], str(script), *TINY, "--data", str(data)]
-    batch = ["--batch_size", "4", "--max_steps", "2", "--out_dir", out]
-    ended = run_warm([*command, *batch, *flags.split()])
-    assert ended.code == 1
-    assert "Traceback" not in ended.out
-    line = next(line for line in ended.out.splitlines() if "error: " in line)
-    assert line.startswith(f"{SCRIPT}: error: ")
-    assert missing in line
-    assert f"(only rank 1 on {socket.gethostname()} of 2 processes: " in line
-
-
 def test_a_full_disk_while_preparing(tmp_path, small_disk):
     disk, text = small_disk("24k"), write_corpus(tmp_path / "text.jsonl")
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", str(text), "--out"]
     ended = run_warm([*command, str(disk / "out"), "--vocab_size", "400"])
-    assert "no space left" in the_error(ended, "prepare_data")
+    assert "no space left" in ended.error("prepare_data")
     assert os.listdir(disk) == [".out.lock"]

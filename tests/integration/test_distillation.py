@@ -2,17 +2,17 @@
 teacher stays as it is; runs go on to the bit."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPOSITORY, TINY, Trained, found_by, run_warm, train
+from conftest import REPOSITORY, Trained, launch_command, run_warm, train
 from small_model import opinionated
 from torch.nn import functional as F
 
-from data.conversation_set import ConversationSet
-from data.dataset import PackedDataset
+from data.dataset import ConversationSet, PackedDataset
 from data.order import LengthSampler, MicroBatchSampler
 from data.tokenizer import copy_tokenizer
 from formats.portable import load_portable, save_portable
@@ -101,40 +101,36 @@ def by_hand(
 # How a global batch of 8 is divided: engine of the student, the teacher's file, --batch_size,
 # --accumulation_steps, and what else.
 PAIRS = {
-    "ZeRO-2 and ZeRO-3": ("zero2", "zero3_inference", 1, 4, ""),
+    "ZeRO-2 and ZeRO-3": ("zero2", "divided", 1, 4, ""),
     "ZeRO-2 and ZeRO-3 of answers": ("zero2", "divided", 1, 4, "of answers"),
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
     "ZeRO-2 and a whole one": ("zero2", None, 4, 1, ""),
-    "ZeRO-3 twice": ("zero3", "divided", 4, 1, ""),
+    "ZeRO-3 twice": ("configs/zero3.yaml", "divided", 4, 1, ""),
 }
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
 
 
 @pytest.fixture(scope="module")
-def found(packed, conversations, teacher, tmp_path_factory) -> dict:
-    """Everything that two processes have found out, by run; "folder" is where the runs are."""
+def distil(packed, conversations, teacher, tmp_path_factory):
+    """Trains a pair of PAIRS on two processes, in a folder of its own by default."""
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
     zero = file["zero_optimization"]
     # This teacher is so small that of ours nothing would be let go of.
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
     (folder / "divided.json").write_text(json.dumps(file))
-    runs = {}
-    for name, (student, config, batch_size, accumulation, more) in PAIRS.items():
-        data = conversations if more == "of answers" else packed
-        flags = [*TINY, *FLAGS.split(), "--data", str(data), "--teacher", str(teacher)]
-        flags += ["--batch_size", str(batch_size), "--accumulation_steps", str(accumulation)]
-        if config:
-            own = folder / f"{config}.json"
-            flags += ["--teacher_config", str(own) if own.exists() else f"configs/{config}.json"]
-        flags += ["--kl", "reverse"] if more == "reverse" else []
-        runs[name] = {"student": student, "flags": flags}
-    first = runs["ZeRO-2 and ZeRO-3"]
-    runs["whole"] = first | {"flags": [*first["flags"], *IN_BF16.split()]}
-    resumed = [*runs["whole"]["flags"], "--resume", "auto"]
-    runs["resumed"] = first | {"flags": resumed, "killed": "whole"}
-    (folder / "runs.json").write_text(json.dumps(runs))
-    return found_by("distilling_engines.py", folder, 2, ()) | {"folder": folder / "runs"}
+
+    def distil(name: str, path: Path | None = None, more: str = "") -> Trained:
+        student, config, batch_size, accumulation, what = PAIRS[name]
+        flags = f"{FLAGS} --teacher {teacher} --batch_size {batch_size} {more}"
+        flags += f" --accumulation_steps {accumulation}"
+        flags += f" --teacher_config {folder / config}.json" if config else ""
+        flags += " --kl reverse" if what == "reverse" else ""
+        data = conversations if what == "of answers" else packed
+        command = [*launch_command(student, 2)[:-1], DISTIL]
+        return train(command, 2, data, path or folder / name, flags)
+
+    return distil
 
 
 @pytest.fixture(scope="module")
@@ -156,32 +152,26 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_are_those_of_a_loop_by_hand(found, expected, name):
-    assert_the_same(Trained(found["folder"] / name, ""), expected[PAIRS[name][-1]])
+def test_losses_are_those_of_a_loop_by_hand(distil, teacher, expected, name):
+    run = distil(name)
+    assert_the_same(run, expected[PAIRS[name][-1]])
+    held = re.search(r"teacher: .*?([\d.]+) MB of weights per process", run.out)[1]
+    size = sum(4 * p.numel() for p in load_portable(teacher).parameters())
+    assert float(held) == pytest.approx(size / 1e6 / (2 if PAIRS[name][1] else 1), abs=0.051)
 
 
-def test_the_teacher_ends_as_it_began_and_two_processes_hold_half_of_it_each(found):
-    for name in (*PAIRS, "whole", "resumed"):
-        assert all(each["unchanged"] and not each["trained"] for each in found[name])
-    size = found["ZeRO-2 and a whole one"][0]["bytes"]
-    assert [each["bytes"] for each in found["whole"]] == [size // 2] * 2  # in bf16
-    for name, (_, config, *_) in PAIRS.items():
-        if config != "zero3_inference":  # which keeps small parameters whole
-            held = size // 2 if config else size
-            assert [each["held"] for each in found[name]] == [held] * 2
-
-
-def test_a_run_goes_on_to_the_bit(found):
+def test_a_run_goes_on_to_the_bit(distil, tmp_path):
     """With dropout, from the middle of a log line."""
-    whole, resumed = (Trained(found["folder"] / name, "") for name in ("whole", "resumed"))
+    pair = "ZeRO-2 and ZeRO-3"
+    whole = distil(pair, tmp_path / "whole", IN_BF16)
+    path = whole.stopped_after(3, tmp_path / "stopped")
+    resumed = distil(pair, path, f"{IN_BF16} --resume {path}")
+    timed = ("tokens_per_second", "step_seconds", "memory_gib")
     assert resumed.rows() == [
-        row | {key: own[key] for key in ("tokens_per_second", "step_seconds", "memory_gib")}
+        row | {key: own[key] for key in timed}
         for row, own in zip(whole.rows(), resumed.rows(), strict=True)
     ]
-    for file in ("weights", "optimizer", "random"):
-        ours, theirs = resumed.tensors(file), whole.tensors(file)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert resumed.ends_as(whole)
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +193,3 @@ def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected,
     n = sum(p.numel() for p in load_portable(teacher).parameters())
     assert f"{teacher}: {n / 1e6:.2f} million (dim 32, 2 layers" in line
     assert line.endswith(f"whole on each process, {4 * n / 1e6:.1f} MB of weights per process")
-
-
-def test_a_teacher_is_divided_among_a_launchers_processes_alone(packed, teacher, tmp_path):
-    flags = f"--out_dir {tmp_path} --data {packed} --teacher {teacher}"
-    flags += " --teacher_config configs/zero3_inference.json"
-    ended = run_warm([sys.executable, DISTIL, *TINY, *flags.split()])
-    assert ended.code == 2, ended.out
-    (line,) = [line for line in ended.out.splitlines() if "error:" in line]
-    assert "--teacher_config divides the teacher among the processes of a launcher" in line
-    assert list(tmp_path.iterdir()) == []

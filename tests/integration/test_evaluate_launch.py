@@ -60,9 +60,8 @@ def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, la
 
 
 def test_a_checkpoint_has_the_last_validation_loss_of_the_run(trained, tmp_path):
-    (last,) = trained.rows("val_loss")[-1:]
-    checkpoint = trained.checkpoint()
-    found = result([sys.executable], checkpoint, ["--limit", "50"], tmp_path / "result.json")
+    last, flags = trained.rows("val_loss")[-1], ["--limit", "50"]
+    found = result([sys.executable], trained.checkpoint(), flags, tmp_path / "result.json")
     assert found["sequences"] == last["val_samples"]
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert found["metrics"][name]["value"] == pytest.approx(last[f"val_{name}"], rel=1e-6)

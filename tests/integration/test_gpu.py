@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import TINY, Trained, launch_command, run
+from conftest import Trained, run, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inference.decoder import Decoder
@@ -19,11 +19,7 @@ pytestmark = [
 
 
 def train_on_gpu(engine: str, data, path, flags: str) -> Trained:
-    where = ["--data", str(data), "--out_dir", str(path.parent), "--run_name", path.name]
-    command = [*launch_command(engine, 1), *TINY, *where, *flags.split()]
-    ended = run(command, CUDA_VISIBLE_DEVICES="0")
-    assert ended.code == 0, ended.out
-    return Trained(path, ended.out)
+    return train(engine, 1, data, path, flags, start=run, CUDA_VISIBLE_DEVICES="0")
 
 
 def heads(n_heads, n_kv_heads, head_dim, seq_len=200):

@@ -1,95 +1,64 @@
 """The launches of the README: which engine they start, what it says, what a run leaves."""
 
-import gzip
-import json
 import re
-import sys
 
 import pytest
-import torch
-from conftest import REPOSITORY, Trained, run, train
-from safetensors.torch import load_file
+from conftest import LAUNCH, Trained, run, train
 
-from data.tokenizer import Tokenizer
 from formats.portable import load_portable
 
 pytestmark = pytest.mark.slow
 
-STEPS, PROFILE_INTERVAL = 150, 50
-# Seeds 1, 2 and 42 ended at 1.4 to 1.8, and at 1.6 to 1.9 in validation; 6.0 is where they begin.
-LEARNED = 2.4
-PHASES = ("data", "forward", "backward", "optimizer")
+STEPS, PROFILE_INTERVAL = 100, 50
+LEARNED = 3.0  # a run begins at 6.0
 
 
 FLAGS = (
     f"--max_steps {STEPS} --batch_size 4 --accumulation_steps 2 --dim 64 --max_seq_len 64 "
-    "--learning_rate 1e-2 --eval_interval 100 --save_interval 100 --sample_prompt sum "
+    "--learning_rate 1e-2 --eval_interval 50 --save_interval 50 --sample_prompt sum "
     "--sample_tokens 20"
 )
 
 
 @pytest.fixture(scope="module")
 def zero2(packed, tmp_path_factory) -> Trained:
-    """Method 1, ZeRO-2 on two processes in bf16, until something has been learned."""
+    """Method 1 in new processes: ZeRO-2 on two of them in bf16, until something is learned."""
     path = tmp_path_factory.mktemp("zero2") / "run"
     reports = f" --log_with tensorboard --profile --profile_interval {PROFILE_INTERVAL}"
     return train("zero2", 2, packed, path, FLAGS + reports, start=run)
 
 
-def start_block(run: Trained) -> dict[str, str]:
-    return dict(re.findall(r"^ *([a-z ]+): (.*)$", run.out, re.MULTILINE))
-
-
 def said(run: Trained, fact: str) -> str:
-    return start_block(run)[fact]
-
-
-def flag_launch(*flags: str) -> list[str]:
-    """Method 2: an accelerate launch without a configuration file."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *flags]
-    return [*launch, "--main_process_port=0", "train_pretrain_accelerate.py"]
+    """Return a fact of the start block."""
+    return re.search(rf"^ *{fact}: (.*)$", run.out, re.MULTILINE)[1]
 
 
 def test_the_start_block_says_what_is_in_use(zero2, packed):
     assert said(zero2, "engine") == "DeepSpeed ZeRO-2"
     assert said(zero2, "processes").startswith("2 ")
     assert said(zero2, "precision") == "bf16"
-    assert "engine: DDP" not in zero2.out
-    assert said(zero2, "attention") == "blocks of rows"
-    assert said(zero2, "compiled").startswith("no (the run is too short")
-    assert said(zero2, "parameters").startswith("0.12 million (dim 64, 2 layers, 4 heads")
     assert said(zero2, "data").startswith(str(packed))
     assert said(zero2, "global batch") == (
         "16 sequences = 1,024 tokens per step (4 × 2 accumulation × 2 processes)"
     )
-    assert said(zero2, "steps").startswith(f"{STEPS} ")
-    assert said(zero2, "memory").startswith("about ")
 
 
-@pytest.mark.variant  # of the configuration file
-def test_flags_with_use_deepspeed_start_zero_2(packed, tmp_path):
-    command = flag_launch(
-        "--use_deepspeed",
-        "--deepspeed_config_file=ds_config.json",
-        "--num_processes=1",
-        "--mixed_precision=bf16",
-    )
-    trained = train(command, 1, packed, tmp_path / "run", "--max_steps 2", start=run)
-    assert said(trained, "engine") == "DeepSpeed ZeRO-2"
-    assert trained.column("step") == [1, 2]
+TWO = ["--num_processes=2", "--mixed_precision=bf16"]
+FILE = ["--deepspeed_config_file", "ds_config.json"]
 
 
-def test_flags_with_multi_gpu_start_ddp_which_says_so_and_what_to_type_instead(packed, tmp_path):
-    command = flag_launch(
-        "--multi_gpu",
-        "--num_processes=2",
-        "--mixed_precision=bf16",
-        "--deepspeed_config_file",
-        "ds_config.json",
-    )
-    trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2", start=run)
-    assert said(trained, "engine").startswith("DDP, not DeepSpeed")
-    assert "--deepspeed ds_config.json" in said(trained, "engine")
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--use_deepspeed", *FILE, *TWO], "DeepSpeed ZeRO-2$"),
+        (["--multi_gpu", *TWO, *FILE], "DDP, not DeepSpeed.*--deepspeed ds_config.json"),
+    ],
+)
+def test_flags_of_the_launcher_start_the_engine_that_is_said(packed, tmp_path, flags, says):
+    """Method 2: without a configuration file."""
+    command = [*LAUNCH, *flags, "train_pretrain_accelerate.py"]
+    trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")
+    assert re.match(says, said(trained, "engine"))
     assert said(trained, "processes").startswith("2 ")
     assert trained.column("step") == [1, 2]
 
@@ -99,79 +68,28 @@ def test_the_model_learns(zero2):
     assert losses[0] == pytest.approx(6.0, abs=0.2)  # ln 400: nothing known
     assert sum(losses[-10:]) / 10 < LEARNED
     assert zero2.rows("val_loss")[-1]["val_loss"] < LEARNED
-
-
-def test_metrics_hold_every_step_validation_and_profile(zero2):
     assert zero2.column("step") == list(range(1, STEPS + 1))
-    assert [row["step"] for row in zero2.rows("val_loss")] == [100, STEPS]
-    assert [row["step"] for row in zero2.rows("forward_seconds")] == [50, 100, 150]
-    first, *others = zero2.column("tokens_per_second")
-    assert first is None  # it compiles, and is no speed
-    assert all(rate >= 0 for rate in others)
-
-
-def test_tensorboard_can_read_the_losses(zero2):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (events,) = zero2.path.glob("**/events.out.tfevents.*")
-    accumulator = EventAccumulator(str(events), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    scalars = accumulator.Scalars("train/loss")
-    assert [event.value for event in scalars] == pytest.approx(zero2.column("loss"), rel=1e-6)
+    assert [row["step"] for row in zero2.rows("val_loss")] == [50, STEPS]
 
 
 def test_checkpoints_are_whole_and_none_is_half_written(zero2):
     names = sorted(path.name for path in (zero2.path / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000100", "step-00000150"]
-    assert sorted(path.name for path in zero2.checkpoint().iterdir()) == [
-        "manifest.json",
-        "optimizer.safetensors",
-        "random.safetensors",
-        "state.json",
-        "weights.safetensors",
-    ]
+    assert names == ["latest", "step-00000050", "step-00000100"]
 
 
-def test_the_weights_can_be_used_elsewhere(zero2, packed):
-    model = load_portable(zero2.path / "weights")
-    saved = zero2.tensors()
-    assert all(torch.equal(p, saved[name]) for name, p in model.named_parameters())
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    tokenizer = Tokenizer(zero2.path / "weights" / "tokenizer.model")
-    assert tokenizer.vocab_size == model.config.vocab_size
-    assert load_file(zero2.path / "weights" / "model.safetensors").keys() == saved.keys()
-
-
-def test_a_picture_and_a_sample_are_left(zero2):
+def test_weights_a_picture_and_a_sample_are_left(zero2):
     assert (zero2.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (zero2.path / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith("sum")
     assert sample.strip() in zero2.out
     assert str(zero2.path / "weights") in zero2.out
+    for name, parameter in load_portable(zero2.path / "weights").named_parameters():
+        assert parameter.equal(zero2.tensors()[name])
 
 
-def test_traces_show_the_phases_of_a_step(zero2):
+def test_traces_and_times_of_the_phases_are_left(zero2):
     traces = sorted(path.name for path in (zero2.path / "profile").glob("*.gz"))
-    assert traces == [
-        f"step-{step:08d}-rank{rank}.json.gz" for step in (50, 100, 150) for rank in (0, 1)
-    ]
-    with gzip.open(zero2.path / "profile" / traces[-1], "rt", encoding="utf-8") as file:
-        events = {event.get("name") for event in json.load(file)["traceEvents"]}
-    assert set(PHASES) <= events
-    for row in zero2.rows("forward_seconds"):
-        assert {f"{phase}_seconds" for phase in (*PHASES, "step")} <= row.keys()
+    steps = (PROFILE_INTERVAL, STEPS)
+    assert traces == [f"step-{step:08d}-rank{rank}.json.gz" for step in steps for rank in (0, 1)]
+    assert [row["step"] for row in zero2.rows("forward_seconds")] == [*steps]
     assert f"profile of step {PROFILE_INTERVAL}: " in zero2.out
-
-
-@pytest.mark.variant  # of run_accelerate.sh, which prepares it too
-def test_started_in_another_folder_it_prepares_the_built_in_corpus_there_and_learns(tmp_path):
-    """From ln(6400) = 8.76; 70 steps of this gave 5.76 to 5.84 with three seeds."""
-    flags = "--dim 96 --n_layers 2 --max_seq_len 128 --batch_size 16 --learning_rate 5e-3 "
-    flags += "--max_steps 70 --log_interval 20 --eval_samples 100 --compile off --run_name builtin"
-    script = str(REPOSITORY / "train_pretrain_accelerate.py")
-    ended = run([sys.executable, script, *flags.split()], cwd=tmp_path)
-    assert ended.code == 0, ended.out
-    assert (tmp_path / "out" / "data" / "builtin" / "dataset.json").is_file()
-    trained = Trained(tmp_path / "out" / "runs" / "builtin", ended.out)
-    assert trained.rows()[0]["loss"] > 8.5
-    assert trained.rows("val_loss")[-1]["val_loss"] < 6.1

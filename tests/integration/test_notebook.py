@@ -21,24 +21,6 @@ STEPS = 30
 RESULTS = "print(json.dumps({'run': str(run), 'exported': str(exported), 'texts': [ours, theirs]}))"
 
 
-def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """Run all cells with the folder as working directory, on a CPU; an error ends the test."""
-    resources = {"metadata": {"path": str(folder)}}
-    client = NotebookClient(
-        notebook, timeout=SAFETY_NET_SECONDS, kernel_name="python3", resources=resources
-    )
-    return client.execute(env=clean_environment())
-
-
-def stream(cell, name: str) -> str:
-    return "".join(output.text for output in cell.outputs if output.get("name") == name)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return copy_repository(tmp_path_factory.mktemp("home") / "clone")
-
-
 def test_the_notebook_is_valid_and_comes_without_outputs():
     notebook = nbformat.read(REPOSITORY / NOTEBOOK, as_version=4)
     assert list(nbformat.validator.iter_validate(notebook)) == []
@@ -49,19 +31,22 @@ def test_the_notebook_is_valid_and_comes_without_outputs():
 
 
 @pytest.mark.variant  # of test_notebook_run.py, and of the commands in its cells
-def test_the_whole_notebook_trains_draws_and_exports(root):
+def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
     """On a small text with a few steps, its parameters set as papermill does: by a cell after
     theirs."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    root = copy_repository(tmp_path / "clone")
     data = write_corpus(root / "sums.jsonl", documents=2000)
     notebook = nbformat.read(root / NOTEBOOK, as_version=4)
     others = f"DATA, PROMPT, STEPS = {data.name!r}, 'sum 7: ', {STEPS}"
     first = next(i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code")
     notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(others))
     notebook.cells.append(nbformat.v4.new_code_cell(RESULTS))
-    executed = execute(notebook, root / NOTEBOOK.parent)
-    results = json.loads(stream(executed.cells[-1], "stdout"))
+    where = {"metadata": {"path": str(root / NOTEBOOK.parent)}}
+    client = NotebookClient(notebook, timeout=SAFETY_NET_SECONDS, resources=where)
+    executed = client.execute(env=clean_environment())  # an error in a cell ends the test
+    results = json.loads(executed.cells[-1].outputs[0].text)
     lines = (root / results["run"] / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for line in lines if "loss" in (row := json.loads(line))]
     assert rows[-1]["step"] == STEPS

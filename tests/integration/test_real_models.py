@@ -12,7 +12,7 @@ from test_tokenizer import NASTY
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from data.tokenizer import open_tokenizer
-from scripts import export_gguf, export_hf, generate, import_weights, prepare_data
+from scripts import export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
 
@@ -102,10 +102,3 @@ def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_
         ids = [tokenizer.bos_token_id, *tokenizer(prompt).input_ids]
         written = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)
         assert tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True) == text
-
-
-def test_gguf_is_refused_in_one_line(trained, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        export_gguf.main([str(trained.path), str(tmp_path / "m.gguf")])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "only SentencePiece is written into GGUF" in line

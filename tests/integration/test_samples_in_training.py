@@ -4,10 +4,7 @@ samples, and the report says that the run is finished."""
 import json
 
 import pytest
-import torch
 from conftest import Trained, train
-
-from report.history import read_rows
 
 pytestmark = pytest.mark.slow
 
@@ -18,16 +15,11 @@ FLAGS = (
 SAMPLES = " --sample_interval 2 --sample_prompt sum --log_with tensorboard"
 
 
-@pytest.mark.parametrize(("engine", "processes"), [("plain", 1), ("zero2", 2)])
-def test_training_with_samples_is_training_without_to_the_bit(packed, tmp_path, engine, processes):
-    without = train(engine, processes, packed, tmp_path / "without", FLAGS)
-    sampling = train(engine, processes, packed, tmp_path / "with", FLAGS + SAMPLES)
+def test_training_with_samples_is_training_without_to_the_bit(packed, tmp_path):
+    without = train("zero2", 2, packed, tmp_path / "without", FLAGS)
+    sampling = train("zero2", 2, packed, tmp_path / "with", FLAGS + SAMPLES)
     assert without.column("loss") == sampling.column("loss")
-    assert without.column("grad_norm") == sampling.column("grad_norm")
-    for file in ("weights", "optimizer"):
-        expected, tensors = without.tensors(file), sampling.tensors(file)
-        assert expected.keys() == tensors.keys()
-        assert all(torch.equal(tensor, tensors[name]) for name, tensor in expected.items())
+    assert sampling.ends_as(without, ("weights", "optimizer"))
     assert not (without.path / "samples.jsonl").exists()
 
 
@@ -42,7 +34,7 @@ def resumed(packed, tmp_path_factory) -> Trained:
     return train("plain", 1, packed, path, flags + " --resume auto")
 
 
-def test_a_resumed_run_has_each_sample_once_in_file_and_tensorboard(resumed):
+def test_a_resumed_run_has_each_sample_and_number_once(resumed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert "starts from: step-00000004" in resumed.out
@@ -56,13 +48,6 @@ def test_a_resumed_run_has_each_sample_once_in_file_and_tensorboard(resumed):
     assert wanted <= set(events.Tags()["scalars"])
     losses = {event.step: event.value for event in events.Scalars("train/loss")}
     assert losses == pytest.approx({row["step"]: row["loss"] for row in resumed.rows()}, rel=1e-6)
-    # It forgets the numbers of a run that went back, but not its texts: the newer one counts.
-    texts = {event.step: event for event in events.Tensors("sample/text_summary")}
-    assert sorted(texts) == [2, 4, 6]
-    sample = read_rows(resumed.path / "samples.jsonl")[-1]
-    shown = texts[6].tensor_proto.string_val[0].decode()
-    first_line = (sample["prompt"] + sample["text"]).splitlines()[0]
-    assert shown.splitlines()[0] == f"    {first_line}"  # as code, not as Markdown
 
 
 def test_a_finished_run_leaves_its_report_and_says_what_to_try_next(resumed):

@@ -73,7 +73,7 @@ def test_answers_get_likelier_and_the_end_shows_both(sft, base, tmp_path):
     before, *_, after = tuned.rows("val_loss")
     assert before["step"] == 0
     assert after["val_loss"] < before["val_loss"] - 1
-    assert f"before the first step: validation loss {before['val_loss']:.4f}" in tuned.out
+    assert f"step 0/{after['step']}  validation loss {before['val_loss']:.4f}" in tuned.out
     assert f"scripts.chat {tuned.path}" in tuned.out
     assert "conversations, " in tuned.out
     first = json.loads((tuned.path / "samples.jsonl").read_text("utf-8").splitlines()[0])
@@ -92,7 +92,6 @@ SHARED_OUT = {
 }
 ADAPTERS = "--lora_dim 4 --only_optimize_lora"
 MUON = f"{ADAPTERS} --optimizer muon"
-VARIANT = pytest.mark.variant
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +113,8 @@ def reference(base, data, tmp_path_factory):
     ("name", "more"),
     [
         *((name, "") for name in SHARED_OUT if "ZeRO-1" not in name),
-        ("ZeRO-3 2 x 2 x 2 accumulation", ADAPTERS),
-        pytest.param("DDP 2 x 4", ADAPTERS, marks=VARIANT),
-        pytest.param("ZeRO-1 2 x 2 x 2 accumulation", ADAPTERS, marks=VARIANT),
-        pytest.param("ZeRO-2 2 x 1 x 4 accumulation", ADAPTERS, marks=VARIANT),
-        pytest.param("ZeRO-2 2 x 1 x 4 accumulation", MUON, marks=VARIANT),
+        *((name, ADAPTERS) for name in SHARED_OUT if "plain" not in name),
+        ("ZeRO-2 2 x 1 x 4 accumulation", MUON),
     ],
 )
 def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name, more):
@@ -136,16 +132,7 @@ def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], abs=10 * tolerance)
 
 
-def test_adapters_go_on_under_another_engine(sft, reference, tmp_path):
-    path = tmp_path / "run"
-    first = sft("zero2", 2, path, f"--max_steps 3 --batch_size 4 {ADAPTERS}")
-    assert all(name.endswith((".lora_a", ".lora_b")) for name in first.tensors())
-    resumed = sft("plain", 1, path, f"--max_steps 6 --batch_size 8 --resume {path} {ADAPTERS}")
-    expected = reference(ADAPTERS).column("loss")
-    assert resumed.column("loss") == pytest.approx(expected, rel=1e-5)
-
-
-LORA = " --lora_dim 4 --only_optimize_lora --dropout 0.1"
+LORA = f" {ADAPTERS} --dropout 0.1"
 LORA_AND_OTHERS = " --lora_dim 4 --lora_alpha 32 --dtype bfloat16"
 
 
@@ -160,9 +147,8 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
     flags = f"--max_steps 6 --save_interval 3 --batch_size {8 // processes} --resume auto{more}"
     whole = sft(engine, processes, tmp_path / "whole", flags, start)
     assert "a new run starts" in whole.out
-    stopped = tmp_path / "stopped"
-    shutil.copytree(whole.checkpoint(3), stopped / "checkpoints" / "step-00000003")
-    for name in ("metrics.jsonl", "settings.json", "tokenizer.model"):
+    stopped = whole.stopped_after(3, tmp_path / "stopped")
+    for name in ("settings.json", "tokenizer.model"):
         shutil.copy(whole.path / name, stopped)
     if more:
         shutil.copytree(whole.path / "base", stopped / "base")
@@ -171,10 +157,7 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
     resumed = sft(engine, processes, stopped, flags, start)
     assert "starts from: step-00000003" in resumed.out
     assert resumed.column("loss") == whole.column("loss")
-    for file in ("weights", "optimizer", "random"):
-        ours, theirs = resumed.tensors(file), whole.tensors(file)
-        assert ours.keys() == theirs.keys()
-        assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+    assert resumed.ends_as(whole)
 
 
 def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
@@ -191,11 +174,9 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
         assert torch.equal(left[name], under_way[name])
     names = set(run.tensors())
     assert adapter.keys() == names
-    others = {name for name in names if not is_adapter(name)}
-    assert len(names - others) == 2 * 7 * 2  # factors, layers, blocks
-    assert not any("attention.w" in name or "feed_forward.w" in name for name in others)
-    assert ("tok_embeddings.weight" in others) != only_lora
-    assert bool(others) != only_lora
+    factors = [name for name in names if is_adapter(name)]
+    assert len(factors) == 2 * 7 * 2  # of layers and blocks
+    assert ("tok_embeddings.weight" in names) != only_lora
     changed = {name for name in begun if not torch.equal(left[name], begun[name])}
     assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}
     trained = sum(tensor.numel() for tensor in run.tensors().values()) / 1e6
@@ -214,9 +195,8 @@ def test_mistakes_are_one_line(base, data, packed, tmp_path):
         (SFT, f"{out} --init_from {base.path} --conversations {missing}", "prepare_data: error: "),
     ):
         ended = run_warm([sys.executable, script, *TINY, *flags.split()])
-        assert ended.code == 2, ended.out
-        assert "Traceback" not in ended.out
-        (line,) = [line for line in ended.out.splitlines() if "error:" in line]
+        program = "prepare_data" if "prepare_data" in keyword else script
+        line = ended.error(program)
         assert keyword in line
     assert str(missing) in line
     assert list(tmp_path.iterdir()) == []

@@ -1,1 +1,1 @@
-"""Who trains: DeepSpeed, DDP or a single process, and what they need to know of the machine."""
+"""Who trains: DeepSpeed, DDP or a single process, on which machine."""

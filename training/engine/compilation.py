@@ -1,9 +1,4 @@
-"""torch.compile where it pays, and on which parts of the model.
-
-Each block of the model is compiled by itself. All blocks are alike, so one is compiled and the
-others use the result, which starts many times faster than compiling the whole model and runs as
-fast. Compiled code is kept in out/compiled and found again by the next run.
-"""
+"""torch.compile where it pays, block by block: one is compiled for all."""
 
 import os
 import warnings
@@ -17,10 +12,9 @@ from model import Transformer
 from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
-CACHE = Path("out/compiled")
-# Model FLOPs of a whole run from which compiling is faster in sum. It costs about 10 s on two CPU
-# cores at 0.4 TFLOP/s and makes them a quarter faster (docs/performance.md); for a GPU this is a
-# guess: 40 s at 200 TFLOP/s.
+CACHE = Path("out/compiled")  # where the next run finds compiled code again
+# Model FLOPs of a run from which compiling is faster in sum (docs/performance.md);
+# a guess for a GPU: 40 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
@@ -33,28 +27,19 @@ class Compilation(NamedTuple):
 
 
 def decide_compilation(
-    wanted: str,
-    recorded: bool | None,
-    run_flops: float,
-    engine: Engine,
+    wanted: str, recorded: bool | None, run_flops: float, engine: Engine
 ) -> Compilation:
     """Decide whether to compile, the same on every process; all must call this.
 
-    Args:
-        wanted: --compile: "on", "off", or "auto".
-        recorded: what the run that resumes did, None for a new run. "auto" keeps to it, for
-            compiled and eager kernels round differently.
-        run_flops: model FLOPs of the whole run on one process.
-
+    "auto" keeps to what a resumed run did (`recorded`, None for a new run): compiled
+    kernels round differently. `run_flops`: model FLOPs of the run on one process.
     Raises UsageError: --compile on, but compiling does not work here.
     """
     device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
     why = None
-    # ZeRO-3 brings and takes away the weights around every layer: the compiler sees new code each
-    # time, until it gives up.
-    if engine.divides_model:
+    if engine.divides_model:  # weights that come and go look like new code
         why = "under ZeRO-3 it costs more than it gains"
     elif recorded is False:
         why = "as before the run was stopped"
@@ -71,24 +56,20 @@ def decide_compilation(
 
 
 def compile_blocks(model: Transformer) -> None:
-    """Compile the blocks, the final norm and the loss, in place: no parameter changes its name."""
-    _keep_compiled_code()
-    # Said of the rotation table, which is complex, but is only looked at as pairs of real numbers.
+    """Compile the blocks, the final norm and the loss in place."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
+    # Said of the rotation table, which is read as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
-    # DDP would have graphs split where its buckets end. Blocks are small graphs already, and alike.
+    # DDP would split graphs where its buckets end; blocks are small already.
     torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit += 8  # another model of this process has other shapes
+    torch._dynamo.config.recompile_limit += 8  # for several models
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 
 
-def _keep_compiled_code() -> None:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
-
-
 def obstacle(device: torch.device) -> str | None:
-    """Return why torch.compile does not work here, found by compiling a line; None if it does."""
-    _keep_compiled_code()
+    """Compile a line; return why that does not work here, None if it does."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
     except Exception as error:  # whatever a compiler or its absence brings about

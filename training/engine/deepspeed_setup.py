@@ -1,25 +1,19 @@
-"""Before training under DeepSpeed: buffers that suffice, folders on NVMe, operations that are
-compiled, and a model that ZeRO-3 divides while it is built."""
+"""Before DeepSpeed trains: folders on NVMe, compiled operations, a divided model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from common.errors import UsageError
-from model import Transformer
 from runs.folder import lock
 from training.engine.deepspeed_config import nvme_folders, offload_device
-from training.engine.kinds import NVME, Kind
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 
-SWAPPED_BYTES = 2**20  # smaller shares stay in RAM: MIN_AIO_BYTES, deepspeed/runtime/swap_tensor
-
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """Build a model in here. ZeRO-3 divides the parameters of a layer as soon as they are there.
+    """Build a model in here. ZeRO-3 divides each layer as soon as it is there.
 
-    They are what they would be without it: DeepSpeed's own context makes layers in 16 bits and on
-    the GPU, where other random numbers are drawn.
+    DeepSpeed's own context draws other random numbers, in 16 bits and on the GPU.
     """
     if not engine.divides_model:
         return nullcontext()
@@ -34,18 +28,11 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
     return AsWithout(config_dict_or_path=engine.deepspeed, tensor_overrides=())
 
 
-def set_up_deepspeed(engine: Engine, shapes: Transformer, itemsize: int) -> None:
-    """Claim the folders on NVMe and compile what DeepSpeed compiles; all must call this.
-
-    Args:
-        itemsize: bytes of a weight, as it is computed with.
-
-    Raises UsageError: buffers are too small, a folder is taken or refused by the system, or an
-    operation cannot be compiled.
-    """
+def set_up_deepspeed(engine: Engine) -> None:
+    """Claim the folders on NVMe and compile operations; all must call this.
+    Raises UsageError: one of these cannot be done."""
 
     def attempt() -> None:
-        require_buffers(engine.kind, shapes, engine.processes, itemsize)
         if engine.accelerator.is_local_main_process:
             for folder in map(Path, nvme_folders(engine.deepspeed)):
                 claim(folder)
@@ -57,10 +44,7 @@ def set_up_deepspeed(engine: Engine, shapes: Transformer, itemsize: int) -> None
 
 
 def claim(folder: Path) -> None:
-    """Lock a folder on NVMe: DeepSpeed gives the files of all runs the same names.
-
-    Raises UsageError: another run has it, or the system refuses.
-    """
+    """Lock a folder on NVMe: DeepSpeed gives the files of all runs the same names."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder / "lock", otherwise='"nvme_path"')
@@ -68,25 +52,8 @@ def claim(folder: Path) -> None:
         raise UsageError(f"{folder}, for NVMe, cannot be used: {error.strerror}") from error
 
 
-def require_buffers(kind: Kind, shapes: Transformer, processes: int, itemsize: int) -> None:
-    """Raise UsageError if a weight does not fit into a buffer through which it comes from NVMe, or
-    too many weights would stay in them: DeepSpeed ends in an assertion then."""
-    if kind.parameters_on != NVME:
-        return
-    shares = [-(-p.numel() // processes) for p in shapes.parameters()]
-    swapped = [share for share in shares if share * itemsize >= SWAPPED_BYTES]
-    largest = max(swapped, default=0)
-    if largest > kind.parameter_buffer:
-        raise UsageError(f'this model needs a "buffer_size" of {largest} in "offload_param"')
-    if kind.reuse_distance and len(swapped) > kind.parameter_buffers:
-        raise UsageError(
-            f'this model needs a "buffer_count" of {len(swapped)} in "offload_param", or '
-            '"stage3_max_reuse_distance": 0'
-        )
-
-
 def own_operations(config: dict) -> list[str]:
-    """Return the operations of DeepSpeed's own that a configuration needs, by their builders."""
+    """Return the builders of DeepSpeed's own operations that a configuration needs."""
     offload = offload_device(config, "optimizer")
     adam = config.get("optimizer")
     if adam is None:  # the script's, which is exchanged for DeepSpeed's
@@ -98,10 +65,8 @@ def own_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one operation, compiled at its first use; say so, for PyTorch compiles without a word.
-
-    Raises UsageError: it cannot be compiled.
-    """
+    """Load one operation; say so if it is compiled now.
+    Raises UsageError: it cannot be compiled."""
     from deepspeed.ops import op_builder  # seconds to import
     from torch.utils import cpp_extension  # it changes sys.path
 

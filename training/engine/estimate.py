@@ -1,16 +1,16 @@
-"""Memory that a training process needs, and bytes that it sends: one estimate for all callers.
+"""Memory that a training process needs, and bytes that it sends, under each engine.
 
 State (weights, gradients, optimizer) follows from the engine: 4 + 4 + 8 bytes per parameter in
 fp32; DeepSpeed in 16 bits has weights of 2 bytes, and 4 + 8 bytes of fp32 weights and moments that
 ZeRO-1 divides among the processes. ZeRO-2 divides the sums of the gradients too, ZeRO-3 the weights
-as well (Rajbhandari et al., https://arxiv.org/abs/1910.02054). Activations are counted from the
-tensors that backward needs (`_kept_by_block`). On a CPU, where the allocator keeps what is freed,
-the estimate is within 20% of what is used (docs/engines.md); on a GPU it has not been measured, and
-`fits` adds a third to all that comes and goes.
+as well (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is within 20%
+of what is used (docs/engines.md); on a GPU it has not been measured, and `fits` adds a margin.
 """
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,21 +18,81 @@ import torch
 from model import LMConfig, Transformer
 from model.loss import tokens_at_once
 from training.arguments import TrainingArguments
-from training.engine.kinds import CPU, GPU, NVME, Kind, engines
-from training.engine.memory import GIB
+from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_config
+from training.engine.device import GIB
 
+GPU, CPU, NVME = "gpu", "cpu", "nvme"
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # of what comes and goes on a GPU
-CPU_KEEPS = 1.5  # of what comes and goes on a CPU: freed blocks that suit no later tensor
-# Copies of the weights that DeepSpeed leaves in a CPU's memory, by stages 1 and 2, and by stage 3:
-# buckets, copies of them, weights before they were divided. Measured (docs/engines.md).
+CPU_KEEPS = 1.5  # on a CPU: freed blocks that suit no later tensor
+# Copies of the weights that DeepSpeed leaves on a CPU, below stage 3 and at it.
 CPU_COPIES, CPU_COPIES_3 = 7, 9
+NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
+# DeepSpeed's files by configs/NAME.yaml, in the order in which to try them.
+NAMES = "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity"
+FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.json"}
 
 
-class Beside(NamedTuple):
-    """A teacher, which is asked in each step and never trained."""
+@dataclass(frozen=True)
+class Kind:
+    """What an engine's file says of memory and traffic. Sizes are in elements."""
 
+    config: str = ""  # configs/NAME.yaml; "" if it has no such file
+    stage: int | None = None  # of ZeRO; None is DDP, or a single process without engine
+    optimizer_on: str = GPU
+    parameters_on: str = GPU
+    fp32_sums: bool = True  # gradients are added up in fp32
+    reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again so soon
+
+    @property
+    def name(self) -> str:
+        """The name for people, such as "ZeRO-3, optimizer on the CPU"."""
+        if self.stage is None:
+            return "DDP"
+        places = {"optimizer": self.optimizer_on, "parameters": self.parameters_on}
+        if self.optimizer_on == self.parameters_on:
+            places = {"all": self.optimizer_on}
+        where = {CPU: "the CPU", NVME: "NVMe"}
+        said = [f", {what} on {where[on]}" for what, on in places.items() if on != GPU]
+        return f"ZeRO-{self.stage}{''.join(said)}"
+
+    @property
+    def takes_muon(self) -> bool:
+        """True if a process has whole matrices to step, on its device."""
+        return self.stage != 3 and self.optimizer_on == GPU
+
+
+DDP = Kind("ddp")
+
+
+def kind_of(config: dict | None, dim: int = 0) -> Kind:
+    """Return a configuration's engine; DDP for None. "auto" depends on `dim`."""
+    if config is None:
+        return DDP
+    zero = config["zero_optimization"]
+    bucket = zero.get("reduce_bucket_size", Kind.reduce_bucket)
+    sums = (config.get("data_types") or {}).get("grad_accum_dtype")
+    return Kind(
+        stage=zero["stage"],
+        optimizer_on=offload_device(config, "optimizer") or GPU,
+        parameters_on=offload_device(config, "param") or GPU,
+        fp32_sums=sums in ("fp32", "float32"),
+        reduce_bucket=int(BY_WIDTH["reduce_bucket_size"](dim) if bucket == "auto" else bucket),
+        reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
+    )
+
+
+@cache
+def engines(dim: int) -> tuple[Kind, ...]:
+    """Return DDP and the engines of FILES, in the order of the advice."""
+    root = Path(__file__).parents[2]
+    found = ((name, read_config(str(root / file))) for name, file in FILES.items())
+    return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
+
+
+class Beside(NamedTuple):  # a teacher
     shapes: Transformer  # on the meta device
     kind: Kind  # the engine that divides it
 
@@ -57,35 +117,20 @@ class Workload:
         return self.device.type == "cpu"
 
     @property
-    def keeps_scores(self) -> bool:
-        """True if attention keeps all T × T scores. A GPU is taken to have fused attention."""
-        return not self.config.use_flash_attn or bool(self.on_cpu and self.config.dropout)
-
-    @property
     def itemsize(self) -> int:
         """Bytes of a number in the precision of forward and backward."""
         return 4 if self.args.dtype == "float32" else 2
 
     @property
     def total(self) -> int:
-        """Number of parameters."""
         return self.shapes.num_parameters()
 
     @property
     def trained(self) -> int:
-        """Number of parameters that are trained."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
 
-    @property
-    def moments(self) -> int:
-        """Bytes of the optimizer's averages: two for AdamW, one for Muon's matrices."""
-        layers = self.shapes.layers.parameters()
-        by_muon = sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
-        return 8 * self.trained - (4 * by_muon if self.args.optimizer == "muon" else 0)
 
-
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Bytes of one process where it trains: on a GPU, or in RAM where there is none."""
 
     held: int  # weights, gradients and optimizer
@@ -105,18 +150,22 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     if work.on_cpu:  # there is no other memory to move anything to
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
     n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
-    weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, work.moments
+    moments = 8 * t
+    if work.args.optimizer == "muon":  # which has one for a matrix, AdamW has two
+        layers = work.shapes.layers.parameters()
+        moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
+    weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, moments
     if kind.stage:  # see the docstring of this file
         weights = h * n * (share if kind.stage == 3 else 1)
         gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
-        optimizer = (4 * t + work.moments) * share
+        optimizer = (4 * t + moments) * share
     places = {GPU: gradients, CPU: 0, NVME: 0}
     places[kind.parameters_on] += weights
     places[kind.optimizer_on] += optimizer
     if kind.optimizer_on != GPU:
         places[kind.optimizer_on] += 4 * t * share  # gradients, as it takes them
     if kind.parameters_on == NVME:
-        places[CPU] += h * kind.parameter_buffers * kind.parameter_buffer
+        places[CPU] += h * NVME_BUFFERS
     held, working = places[GPU], _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = work.teacher
@@ -145,66 +194,63 @@ def _buffers(kind: Kind, work: Workload) -> float:
     if kind.stage == 3:
         buffers += h * _gathered(kind, work.shapes)
     if kind.stage == 1 and kind.fp32_sums and work.args.dtype == "bfloat16":
-        buffers += 8 * t  # DeepSpeed's BF16_Optimizer keeps whole gradients, and copies them
+        buffers += 8 * t  # BF16_Optimizer keeps and copies gradients
     return buffers
 
 
 def _gathered(kind: Kind, shapes: Transformer) -> int:
-    """Return the number of parameters that ZeRO-3 has whole at a time: a block at least."""
+    """Return the parameters that ZeRO-3 has whole at a time: a block at least."""
     block = sum(p.numel() for p in shapes.layers[0].parameters())
     return min(shapes.num_parameters(), max(kind.reuse_distance // 2, block))
 
 
 def _activations(kind: Kind, work: Workload) -> float:
-    """Return the bytes of a micro-batch: kept until backward, and at work at the worst moment."""
+    """Return the bytes of a micro-batch: kept until backward, and at work at most.
+
+    Kept are the tensors that autograd saves in model/; compiled code saves fewer.
+    """
     config, h, compiled = work.config, work.itemsize, work.compiled and kind.stage != 3
-    tokens = work.args.batch_size * config.max_seq_len
-    norm, attention, scores, feed_forward = _kept_by_block(work, compiled)
+    # A GPU is taken to have fused attention.
+    keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
+    # Of a token:
+    norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled), output
+    n_keys = config.n_heads if keeps_scores else config.n_kv_heads
+    attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
+    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product
+    scores = 0.0
+    if keeps_scores:  # softmax in fp32, a copy, dropout's masks
+        scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
+    elif work.on_cpu:  # blocks of 64 rows (model/cpu_attention.py)
+        scores = config.n_heads * h * (config.max_seq_len + 64) / 2
+    if config.dropout:  # masks of both halves of the block
+        attention += 2 * h * config.dim
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # of the last norm too
     if work.args.gradient_checkpointing != "off":
         kept = config.n_layers * h * config.dim + block + norm
-        if work.args.gradient_checkpointing == "selective" and not work.keeps_scores:
+        if work.args.gradient_checkpointing == "selective" and not keeps_scores:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
-    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
+    # Of all tokens:
+    tokens = work.args.batch_size * config.max_seq_len
+    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # by autocast
     logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
     logits *= 2 * h if compiled else 12  # log-probabilities, gradients
-    if work.teacher:  # both models' logits of all tokens, the student's gradient, a chunk's copies
+    if work.teacher:  # both models' logits, a gradient, a chunk's copies
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)  # a block's gradients
+    # Gradients of a block.
+    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)
     if work.on_cpu:  # the logits' memory is kept, and suits no gradient of a block
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)
 
 
-def _kept_by_block(work: Workload, compiled: bool) -> tuple[float, float, float, float]:
-    """Return the bytes that one norm, attention, its scores and the feed-forward keep of a token.
-
-    These are the tensors that autograd saves in model/. Compiled code keeps fewer: it computes
-    again what costs no matrix product.
-    """
-    config, h = work.config, work.itemsize
-    norm = (2 * h if compiled else 8 + h) * config.dim  # input (in fp32, and scaled), output
-    n_keys = config.n_heads if work.keeps_scores else config.n_kv_heads
-    attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
-    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product (and silu)
-    scores = 0.0
-    if work.keeps_scores:  # softmax in fp32 and a copy; with dropout masks, and what they leave
-        scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
-    elif work.on_cpu:  # blocks of 64 rows keep the past alone, see model/cpu_attention.py
-        scores = config.n_heads * h * (config.max_seq_len + 64) / 2
-    if config.dropout:  # masks of both halves of the block
-        attention += 2 * h * config.dim
-    return norm, attention, scores, feed_forward
-
-
 def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to others in an optimizer step.
 
-    Exchanges are rings: a process sends (P - 1) / P of what is gathered or scattered, and twice
-    that of what is all-reduced. DDP all-reduces fp32 gradients once a step, ZeRO-1 gradients in the
-    training precision, ZeRO-2 in each micro-batch; both gather new weights. ZeRO-3 scatters
-    gradients, which gloo does by an all-reduce, and gathers weights in forward and backward.
+    In a ring a process sends (P - 1) / P of what is gathered or scattered, and twice
+    that of what is all-reduced. DDP and ZeRO-1 exchange gradients once a step, ZeRO-2
+    in each micro-batch. ZeRO-3 gathers weights in forward and backward, the others
+    once. gloo scatters by an all-reduce.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps
@@ -217,7 +263,7 @@ def _sent(kind: Kind, work: Workload) -> float:
 
 
 def fits(kind: Kind, work: Workload, room: int) -> bool:
-    """Return whether a process that can have `room` bytes has enough, margin included."""
+    """Return whether `room` bytes are enough for a process, with a margin."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
     return expected.held + expected.teacher + working + OVERHEAD <= room
@@ -230,17 +276,3 @@ def largest_batch(kind: Kind, work: Workload, room: int) -> int:
         return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), room)
 
     return bisect_right(range(1, LARGEST_BATCH + 1), False, key=is_too_large)
-
-
-def choices(work: Workload) -> list[Kind]:
-    """Return the engines that take this optimizer, in the order of the advice."""
-    return [
-        kind
-        for kind in engines(work.config.dim)
-        if kind.takes_muon or work.args.optimizer != "muon"
-    ]
-
-
-def first_fitting(work: Workload, room: int) -> Kind | None:
-    """Return the first engine in the order of the advice that fits; None if none does."""
-    return next((kind for kind in choices(work) if fits(kind, work, room)), None)

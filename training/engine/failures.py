@@ -1,4 +1,4 @@
-"""Training that ends without anybody's mistake, in one line: no memory, a process gone."""
+"""Training that ends in one line: memory runs out, or a process is gone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,11 @@ from contextlib import contextmanager
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 
-# As PyTorch, NCCL and cuBLAS put it; only PyTorch's allocator for GPUs has an exception of its own.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+# As PyTorch, NCCL and cuBLAS put it.
+OUT_OF_MEMORY = "out of memory", "can't allocate memory", "ALLOC_FAILED"
 # As gloo and NCCL put it.
-ENDED = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
-    "remote process exited",
-)
-SILENT = ("Connection timed out", "Timed out waiting")
+ENDED = "Connection closed", "Connection reset", "Broken pipe", "remote process exited"
+SILENT = "Connection timed out", "Timed out waiting"
 
 
 def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
@@ -28,32 +25,25 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Raise UsageError if memory runs out in here, or another process ends while this one waits.
-
-    Args:
-        model_settings: those that were typed.
-    """
+    """Raise UsageError if memory runs out in here, or another process is gone."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         sentences = str(error).split(". ")
-        if isinstance(error, MemoryError) or _says(error, OUT_OF_MEMORY):
+        has_ended, is_silent, no_memory = (
+            any(said in str(error) for said in words) for words in (ENDED, SILENT, OUT_OF_MEMORY)
+        )
+        if no_memory or isinstance(error, MemoryError):
             advice = less_memory(args, model_settings.get("use_flash_attn", True))
             sizes = ". ".join(sentences[:3]) or "MemoryError"  # the others are about PyTorch
             raise UsageError(
                 f"out of memory with --batch_size {args.batch_size} --accumulation_steps "
                 f"{args.accumulation_steps}: {advice} ({sizes})"
             ) from error
-        if _says(error, ENDED + SILENT):
-            what = (
-                "has ended, see what it said" if _says(error, ENDED) else "does not answer any more"
-            )
+        if has_ended or is_silent:
+            what = "has ended, see what it said" if has_ended else "does not answer any more"
             raise UsageError(
                 f"another process {what} ({sentences[0]}); --resume auto goes on from the last "
                 "checkpoint"
             ) from error
         raise
-
-
-def _says(error: Exception, words: tuple[str, ...]) -> bool:
-    return any(said in str(error) for said in words)

@@ -1,11 +1,10 @@
-"""Decisions that hold for all processes: a mistake of one ends all, and nobody waits for it."""
+"""Decisions that hold for all processes: a mistake of one ends all."""
 
 import socket
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from accelerate.utils import broadcast_object_list
 
 from common.errors import UsageError
 from model import ConfigError
@@ -15,37 +14,23 @@ Answer = TypeVar("Answer")
 
 
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
-    """Call `decide` on the main process and return its answer on all; all must call this.
-
-    Without an engine there is one process. Raises UsageError, ConfigError: as `decide` did.
-    """
-    if engine is None or engine.processes == 1:
+    """Call `decide` on the main process, return its answer on all; all must call this.
+    Raises UsageError, ConfigError: as `decide` did."""
+    if engine is None or engine.cpu_group is None:
         return decide()
-    answer: list = [None, None]
-    if engine.is_main:
-        try:
-            answer[0] = decide()
-        except (UsageError, ConfigError) as error:
-            answer[1] = error
-    broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    mine = _tried(decide) if engine.is_main else None
+    (answer, error), _ = _gather(engine, mine)[0]
+    if error:
+        raise error
+    return answer
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
     """Call `attempt` and return its answer on this process; all must call this.
-
-    Without an engine there is one process. Raises UsageError, ConfigError: as `attempt` did on any
-    process, with the places where it did: a machine may not see the same disk.
-    """
+    Raises UsageError, ConfigError: as `attempt` did on any process, and where."""
     if engine is None or engine.cpu_group is None:
         return attempt()
-    answer = error = None
-    try:
-        answer = attempt()
-    except (UsageError, ConfigError) as mistake:
-        error = mistake
+    answer, error = _tried(attempt)
     everyone = _gather(engine, error)
     errors = [error for error, _ in everyone if error]
     if not errors:
@@ -59,11 +44,15 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
     )
 
 
-def require_the_same(engine: Engine, facts: dict) -> None:
-    """Raise UsageError if a process has other facts than the main one; all must call this.
+def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+    try:
+        return attempt(), None
+    except (UsageError, ConfigError) as mistake:
+        return None, mistake
 
-    The message names the first such process, its machine and the first three facts that differ.
-    """
+
+def require_the_same(engine: Engine, facts: dict) -> None:
+    """Raise UsageError if a process has other facts; all must call this."""
     if engine.cpu_group is None:
         return
     everyone = _gather(engine, facts)

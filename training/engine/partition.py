@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The elements of one parameter that this process holds, possibly none."""
 
     parameter: nn.Parameter
@@ -20,23 +19,22 @@ class Part:
     split: bool  # whether a boundary between two processes runs through the parameter
 
 
-@dataclass(frozen=True)
-class Partition:
-    """One process's share of a parameter group, which is what its optimizer steps."""
+class Partition(NamedTuple):
+    """One process's share of a parameter group, which its optimizer steps."""
 
     fp32: Tensor  # (numel,)
-    parts: list[Part]  # of every parameter of the group, in the same order on every process
+    parts: list[Part]  # of every parameter, in one order on every process
     group: int  # its index in the optimizer's `param_groups`
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the whole shape. ZeRO-3 leaves a parameter empty while nobody uses it."""
+    """Return the whole shape, also of a parameter that ZeRO-3 has left empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """Have parameters that ZeRO-3 divides whole in here, on every process's device. With `writes`
-    they keep afterwards the values of the first process."""
+    """Make parameters that ZeRO-3 divides whole in here, on all processes.
+    With `writes` they keep the values of the first process."""
     import deepspeed  # seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
@@ -45,11 +43,8 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
     """Yield the shares that this process steps, as a DeepSpeed optimizer divides them.
 
-    A share that lies on NVMe is in memory until the next one is asked for.
-
-    Args:
-        writes: whether weights and moments are changed. Below ZeRO-3 those of the model, in 16
-            bits, are another copy and stay as they are.
+    A share on NVMe is in memory until the next one is asked for. `writes` says whether
+    they are changed, which reaches the model under ZeRO-3 alone.
     """
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
@@ -58,10 +53,8 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
-    """Yield one for every parameter group: its parameters lie end to end, and every process has an
-    equal part of that line. (DeepSpeed's `_hp_mapping` ignores "round_robin_gradients", which
-    changes the order.)
-    """
+    """Yield one for every parameter group: its parameters lie end to end, and every
+    process has an equal part. (`_hp_mapping` ignores "round_robin_gradients".)"""
     if hasattr(zero, "single_partition_of_fp32_groups"):
         stepped, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
         offsets = zero.round_robin_bit16_offsets
@@ -82,12 +75,11 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one for every "sub_group_size" elements of a parameter group. Every process has an
-    equal part of each parameter; the last ones have less or nothing, and a gap instead. Reads and
-    writes as DeepSpeed's own step does, which brings the model up to date too.
-    """
+    """Yield one for every "sub_group_size" elements of a group. Every process has an
+    equal part of each parameter; the last ones have less or nothing, and a gap.
+    What is written reaches the model as in DeepSpeed's own step."""
     if writes:
-        zero._partition_all_parameters()  # one that is whole just now would stay as it is
+        zero._partition_all_parameters()  # also one that is whole now
     for index, group in enumerate(zero.fp16_groups):
         on_nvme = zero._swappable_optimizer_subgroup(index)
         if on_nvme:

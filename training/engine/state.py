@@ -1,7 +1,6 @@
 """Weights and optimizer state, whole and by parameter name, under every engine."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +12,26 @@ from model.lora import add_lora, merged_weights
 from training.engine.launch import Engine, plain_module
 from training.engine.partition import gathered, partitions, shape_of
 
-MUON_STATE = ("momentum_buffer",)
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")
-
-
-def state_keys(group: dict) -> tuple[str, ...]:
-    """Return the names of the tensors that the optimizer keeps for a parameter of this group."""
-    return MUON_STATE if group.get("algorithm") == "muon" else ADAMW_STATE
-
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer's state of a tensor; it is made if there has been no step yet."""
-    state = optimizer.state[stepped]
-    keys = state_keys(group)
+    """Return what the optimizer keeps of a tensor; zeros if there has been no step yet.
+
+    That is exp_avg and exp_avg_sq for AdamW, momentum_buffer for Muon.
+    """
+    state, by_muon = optimizer.state[stepped], group.get("algorithm") == "muon"
+    keys = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
     if keys[0] not in state:
-        if keys == ADAMW_STATE:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=stepped.device)
-            if type(optimizer).__module__.startswith("deepspeed."):  # it counts in an int
-                state["step"] = 0
+        if not by_muon:
+            counts_in_int = type(optimizer).__module__.startswith("deepspeed.")
+            state["step"] = 0 if counts_in_int else torch.zeros((), device=stepped.device)
         for key in keys:
             state[key] = torch.zeros_like(stepped)
-    return state
+    return {key: state[key] for key in keys}
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Take empty steps with DeepSpeed's AdamW for the CPU, so that its bias correction goes on to
-    the bit: it multiplies the powers of the betas up, and has no way to set them."""
+    """Take empty steps with DeepSpeed's AdamW for the CPU: its bias correction goes on to
+    the bit. It multiplies the powers of the betas up, and cannot set them."""
     group, nothing = optimizer.param_groups[0], torch.zeros(4, 1)
     for past in range(1, step + 1):
         optimizer.ds_opt_adam.adam_update(
@@ -47,20 +40,11 @@ def catch_up(optimizer, step: int) -> None:
         )
 
 
-class Shard(NamedTuple):
-    """The part of a parameter that this process holds: all of it without ZeRO, possibly none."""
-
-    inside: slice  # of the flattened parameter
-    fp32: Tensor  # a flat view into the optimizer's own memory
-    moments: dict[str, Tensor]  # likewise
-
-
 class TrainingState:
-    """Reads and writes what the optimizer works on, parameter by parameter, under DeepSpeed ZeRO,
-    DDP or no engine, wherever it is offloaded to.
+    """Reads and writes what the optimizer works on, under every engine.
 
-    All methods but those that load are collective: every process must call them, and what they
-    return is on the main process's CPU and empty elsewhere.
+    Every process must call the methods; what they return is on the main process's
+    CPU, and empty elsewhere.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
@@ -72,22 +56,15 @@ class TrainingState:
 
     def weights(self) -> dict[str, Tensor]:
         """Return name → fp32 weights of what is trained."""
-        whole = {}
-        for name, parameter, held in self._shards():
-            whole |= self._join(name, parameter, held.inside, held.fp32)
-        return whole
+        return self._whole(moments=False)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return name.exp_avg, name.exp_avg_sq (AdamW's) or name.momentum_buffer (Muon's)."""
-        whole = {}
-        for name, parameter, held in self._shards():
-            for key, part in held.moments.items():
-                whole |= self._join(f"{name}.{key}", parameter, held.inside, part)
-        return whole
+        """Return the same for name.exp_avg and so on, see `state_of`."""
+        return self._whole(moments=True)
 
     def whole_model(self) -> Transformer | None:
-        """Return a model that has all weights: the model itself where the engine leaves it whole,
-        or else a copy on the main process's CPU and None elsewhere."""
+        """Return the model where the engine leaves it whole, or else a copy on the main
+        process's CPU and None elsewhere."""
         if not self.divides_model:
             return self.model
         weights = self.weights()
@@ -98,14 +75,13 @@ class TrainingState:
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
-        with torch.random.fork_rng(devices=[]):  # of which dropout draws
+        with torch.random.fork_rng(devices=[]):
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
 
     def scalars(self) -> dict:
-        """Return AdamW's step, for its bias correction (0 where Muon steps all), and fp16's loss
-        scale."""
+        """Return AdamW's step (0 where Muon steps all), and fp16's loss scale."""
         scale = None
         if self.accelerator.mixed_precision == "fp16" and self.zero:
             scaler = vars(self.zero.loss_scaler)
@@ -116,17 +92,13 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Put everything back, frozen weights too; all processes call this.
-
-        Raises ConfigError: names or shapes that do not fit the model.
-        """
+        """Put everything back, frozen weights too.
+        Raises ConfigError: names or shapes that do not fit the model."""
         self.load_weights(weights, source)
-        for name, parameter, held in self._shards(writes=True):
-            for key, part in held.moments.items():
-                moment = moments[f"{name}.{key}"]
-                if moment.shape != shape_of(parameter):
-                    raise ConfigError(f"{source}: {name}.{key} has another shape than {name}")
-                part.copy_(moment.view(-1)[held.inside])
+        for key, parameter, inside, part in self._shards(moments=True, writes=True):
+            if moments[key].shape != shape_of(parameter):
+                raise ConfigError(f"{source}: {key} has another shape than its parameter")
+            part.copy_(moments[key].view(-1)[inside])
         step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
             if "step" in state:
@@ -141,11 +113,8 @@ class TrainingState:
             self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Put the fp32 weights back and leave the optimizer, and adapters that are not among them,
-        as they are; all processes call this.
-
-        Raises ConfigError: names or shapes that do not fit the model.
-        """
+        """Put the fp32 weights back; adapters may be missing among them.
+        Raises ConfigError: names or shapes that do not fit the model."""
         if self.divides_model:  # its own parameters are empty
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
@@ -157,45 +126,46 @@ class TrainingState:
                     parameter.data.copy_(weights[name])
         else:
             load_weights(self.model, weights, source)
-        for name, _, held in self._shards(writes=True):
+        for name, _, inside, part in self._shards(moments=False, writes=True):
             if name in weights:
-                held.fp32.copy_(weights[name].view(-1)[held.inside])
+                part.copy_(weights[name].view(-1)[inside])
 
     def _frozen(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
-    def _shards(self, writes: bool = False) -> Iterator[tuple[str, Tensor, Shard]]:
-        """Yield (name, parameter, what this process holds of it), in one order on all processes;
-        `writes` as in `partitions`."""
+    def _whole(self, moments: bool) -> dict[str, Tensor]:
+        """Return tensors joined from every process's part."""
+        whole = {}
+        for key, parameter, inside, part in self._shards(moments):
+            shape = shape_of(parameter)
+            if self.zero:
+                joined = torch.zeros(shape.numel(), device=self.accelerator.device)
+                joined[inside] = part
+                if self.accelerator.num_processes > 1:
+                    torch.distributed.all_reduce(joined)
+                part = joined
+            if self.accelerator.is_main_process:
+                whole[key] = part.detach().view(shape).to("cpu", torch.float32, copy=True)
+        return whole
+
+    def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
+        """Yield (name, parameter, slice that this process holds, flat view into the
+        optimizer's memory) of weights or moments, in one order on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
+
+        def flat(group: dict, stepped: Tensor) -> dict[str, Tensor]:
+            kept = state_of(self.optimizer, group, stepped) if moments else {"": stepped.data}
+            return {f".{key}" if key else "": tensor.view(-1) for key, tensor in kept.items()}
+
+        groups = self.optimizer.param_groups
         if not self.zero:
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    moments = {k: v.view(-1) for k, v in self._moments_of(p, group).items()}
-                    yield names[id(p)], p, Shard(slice(None), p.data.view(-1), moments)
+            for each, p in ((group, p) for group in groups for p in group["params"]):
+                for key, tensor in flat(each, p).items():
+                    yield names[id(p)] + key, p, slice(None), tensor
             return
         for partition in partitions(self.zero, self.accelerator.process_index, writes):
-            group = self.optimizer.param_groups[partition.group]
-            moments = self._moments_of(partition.fp32, group)
+            tensors = flat(groups[partition.group], partition.fp32)
             for part in partition.parts:
-                here = part.in_partition
-                parts = {key: moment[here] for key, moment in moments.items()}
-                held = Shard(part.in_parameter, partition.fp32.data[here], parts)
-                yield names[id(part.parameter)], part.parameter, held
-
-    def _moments_of(self, stepped: Tensor, group: dict) -> dict[str, Tensor]:
-        state = state_of(self.optimizer, group, stepped)
-        return {key: state[key] for key in state_keys(group)}
-
-    def _join(self, name: str, parameter: Tensor, inside: slice, part: Tensor) -> dict[str, Tensor]:
-        """Return {name: whole tensor} on the main process, joined from every process's part."""
-        whole = part
-        if self.zero:
-            whole = torch.zeros(shape_of(parameter).numel(), device=self.accelerator.device)
-            whole[inside] = part
-            if self.accelerator.num_processes > 1:
-                torch.distributed.all_reduce(whole)
-        if not self.accelerator.is_main_process:
-            return {}
-        whole = whole.detach().view(shape_of(parameter))
-        return {name: whole.to("cpu", torch.float32, copy=True)}
+                for key, tensor in tensors.items():
+                    name = names[id(part.parameter)] + key
+                    yield name, part.parameter, part.in_parameter, tensor[part.in_partition]

@@ -1,8 +1,7 @@
-"""A trained model at work that is larger than a GPU: ZeRO-3 without gradients and optimizer.
+"""A trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
 Every process has its share of each parameter, on its device or where "offload_param" says. The
-weights of a layer come together while it computes (ZeRO-Inference, Aminabadi et al.,
-https://arxiv.org/abs/2207.00032).
+weights of a layer come together while it computes (ZeRO-Inference, https://arxiv.org/abs/2207.00032).
 """
 
 import os
@@ -13,9 +12,12 @@ import torch
 from common.errors import UsageError
 from model import Transformer
 from runs.weights import WeightsFolder
-from training.engine.cpu_settings import give_back_freed_memory
-from training.engine.deepspeed_config import check_by_deepspeed, offload_device, read_config
-from training.engine.deepspeed_keys import settle_keys
+from training.engine.deepspeed_config import (
+    check_by_deepspeed,
+    offload_device,
+    read_config,
+    refuse_keys,
+)
 from training.engine.partition import gathered
 
 
@@ -25,12 +27,8 @@ class ZeroInference:
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """Return ZeRO-3 as the launcher asked for it; None for another engine, under which every
-        process has the whole model.
-
-        Raises UsageError: the DeepSpeed configuration is refused, as in training, or DeepSpeed does
-        not take the device that was named.
-        """
+        """Return ZeRO-3 as the launcher asked for it, None for another engine.
+        Raises UsageError: its file or this device cannot be used."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -40,35 +38,26 @@ class ZeroInference:
         own = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", own):
             raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
-        source = "accelerate launch" if path == "none" else path
-        return cls.of_config(config, source, dtype or ("bfloat16" if own == "cuda" else "float32"))
+        return cls.of_config(config, path, dtype or ("bfloat16" if own == "cuda" else "float32"))
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return what a configuration for ZeRO-3 says besides training; weights are in `dtype`.
-
-        Raises UsageError: as in training, or parameters are on NVMe.
-        """
-        # An "auto" is for training, which knows what to write there.
+        """Return ZeRO-3 by the part of a configuration that is not about training.
+        Raises UsageError: as in training, or parameters are on NVMe."""
+        if offload_device(config, "param") == "nvme":
+            raise UsageError(f"{source}: only training keeps parameters on NVMe")
         section = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
         if dtype != "float32":
             config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
-        if problems := settle_keys(config):
+        if problems := refuse_keys(config):
             raise UsageError(f"{source}: {'; '.join(problems)}")
         section.pop("offload_optimizer", None)
         check_by_deepspeed(config, source)
-        if offload_device(config, "param") == "nvme":
-            raise UsageError(
-                f"{source}: only training keeps parameters on NVMe; --config_file "
-                "configs/zero3_offload.yaml keeps them in RAM"
-            )
         return cls(config)
 
-    @give_back_freed_memory()
     def load(self, folder: WeightsFolder) -> Transformer:
-        """Load the model in shares; all processes must call it. No process holds more than one
-        whole parameter at a time."""
+        """Load the model in shares; all processes must call it."""
         import deepspeed
 
         from training.engine.launch import KEPT, skip_compiled_communication

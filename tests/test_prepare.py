@@ -1,19 +1,22 @@
+"""Weights to begin with: the shape and the tokenizer that they ask for."""
+
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from test_conversation_set import conversation, make_set
 
 from common.errors import UsageError
-from data.dataset import PackedDataset
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
 from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from runs.folder import RunFolder
-from training.arguments import parse_arguments
-from training.initial_weights import InitialWeights
+from training.arguments import SFTArguments, parse_arguments
+from training.prepare import Prepared, prepare
 
 # In no field LMConfig's own.
 CONFIG = LMConfig(
@@ -47,21 +50,22 @@ def with_room(weights: Path, vocab_size: int) -> None:
     save_portable(weights, LMConfig(**CONFIG.to_dict() | {"vocab_size": vocab_size}), {})
 
 
-def find(typed: str, weights: Path) -> InitialWeights:
-    args, given = parse_arguments([*typed.split(), "--init_from", str(weights)])
-    return InitialWeights.find(args.init_from, given)
+def prepared(typed: str, packed: Path, weights: Path | None = None) -> Prepared:
+    words = [*typed.split(), "--data", str(packed), "--out_dir", str(packed / "runs")]
+    words += ["--init_from", str(weights)] if weights else []
+    return prepare(*parse_arguments(words), None)
 
 
 def config(typed: str, weights: Path, packed: Path) -> LMConfig:
-    initial = find(typed, weights)
-    return initial.config(PackedDataset(packed, "train", initial.max_seq_len))
+    return prepared(typed, packed, weights).config
 
 
 def test_without_the_flag_the_shape_is_that_of_flags_and_data(packed):
-    initial = InitialWeights.find(None, {"dim": 64, "max_seq_len": 16})
-    train_set = PackedDataset(packed, "train", initial.max_seq_len)
-    assert initial.config(train_set) == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
-    assert initial.describe() == "scratch"
+    found = prepared("--dim 64 --max_seq_len 16", packed)
+    assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
+    assert found.source is None
+    assert found.n_trained == found.shapes.num_parameters()
+    assert not (packed / "runs").exists()
 
 
 def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, packed):
@@ -71,8 +75,6 @@ def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, pac
     assert config(typed, weights, packed) == found
     changed = config("--dropout 0.1 --no-use_flash_attn --max_seq_len 64", weights, packed)
     assert (changed.dropout, changed.use_flash_attn, changed.max_seq_len) == (0.1, False, 64)
-    assert "max_seq_len is 64 now and 24 there" in find("--max_seq_len 64", weights).describe()
-    assert "max_seq_len" not in find("--max_seq_len 24", weights).describe()
 
 
 @pytest.mark.parametrize(
@@ -86,9 +88,11 @@ def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, pac
         ("--dropout 1", "dropout"),
     ],
 )
-def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(typed, says, weights):
+def test_a_flag_that_contradicts_the_shape_is_refused_with_both_values(
+    typed, says, weights, packed
+):
     with pytest.raises((UsageError, ConfigError)) as error:
-        find(typed, weights)
+        config(typed, weights, packed)
     assert says in str(error.value)
 
 
@@ -107,12 +111,11 @@ def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fe
     with_room(weights, 300)
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
-    (weights / TOKENIZER_FILE).unlink()  # then sizes are compared, and that is said
+    (weights / TOKENIZER_FILE).unlink()  # then sizes are compared
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
     with_room(weights, 400)
     assert config("", weights, packed).vocab_size == 400
-    assert "no tokenizer there" in find("", weights).describe()
 
 
 def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
@@ -126,7 +129,17 @@ def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
     write_checkpoint(run, tensors, state)
     shutil.copy(packed / TOKENIZER_FILE, run.path)
     for given in (checkpoint, run.path):
-        initial = find("", given)
-        assert initial.describe() == f"{checkpoint}, with a new optimizer"
-        assert config("", given, packed).dim == 48
-        assert torch.equal(initial.load()["norm.weight"], model.norm.weight)
+        found = prepared("", packed, given)
+        assert (found.source.path, found.config.dim) == (checkpoint, 48)
+        assert torch.equal(found.source.load().norm.weight, model.norm.weight)
+
+
+def test_data_that_gives_no_validation_is_prepared_without(tmp_path, packed):
+    """All conversations of the split are too long."""
+    folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
+    shutil.copy(packed / TOKENIZER_FILE, folder)
+    description = json.loads((folder / "dataset.json").read_text())
+    args = SFTArguments(data=str(folder), init_from=None, out_dir=str(tmp_path / "runs"))
+    (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
+    found = prepare(args, {"max_seq_len": 8}, None)
+    assert (len(found.train_set), found.val_set, found.total_steps) == (1, None, 1)

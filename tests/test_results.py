@@ -1,5 +1,8 @@
+"""Samples during training; what a run leaves at its end is in the integration tests."""
+
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,10 +11,10 @@ from data.dataset import PackedDataset
 from data.shards import TEXT
 from data.tokenizer import Tokenizer
 from model import LMConfig, Transformer
-from training import samples
+from runs.folder import RunFolder
+from training import results
 from training.arguments import TrainingArguments
-from training.log import TrainingLog
-from training.samples import PROMPT_TOKENS, SampleWriter, prompt_and_continuation
+from training.results import PROMPT_TOKENS, prompt_and_continuation, write_sample
 
 
 @pytest.fixture
@@ -27,41 +30,28 @@ def model(text) -> Transformer:
 
 
 @pytest.fixture
-def writer_of(accelerator, text, model, tmp_path):
-    """Makes a SampleWriter that writes into tmp_path."""
-    logs = []
+def write(accelerator, text, model, tmp_path):
+    """Writes a sample of a step into tmp_path."""
+    folder = RunFolder(tmp_path)
+    shutil.copy(text.tokenizer_path, tmp_path)
 
-    def make(first_step: int = 1, **flags) -> SampleWriter:
+    def write(step: int, is_main: bool = True, **flags) -> None:
         args = TrainingArguments(**{"sample_tokens": 8} | flags)
-        log = TrainingLog(
-            accelerator,
-            tmp_path / "metrics.jsonl",
-            log_interval=1,
-            tokens_per_step=64,
-            flops_per_token=1,
-            total_steps=10,
-            first_step=first_step,
-        )
-        logs.append(log)
-        shutil.copy(text.tokenizer_path, tmp_path)
-        writer = SampleWriter(args, tmp_path / "samples.jsonl", lambda: model, text, log)
-        writer.open()
-        return writer
+        here = SimpleNamespace(is_main_process=is_main, trackers=[])
+        log = SimpleNamespace(accelerator=here, folder=folder, total_steps=10, say=print)
+        write_sample(step, model, SimpleNamespace(args=args, val_set=text), log)
 
-    yield make
-    for log in logs:
-        log.close()
+    return write
 
 
 def test_every_sample_has_step_prompt_and_text_by_the_weights_of_its_step(
-    writer_of, model, tmp_path, capsys
+    write, model, tmp_path, capsys
 ):
-    writer = writer_of(sample_prompt="第1句")
-    writer.write(2)
+    write(2, sample_prompt="第1句")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
-    writer.write(4)
+    write(4, sample_prompt="第1句")
     lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     first, second = map(json.loads, lines)
     assert second.keys() == {"step", "prompt", "text"}
@@ -75,23 +65,26 @@ def test_every_sample_has_step_prompt_and_text_by_the_weights_of_its_step(
 
 def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, model):
     tokenizer = Tokenizer(text.tokenizer_path)
-    args = TrainingArguments(sample_tokens=3)
-    prompt, _ = prompt_and_continuation(model, args, tokenizer, text)
+
+    def written(data, seed: int = 1) -> tuple[str, str]:
+        args = TrainingArguments(sample_tokens=3, seed=seed)
+        return prompt_and_continuation(model, tokenizer, SimpleNamespace(args=args, val_set=data))
+
+    prompt, _ = written(text)
     assert prompt
     assert tokenizer.decode(text[0][0].tolist()).startswith(prompt)
     assert len(tokenizer.encode(prompt)) <= PROMPT_TOKENS
-    seeds = (TrainingArguments(seed=seed) for seed in (1, 2, 1))
-    texts = [prompt_and_continuation(model, args, tokenizer, text)[1] for args in seeds]
+    texts = [written(text, seed)[1] for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
     # The prompt does not end within a character.
     ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode("🤗" * 8)])
     assert len(ids) == 33  # four bytes each, of which PROMPT_TOKENS takes 11
     data = type("Text", (list,), {"kind": TEXT})([(ids, None)])
-    assert prompt_and_continuation(model, args, tokenizer, data)[0] == "🤗🤗"
+    assert written(data)[0] == "🤗🤗"
 
 
 def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_refuse(
-    writer_of, tmp_path, monkeypatch, capsys
+    write, tmp_path, monkeypatch, capsys
 ):
     used = []
 
@@ -99,16 +92,12 @@ def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_ref
         used.append(decoder.dtype)
         return "", ""
 
-    monkeypatch.setattr(samples, "prompt_and_continuation", continuation)
+    monkeypatch.setattr(results, "prompt_and_continuation", continuation)
     for dtype in ("float32", "bfloat16"):
-        writer_of(dtype=dtype).write(2)
+        write(2, dtype=dtype)
+    write(2, is_main=False)
     assert used == [torch.float32, torch.bfloat16]
-    writer = writer_of()
-    (tmp_path / "samples.jsonl").unlink(missing_ok=True)
+    (tmp_path / "samples.jsonl").unlink()
     (tmp_path / "samples.jsonl").mkdir()
-    writer.write(2)
+    write(2)
     assert "SAMPLE NOT WRITTEN" in capsys.readouterr().out
-    monkeypatch.setattr(type(writer.log.accelerator), "is_main_process", False)
-    writer.write(2)
-    assert len(used) == 3
-    assert capsys.readouterr().out == ""

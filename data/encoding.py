@@ -1,0 +1,174 @@
+"""Turn records of text or of conversations into documents of tokens, in several processes.
+
+A small text is read several times, and learned by heart. Cut into other pieces each time, it also
+shows how words are spelled. BPE-dropout (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips
+merges; here finished pieces are split again.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from data.chat_template import encode_conversation
+from data.conversations import Turn, parse_conversation
+from data.corpus import Record, load_json, parse
+from data.errors import DataError
+from data.shards import TEXT, token_dtype
+from data.tokenizer import Tokenizer, open_tokenizer
+from data.validation_split import hash_of
+
+BATCH_BYTES = 256 * 1024  # one call of a worker: large against the cost of sending it
+SPLIT_SHARE = 0.1  # of the pieces that are split in each round
+SPLIT_ROUNDS = 2  # a piece that was split may be split again
+
+
+class Document(NamedTuple):
+    """A text, or a conversation up to the end of its last answer."""
+
+    tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
+    n_bytes: int  # of the text, or of the answers in it
+    number: int  # its hash, see `ValidationSplit`
+    answers: np.ndarray | None = None  # of a conversation, see `ShardWriter.write`
+
+
+class Encoded(NamedTuple):
+    """The documents of a batch of records."""
+
+    documents: list[Document]
+    bad: list[str]  # one message per record that could not be read
+    raw_bytes: int
+
+
+@lru_cache(maxsize=1)
+def _loaded(path: str) -> Tokenizer:
+    # Once in each process, because it takes longer than encoding a batch.
+    return open_tokenizer(path)
+
+
+def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
+    """Encode records of this kind with the tokenizer at path, each text cut in as many ways as
+    `segmentations` says, all but the first at random."""
+    tokenizer, values, bad = _loaded(path), [], []
+    for record in batch:
+        try:
+            if kind == TEXT:
+                values.append(parse(record))
+            else:
+                values.append(parse_conversation(load_json(record), record.place))
+        except DataError as error:
+            bad.append(str(error))
+    if kind == TEXT:
+        documents = list(_texts(tokenizer, [text for text in values if text], segmentations))
+    else:
+        documents = [_conversation(tokenizer, turns) for turns in values]
+    return Encoded(documents, bad, sum(len(record.raw) for record in batch))
+
+
+def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterator[Document]:
+    dtype = token_dtype(tokenizer.vocab_size)
+    # One marker may do both: then the next document's beginning ends this one.
+    end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        raw = text.encode()
+        number = hash_of(raw)
+        random = np.random.default_rng(number)  # one text is always cut alike
+        others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
+        tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
+        yield Document(tokens, len(raw), number)
+
+
+@lru_cache(maxsize=1)
+def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
+    """Return id → the pairs of ids that spell the same text."""
+    pieces = tokenizer.pieces_of_text
+    return {
+        id: [
+            (pieces[text[:at]], pieces[text[at:]])
+            for at in range(1, len(text))
+            if text[:at] in pieces and text[at:] in pieces
+        ]
+        for text, id in pieces.items()
+    }
+
+
+def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
+    """Return ids of the same text, with some pieces split."""
+    ways_of = ways_to_split(tokenizer)
+    for _ in range(SPLIT_ROUNDS):
+        found = []
+        for id, drawn in zip(ids, rng.random(len(ids)).tolist(), strict=True):
+            ways = drawn < SPLIT_SHARE and ways_of.get(id)
+            found += ways[int(drawn / SPLIT_SHARE * len(ways))] if ways else (id,)
+        ids = found
+    return ids
+
+
+def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
+    ids, counts = encode_conversation(tokenizer, turns)
+    # Where counting begins or ends. The last id counts if a tokenizer drops line ends.
+    answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
+    tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
+    n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
+    # Without weights: in every form a conversation has the same hash.
+    said = json.dumps([turn[:2] for turn in turns]).encode()
+    return Document([tokens], n_bytes, hash_of(said, digest_size=16), answers)
+
+
+@contextmanager
+def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
+    """Yield a function of (records, a partial of `encode_batch`) that encodes in batches, in more
+    processes if n_bytes are worth it. Raises DataError: a process was killed."""
+    if n_bytes <= BATCH_BYTES:
+        _loaded.cache_clear()  # the tokenizer before may have had the same path
+        yield lambda records, encode: map(encode, _batches(records))
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
+    )
+
+    def encode_all(records: Iterable[Record], encode: Callable) -> Iterator[Encoded]:
+        window = deque()  # pool.map would read the whole corpus ahead
+        for batch in _batches(records):
+            window.append(pool.submit(encode, batch))
+            if len(window) == 3 * workers:
+                yield window.popleft().result()
+        while window:
+            yield window.popleft().result()
+
+    try:
+        # Processes inherit this while they start, before the initializer runs.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for _ in range(workers):  # each call starts a process
+            pool.submit(os.getpid)
+        signal.signal(signal.SIGINT, handler)
+        yield encode_all
+    except BrokenProcessPool as error:
+        fewer = "perhaps for want of memory: try fewer --workers"
+        raise DataError(f"an encoding process was killed, {fewer}") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _batches(records: Iterable[Record]) -> Iterator[list[Record]]:
+    batch, size = [], 0
+    for record in records:
+        batch.append(record)
+        size += len(record.raw)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,186 @@
+"""The start block and its warnings, by figures that a test chooses; main(argv) as a function of a
+program that lives on."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import TINY
+
+from model import LMConfig
+from runs.checkpoint import read_state
+from runs.folder import RunFolder, lock
+from train_pretrain_accelerate import main
+from training import start
+from training.arguments import SFTArguments, TrainingArguments
+from training.engine.compilation import Compilation
+from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, Beside, estimate
+from training.engine.launch import Engine
+from training.prepare import Prepared, shapes_of
+from training.resume import StartingPoint
+from training.run import Run
+
+CONFIG = LMConfig()
+
+
+@pytest.fixture
+def run_of(monkeypatch, tmp_path):
+    """A run of two processes under ZeRO-2, in which a process can have `room` bytes."""
+
+    def make(room=None, device="cpu", offload=False, args=None, **changes):
+        args = args or TrainingArguments(accumulation_steps=8)
+        zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+        file = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "fp32"}}
+        accelerator = SimpleNamespace(num_processes=2, device=torch.device(device))
+        monkeypatch.setattr(start, "available_memory", lambda device, processes: room)
+        prepared = {
+            **{"args": args, "start": StartingPoint(RunFolder(tmp_path)), "source": None},
+            **{"teacher": None, "train_set": None, "val_set": 1, "config": CONFIG},
+            **{"shapes": shapes_of(CONFIG, args), "identity": {}, "schedule_note": None},
+        }
+        return SimpleNamespace(
+            args=args,
+            engine=Engine(accelerator, "DeepSpeed ZeRO-2", file),
+            accelerator=accelerator,
+            folder=RunFolder(tmp_path),
+            prepared=Prepared(**prepared | {"total_steps": 1000} | changes),
+            built=SimpleNamespace(compilation=Compilation(False, "as asked")),
+        )
+
+    return make
+
+
+def enough_for(run) -> int:
+    """Bytes with which a process of the run just fits."""
+    device = run.accelerator.device
+    needed = estimate(run.engine.kind, run.prepared.workload(2, device, compiled=False))
+    margin = 1 if device.type == "cpu" else MARGIN
+    return int(needed.held + needed.teacher + needed.working * margin + OVERHEAD) + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(
+    run_of, device, offload
+):
+    run = run_of(device=device, offload=offload)
+    enough = enough_for(run)
+    assert start.warnings(run_of(None, device, offload)) == []
+    assert start.warnings(run_of(enough, device, offload)) == []
+    (line,) = start.warnings(run_of(enough - 2, device, offload))
+    assert line.startswith("WARNING: a process may need ")
+    assert f" and can have {(enough - 2) / GIB:.1f}: a smaller --batch_size" in line
+    # Offloading spares the memory of a GPU alone.
+    spares = offload and device == "cuda"
+    assert (enough < enough_for(run_of(device=device))) == spares
+
+
+def test_the_process_with_the_least_counts(run_of, monkeypatch):
+    enough = enough_for(run_of())
+    monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))
+    assert len(start.warnings(run_of(2 * enough))) == 1
+
+
+def test_a_teacher_is_counted(run_of):
+    shapes = shapes_of(LMConfig(dim=128, n_layers=2), TrainingArguments())
+    teacher = SimpleNamespace(beside=Beside(shapes, DDP))
+    needed = enough_for(run_of(teacher=teacher))
+    assert needed > enough_for(run_of()) + 2 * shapes.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("args", "how"), [(TrainingArguments(), "smaller"), (SFTArguments(data="x"), "larger")]
+)
+def test_data_without_validation_is_warned_of(run_of, args, how):
+    (line,) = start.warnings(run_of(val_set=None, args=args))
+    assert line.startswith("NO VALIDATION: ")
+    assert f"with a {how} --max_seq_len" in line
+
+
+def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatch):
+    monkeypatch.setattr(Engine, "total", lambda self, mine: mine + 1)
+    (line,) = start.warnings(run_of())
+    assert "not every machine sees" in line
+
+
+@pytest.fixture
+def flags(packed, tmp_path):
+    """Flags of a tiny run into a folder of this name."""
+
+    def of(name: str, *more: str) -> list[str]:
+        where = ("--data", str(packed), "--out_dir", str(tmp_path), "--run_name", name)
+        return [*TINY, *where, "--eval_samples", "8", "--max_steps", "2", *more]
+
+    return of
+
+
+def saved_steps(run: Path) -> int:
+    return read_state(max((run / "checkpoints").glob("step-*[0-9]")))["step"]
+
+
+def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_path, capsys):
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    command, environ = list(sys.argv), os.environ.copy()
+    Accelerator(mixed_precision="no", cpu=True)  # made by others in the process
+    main(flags("a", "--dtype", "bfloat16"))
+    with pytest.raises(SystemExit) as ended:
+        main(flags("b", "--dim", "33"))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "dim 33 is not divisible by n_heads 4" in said
+    main(flags("b", "--dtype", "float32"))
+    main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
+    assert saved_steps(tmp_path / "a") == 3
+    assert (tmp_path / "b" / "weights").exists()
+    lock(tmp_path / "a" / "lock")  # by others, once it is over
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert (sys.argv, os.environ) == (command, environ)
+    settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
+    assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
+    assert sys.argv[0] not in settings
+
+
+def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    def double(x):
+        return x * 2
+
+    for _ in range(2):
+        with start.left_as_found(["program"]):
+            torch.compile(double, backend=backend)(torch.ones(3))
+    assert len(compiled) == 2
+
+
+def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
+    flags, tmp_path, capsys, monkeypatch
+):
+    run, steps, clip = tmp_path / "a", [], Run.clip_gradients
+
+    def interrupted(run: Run):
+        steps.append(run)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # twice at once
+        return clip(run)
+
+    monkeypatch.setattr(Run, "clip_gradients", interrupted)
+    main(flags("a", "--max_steps", "100000"))
+    assert len(steps) == saved_steps(run) == 3
+    stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
+    said, found, command = capsys.readouterr().out.partition(stopped)
+    assert found
+    assert f"report: {run / 'report.html'}" in said
+    assert ">not finished</td>" in (run / "report.html").read_text(encoding="utf-8")
+    assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]
+    main(flags("a", "--max_steps", "4", "--resume", str(run)))
+    assert saved_steps(run) == 4
