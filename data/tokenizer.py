@@ -60,14 +60,6 @@ class Tokenizer:
         others = (model.is_byte, model.is_control, model.is_unknown)
         return {model.id_to_piece(id): id for id in ids if not any(is_one(id) for is_one in others)}
 
-    def bytes_of(self, id: int) -> bytes | None:
-        """Return the bytes of a piece that is no text by itself; b"" for an id that decoding
-        skips; None for a piece of text or a marker."""
-        if id >= self.vocab_size:
-            return b""
-        is_byte = self._model.is_byte(id)
-        return bytes.fromhex(self._model.id_to_piece(id)[3:5]) if is_byte else None
-
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text, without begin and end pieces."""
         return self.encode_batch([text])[0]
@@ -118,20 +110,12 @@ class JsonTokenizer(Tokenizer):
             names = " or ".join(markers.values())
             raise DataError(f"{path}: has no piece {names}, which {MARKERS_FILE} names")
         self.vocab_size = max(self._model.get_vocab().values()) + 1
-        self._added = self._model.get_added_tokens_decoder()
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
         """Piece → id, spelled in BYTE_ALPHABET: a piece may end within a character."""
-        return {text: id for text, id in self._model.get_vocab().items() if id not in self._added}
-
-    def bytes_of(self, id: int) -> bytes | None:
-        piece = self._model.id_to_token(id)
-        if piece is None or (id in self._added and self._added[id].special):
-            return b""  # decoding skips it
-        # An added piece is text and may hold characters outside the alphabet.
-        content = bytes(BYTE_ALPHABET.get(char, 0) for char in piece)
-        return content if "\ufffd" in content.decode(errors="replace") else None
+        added = self._model.get_added_tokens_decoder()
+        return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         batch = self._model.encode_batch_fast(texts, add_special_tokens=False)

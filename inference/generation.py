@@ -114,13 +114,11 @@ class StreamedText(Continuation):
             self.deliver("", "error")
 
     def _decode(self) -> None:
-        """Decode the ids that are not decoded yet, but for the first bytes of a character."""
-        ids = self.ids[self._n_decoded :]
-        if not self.finish_reason and self.tokenizer.decode(self._before + ids).endswith("\ufffd"):
-            ids = ids[:-3]  # these may be bytes of a character, which has 4 at most
-        if ids:
-            self._held += self.tokenizer.decode(self._before + ids)[self._skipped :]
-            self._n_decoded += len(ids)
+        """Decode the ids that are not decoded yet, once they end with a whole character."""
+        text = self.tokenizer.decode(self._before + self.ids[self._n_decoded :])
+        if self.finish_reason or not text.endswith("\ufffd"):
+            self._held += text[self._skipped :]
+            self._n_decoded = len(self.ids)
             self._skipped = len(self.tokenizer.decode(self._before))
 
     def _n_uncertain(self) -> int:

@@ -32,7 +32,7 @@ facts = {
     "held": sum(p.numel() for p in model.parameters()),
     "share": sum(share.numel() for share in shares),
 }
-Decoder(model, torch.float32, divided=True).read([[1, 2, 3]], capacity=4)
+Decoder(model, torch.float32, divided=True).read([[1, 2, 3]])
 facts["most together"] = max(whole)
 with open(sys.argv[2] + os.environ["RANK"], "w") as file:
     json.dump(facts, file)

@@ -75,7 +75,7 @@ def test_answers_get_likelier_and_the_end_shows_both(sft, base, tmp_path):
     assert after["val_loss"] < before["val_loss"] - 1
     assert f"step 0/{after['step']}  validation loss {before['val_loss']:.4f}" in tuned.out
     assert f"scripts.chat {tuned.path}" in tuned.out
-    assert "conversations, " in tuned.out
+    assert "conversations within " in tuned.out
     first = json.loads((tuned.path / "samples.jsonl").read_text("utf-8").splitlines()[0])
     assert first["step"] == 0
     assert first["prompt"].startswith("user\n")

@@ -130,17 +130,22 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     # DDP's gradients are not copied into its buckets.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    accelerators = [
-        Accelerator(
-            deepspeed_plugin=plugin,  # the first takes all
-            mixed_precision=args.mixed_precision,
-            gradient_accumulation_steps=args.accumulation_steps,
-            kwargs_handlers=[process_group, ddp],
-            cpu=not has_gpu and not deepspeed,
-            step_scheduler_with_optimizer=False,
-        )
-        for plugin in [plugins or None] + [None] * (len(models) - 1)
-    ]
+    try:
+        accelerators = [
+            Accelerator(
+                deepspeed_plugin=plugin,  # the first takes all
+                mixed_precision=args.mixed_precision,
+                gradient_accumulation_steps=args.accumulation_steps,
+                kwargs_handlers=[process_group, ddp],
+                cpu=not has_gpu and not deepspeed,
+                step_scheduler_with_optimizer=False,
+            )
+            for plugin in [plugins or None] + [None] * (len(models) - 1)
+        ]
+    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
     if (seen := accelerators[0].num_processes) != world_size:
         raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
     use_all_cores()
