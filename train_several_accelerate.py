@@ -19,8 +19,8 @@ from typing import ClassVar
 from common.errors import UsageError
 from model.config import setting
 from report.page import leave_report
-from runs.checkpoint import damage
-from runs.folder import RunFolder, step_of
+from storage.checkpoint import damage
+from storage.folder import RunFolder, step_of
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state, restore_random
 from training.interruption import end_stopped, how_to_resume

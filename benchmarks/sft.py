@@ -34,8 +34,8 @@ from data.corpus import find_files, load_json
 from data.tokenizer import Tokenizer
 from formats.hugging_face import write_model, write_tokenizer
 from model import ConfigError
-from runs.find import PRETRAINING, find_run
-from runs.weights import load_trained
+from storage.find import PRETRAINING, find_run
+from storage.weights import load_trained
 from training.arguments import SFTArguments
 
 PROGRAM = "benchmarks.sft"

@@ -19,7 +19,7 @@ from data.tokenizer import tokenizer_hash
 from evaluation.language_modelling import conversation_rows, document_rows, prepared_rows, summary
 from evaluation.multiple_choice import answers, question_rows
 from evaluation.scoring import LEAST_UNITS, Row, Scorer
-from runs.weights import Trained
+from storage.weights import Trained
 from training.engine.device import device_name
 from training.validation import spread
 

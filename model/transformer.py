@@ -87,10 +87,11 @@ def flops_per_token(config: LMConfig) -> float:
 
 
 class Transformer(nn.Module):
-    """Tokens in, logits or loss out. Parameter names are those of Llama's own release."""
+    """Tokens in, logits or loss out. Parameter names are those of Llama's own release.
 
-    # Read by DistributedDataParallel: NCCL cannot send complex numbers.
-    _ddp_params_and_buffers_to_ignore = ("pos_cis",)
+    The model knows nothing of how it is trained, with three exceptions: it computes nothing on the
+    meta device, `forward` follows autocast, and LoRA records its settings in `lora`.
+    """
 
     lora = None  # of a model with adapters, see model/lora.py
 
@@ -107,7 +108,7 @@ class Transformer(nn.Module):
         self.token_loss = TokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("pos_cis", self._rotations(), persistent=False)
+        self.register_buffer("pos_cis", self._pos_cis(), persistent=False)
         for block in self.layers:  # the two layers of a block that write into the residual stream
             block.attention.wo.writes_residual = block.feed_forward.w2.writes_residual = True
         self.apply(self._init_weights)
@@ -206,9 +207,9 @@ class Transformer(nn.Module):
             drawn = torch.empty(module.weight.shape).normal_(mean=0.0, std=std)
             module.weight.data.copy_(drawn)
 
-    def _rotations(self) -> Tensor:
+    def _pos_cis(self) -> Tensor:
         config = self.config
-        if self.norm.weight.is_meta:
+        if self.norm.weight.is_meta:  # computing it there takes torch's compiler too
             shape = config.max_seq_len, config.head_dim // 2
             return torch.empty(shape, dtype=torch.complex64, device="meta")
         return precompute_pos_cis(
@@ -222,6 +223,6 @@ class Transformer(nn.Module):
         super()._apply(fn, recurse)
         device = fn(torch.zeros(0, device=pos_cis.device)).device
         if pos_cis.is_meta and device.type != "meta":  # to_empty(): there is nothing to copy from
-            pos_cis = self._rotations()
+            pos_cis = self._pos_cis()
         self.register_buffer("pos_cis", pos_cis.to(device), persistent=False)
         return self

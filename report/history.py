@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UsageError
-from runs.folder import RunFolder, read_settings
+from storage.folder import RunFolder, read_settings
 
 
 @dataclass

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> None:
 
     from evaluation.scoring import build_scorer  # these import torch, which takes seconds
     from evaluation.tasks import check_flags, detect_task, evaluate, report
-    from runs.find import data_of
-    from runs.weights import WeightsFolder, load_trained
+    from storage.find import data_of
+    from storage.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
     # Weights stay in float32, whatever --dtype autocast computes in.

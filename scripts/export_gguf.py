@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"{args.out} exists: pass --overwrite to replace it")
 
     from formats.gguf import export_gguf  # these import torch, which takes seconds
-    from runs.weights import load_trained
+    from storage.weights import load_trained
 
     trained = load_trained(args.run)
     said = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)

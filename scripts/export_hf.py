@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     from formats.hugging_face import is_export, write_model, write_tokenizer  # seconds, by torch
-    from runs.weights import load_trained
+    from storage.weights import load_trained
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     from formats.peft import load_adapter
     from formats.portable import save_portable
     from model.lora import Merged
-    from runs.weights import load_trained
+    from storage.weights import load_trained
 
     with new_folder(args.out, "folder of weights", is_import, args.overwrite) as folder:
         trained = load_trained(args.base)

@@ -8,7 +8,7 @@ from dataclasses import fields
 from common.errors import UsageError
 from inference.prompts import say
 from inference.sampling import MEANINGS, Sampling
-from runs.find import BEST
+from storage.find import BEST
 
 
 def add_model_flags(add: Callable) -> None:
@@ -44,7 +44,7 @@ def load(args: argparse.Namespace):
     import torch
 
     from inference.decoder import Decoder
-    from runs.weights import WeightsFolder, load_trained
+    from storage.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
     zero = ZeroInference.of_launch(args.device, args.dtype)

@@ -8,8 +8,8 @@ from pathlib import Path
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 from report.page import draw_losses, write_report
-from runs.find import find_run
-from runs.folder import RunFolder
+from storage.find import find_run
+from storage.folder import RunFolder
 
 
 @one_line_errors("report", UsageError, OSError)

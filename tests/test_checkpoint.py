@@ -14,7 +14,7 @@ from small_model import adapted
 from common.errors import UsageError
 from model import LMConfig
 from model.lora import Merged, is_adapter
-from runs.checkpoint import (
+from storage.checkpoint import (
     MANIFEST,
     OPTIMIZER,
     RANDOM,
@@ -26,8 +26,8 @@ from runs.checkpoint import (
     write_base,
     write_checkpoint,
 )
-from runs.folder import RunFolder, step_of
-from runs.weights import WeightsFolder
+from storage.folder import RunFolder, step_of
+from storage.weights import WeightsFolder
 from training.checkpointing import prune
 
 CONFIG = LMConfig(dim=48, n_layers=3, n_heads=4, vocab_size=400, dropout=0.25)

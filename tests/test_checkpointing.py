@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import UsageError
 from model import ConfigError, LMConfig
-from runs.checkpoint import RANDOM, damage, read_state, write_checkpoint
-from runs.folder import RunFolder, step_of
+from storage.checkpoint import RANDOM, damage, read_state, write_checkpoint
+from storage.folder import RunFolder, step_of
 from training import checkpointing
 from training.checkpointing import Checkpointer, load_checkpoint
 from training.engine.launch import Engine
@@ -231,7 +231,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("runs.checkpoint.save_tensors", refuse)
+        patch.setattr("storage.checkpoint.save_tensors", refuse)
         checkpointer.save(2, None)
         assert not checkpointer.wait()
     assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")

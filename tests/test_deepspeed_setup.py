@@ -7,7 +7,7 @@ import pytest
 from torch.utils import cpp_extension
 
 from common.errors import UsageError
-from runs.folder import release_locks
+from storage.folder import release_locks
 from training.engine.deepspeed_setup import claim, load_operation, own_operations
 
 CPU_ONLY, ON_NVME = ({"offload_optimizer": {"device": device}} for device in ("cpu", "nvme"))

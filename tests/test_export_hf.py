@@ -17,8 +17,8 @@ from data.chat_template import PLAIN_JINJA, TEMPLATE_FILE, encode_chat_prompt, e
 from data.conversations import ROLES, Turn
 from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
-from runs.weights import load_trained
 from scripts import export_hf, import_weights
+from storage.weights import load_trained
 
 SHAPE = {"dim": 48, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "max_seq_len": 40}
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from runs.find import data_of, find_run
-from runs.folder import RunFolder
+from storage.find import data_of, find_run
+from storage.folder import RunFolder
 
 
 def make_run(path: Path, written: float) -> RunFolder:

@@ -13,8 +13,8 @@ from test_export_hf import some_tokens, write_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from formats.portable import load_portable
-from runs.weights import load_trained
 from scripts import export_hf, import_weights
+from storage.weights import load_trained
 
 FILES = {"config.json", "model.safetensors"}
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from common.errors import UsageError
-from runs.folder import lock
+from storage.folder import lock
 
 HOLD = """
 import os, sys
 from pathlib import Path
-from runs.folder import lock
+from storage.folder import lock
 lock(Path(sys.argv[1]))
 os.fork()  # as for processes that read data, which outlive a killed parent by seconds
 os.write(1, b"held\\n")

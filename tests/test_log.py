@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runs.folder import RunFolder
+from storage.folder import RunFolder
 from training import log as log_module
 from training.arguments import TrainingArguments
 from training.log import LossMeter, TrainingLog, as_time

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runs.checkpoint import read_state
+from storage.checkpoint import read_state
 from train_pretrain_accelerate import main
 
 FIXTURES = Path(__file__).parent / "fixtures"

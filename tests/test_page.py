@@ -12,8 +12,8 @@ from matplotlib import image
 from report.charts import COLORS, show
 from report.history import read_history, series
 from report.page import SAMPLES, leave_report, write_report
-from runs.folder import RunFolder
 from scripts import report as report_script
+from storage.folder import RunFolder
 
 VOID = ("meta", "link", "input")
 NASTY = '</script><script>alert(1)</script> & <b> "quoted" {{title}} 春眠\ud800\x00'

@@ -98,7 +98,7 @@ def test_the_script_merges(run, monkeypatch, capsys):
     base = load_portable(run.path / "base")
     trained = SimpleNamespace(model=base, tokenizer=SimpleNamespace(path=str(tokenizer)))
     trained.folder = run.path / "base"
-    monkeypatch.setattr("runs.weights.load_trained", lambda name: trained)
+    monkeypatch.setattr("storage.weights.load_trained", lambda name: trained)
     flags = [str(run.path / name) for name in ("base", "adapter", "merged")]
     merge_lora.main(flags)
     merged = load_portable(run.path / "merged")

@@ -19,7 +19,7 @@ from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import WEIGHTS_FILE, save_portable
 from model import ConfigError, LMConfig, Transformer
-from runs.folder import RunFolder
+from storage.folder import RunFolder
 from training import preflight
 from training.arguments import parse_arguments
 from training.engine.deepspeed_config import read_config

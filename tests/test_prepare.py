@@ -13,8 +13,8 @@ from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
-from runs.folder import RunFolder
+from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from storage.folder import RunFolder
 from training.arguments import SFTArguments, parse_arguments
 from training.prepare import Prepared, prepare
 

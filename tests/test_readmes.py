@@ -97,6 +97,16 @@ def test_a_readme_has_at_most_300_lines_and_leads_to_every_page_of_docs(name):
     assert {*DOCS} <= pages
 
 
+def test_the_reading_path_has_the_lines_of_its_files_and_at_most_2000():
+    total = 0
+    for row in rows(TEXTS["docs/reading.md"])[2:]:
+        files = [REPOSITORY / name for name in re.findall(r"`([^`]+)`", row[1])]
+        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        assert lines == int(row[2]), f"{row[1]} has {lines} lines"
+        total += lines
+    assert 1000 < total <= 2000
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_link_and_picture_leads_to_something_that_exists(name):
     folder = (REPOSITORY / name).parent

@@ -11,7 +11,7 @@ from data.dataset import PackedDataset
 from data.shards import TEXT
 from data.tokenizer import Tokenizer
 from model import LMConfig, Transformer
-from runs.folder import RunFolder
+from storage.folder import RunFolder
 from training import results
 from training.arguments import TrainingArguments
 from training.results import PROMPT_TOKENS, prompt_and_continuation, write_sample

@@ -11,8 +11,8 @@ import torch
 
 from common.errors import UsageError
 from model import LMConfig
-from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
-from runs.folder import RunFolder, release_locks
+from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, read_state, write_checkpoint
+from storage.folder import RunFolder, release_locks
 from training.arguments import DistillationArguments, TrainingArguments
 from training.engine.launch import Engine
 from training.prepare import shapes_of

@@ -10,7 +10,7 @@ import torch
 from common.errors import UsageError
 from data.dataset import PackedDataset
 from model import IGNORE_INDEX, LMConfig
-from runs.folder import RunFolder
+from storage.folder import RunFolder
 from training import run as run_module
 from training.arguments import TrainingArguments
 from training.build import build_model, seed_everything
@@ -288,3 +288,8 @@ def test_another_rank_or_seed_draws_other_numbers():
         seed_everything(seed, rank)
         draws.add(tuple(torch.rand(4).tolist()))
     assert len(draws) == 4
+
+
+def test_ddp_is_told_to_leave_pos_cis_alone(run_of):
+    ignored = run_of().model._ddp_params_and_buffers_to_ignore
+    assert list(ignored) == ["pos_cis"]

@@ -9,7 +9,7 @@ import pytest
 import train_several_accelerate as several
 from common.errors import UsageError
 from model import ConfigError
-from runs.folder import RunFolder
+from storage.folder import RunFolder
 from train_several_accelerate import Runs, SeveralArguments, read_models, resumed_together
 from training.arguments import TrainingArguments, parse_arguments
 

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from conftest import TINY
 
 from model import LMConfig
-from runs.checkpoint import read_state
-from runs.folder import RunFolder, lock
+from storage.checkpoint import read_state
+from storage.folder import RunFolder, lock
 from train_pretrain_accelerate import main
 from training import start
 from training.arguments import SFTArguments, TrainingArguments

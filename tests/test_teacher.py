@@ -13,7 +13,7 @@ from data.tokenizer import copy_tokenizer
 from formats.import_weights import import_weights
 from formats.portable import save_portable
 from model import ConfigError, Transformer
-from runs.weights import WeightsFolder
+from storage.weights import WeightsFolder
 from training.arguments import DistillationArguments, TrainingArguments
 from training.engine.launch import Engine
 from training.teacher import Teacher, TeacherWeights

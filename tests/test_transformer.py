@@ -225,7 +225,3 @@ def test_pos_cis_follows_to_the_meta_device_and_back():
     model = transformer().to("meta")
     assert model.pos_cis.is_meta
     assert_rotations_are_whole(model.to_empty(device="cpu"))
-
-
-def test_ddp_is_told_to_leave_pos_cis_alone():
-    assert "pos_cis" in Transformer._ddp_params_and_buffers_to_ignore

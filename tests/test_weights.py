@@ -9,9 +9,9 @@ from common.errors import UsageError
 from data.errors import DataError
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
-from runs.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
-from runs.folder import RunFolder
-from runs.weights import load_trained
+from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
+from storage.folder import RunFolder
+from storage.weights import load_trained
 from tests.conftest import VOCAB_SIZE
 
 SHAPE = {"dim": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "vocab_size": VOCAB_SIZE}
@@ -90,7 +90,7 @@ def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, monke
         save(run, step, val_loss=loss)
     assert seed_of(f"{run}@best") == 10
     assert seed_of(run) == 30
-    monkeypatch.setattr("runs.find.find_run.__defaults__", (run.parent, None))
+    monkeypatch.setattr("storage.find.find_run.__defaults__", (run.parent, None))
     assert seed_of("auto@best") == 10
 
 

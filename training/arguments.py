@@ -18,7 +18,7 @@ from model import Transformer
 from model.config import LMConfig, setting
 from model.lora import add_lora
 from model.recompute import RECOMPUTE
-from runs.find import DISTILLATION, PRETRAINING
+from storage.find import DISTILLATION, PRETRAINING
 
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")

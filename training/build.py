@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UsageError
 from model import Transformer
@@ -68,6 +69,8 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         block.recompute = args.gradient_checkpointing
     if compilation.on:
         compile_blocks(model)
+    # DDP would broadcast the table of rotations, and NCCL cannot send complex numbers.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
     try:
         model, optimizer = accelerator.prepare(model, optimizer)

@@ -1,4 +1,4 @@
-"""Save a run while it trains on, and load a checkpoint; `runs/checkpoint.py` has the format."""
+"""Save a run while it trains on, and load a checkpoint; `storage/checkpoint.py` has the format."""
 
 import math
 import threading
@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from common.atomic import remove
 from common.errors import UsageError
 from formats.portable import load_tensors
-from runs import checkpoint as files
-from runs.folder import RunFolder, step_of
+from storage import checkpoint as files
+from storage.folder import RunFolder, step_of
 from training.build import BuiltModel, random_state, restore_random
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process

@@ -17,7 +17,7 @@ from torch import Tensor
 from common.atomic import write_whole
 from common.errors import UsageError
 from report.history import number, read_rows
-from runs.folder import RunFolder, read_settings
+from storage.folder import RunFolder, read_settings
 from training.arguments import TrainingArguments
 from training.engine.device import device_name, matrix_precision, mfu, peak_flops, peak_memory_bytes
 

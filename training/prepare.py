@@ -16,8 +16,8 @@ from data.errors import NothingFitsError
 from data.prepared import conversations_out
 from model import LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
-from runs.find import PRETRAINING, data_of
-from runs.weights import WeightsFolder
+from storage.find import PRETRAINING, data_of
+from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
 from training.engine.deepspeed_config import file_of, read_config, take_schedule
 from training.engine.estimate import Workload
@@ -61,6 +61,13 @@ class Prepared:
     def n_trained(self) -> int:
         """Number of parameters that are trained."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of training for a token; a teacher's forward pass is a third of its own."""
+        length = self.train_set.tokens_per_sample
+        theirs = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
+        return self.shapes.flops_per_token(length) + theirs
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return what a process does in a step, for the estimate of its memory."""

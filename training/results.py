@@ -22,9 +22,9 @@ from model import IGNORE_INDEX, Transformer
 from model.lora import merged_weights
 from report.history import read_history
 from report.page import draw_losses, final_numbers, leave_report
-from runs.checkpoint import with_base
-from runs.find import BEST
-from runs.folder import RunFolder
+from storage.checkpoint import with_base
+from storage.find import BEST
+from storage.folder import RunFolder
 from training.interruption import how_to_resume, python
 from training.log import TrainingLog
 from training.prepare import Prepared

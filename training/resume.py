@@ -15,9 +15,9 @@ from data.dataset import TokenStream
 from data.shards import CONVERSATIONS
 from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from model import LMConfig, Transformer
-from runs.checkpoint import STATE, damage, read_state, run_of
-from runs.find import program_of, run_to_resume
-from runs.folder import RunFolder, lock, read_settings, step_of
+from storage.checkpoint import STATE, damage, read_state, run_of
+from storage.find import program_of, run_to_resume
+from storage.folder import RunFolder, lock, read_settings, step_of
 from training.arguments import TrainingArguments
 from training.engine.launch import Engine
 

@@ -95,15 +95,12 @@ class Run:
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = step_batches(train_set, args, engine, start.step)
-        flops = prepared.shapes.flops_per_token(train_set.tokens_per_sample)
-        if self.teacher:  # a forward pass is a third of what training takes
-            flops += self.teacher.found.shapes.flops_per_token(train_set.tokens_per_sample) / 3
         self.log = TrainingLog(
             accelerator=self.accelerator,
             folder=self.folder,
             args=args,
             tokens_per_step=self.samples_per_step * train_set.tokens_per_sample,
-            flops_per_token=flops,
+            flops_per_token=prepared.flops_per_token,
             total_steps=self.total_steps,
             first_step=self.first_step,
             name=self.name,

@@ -18,8 +18,8 @@ from common.errors import UsageError, one_line_errors
 from common.numbers import counted
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
-from runs.checkpoint import write_base
-from runs.folder import release_locks
+from storage.checkpoint import write_base
+from storage.folder import release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
 from training.engine.device import (

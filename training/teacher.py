@@ -13,8 +13,8 @@ from data.dataset import TokenStream
 from data.errors import DataError
 from data.tokenizer import tokenizer_hash
 from model import Transformer
-from runs.find import PRETRAINING
-from runs.weights import WeightsFolder
+from storage.find import PRETRAINING
+from storage.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
 from training.engine.estimate import DDP, Beside, kind_of

@@ -17,7 +17,7 @@ from data.order import LengthSampler, MicroBatchSampler
 from data.tokenizer import copy_tokenizer
 from formats.portable import load_portable, save_portable
 from model import IGNORE_INDEX, LMConfig, Transformer
-from runs.weights import load_trained
+from storage.weights import load_trained
 from training.arguments import TrainingArguments
 from training.optimizer import parameter_groups
 

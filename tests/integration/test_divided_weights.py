@@ -16,7 +16,7 @@ DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
 HOLDS = """
 import json, os, sys, torch
 from inference.decoder import Decoder
-from runs.weights import load_trained
+from storage.weights import load_trained
 from training.engine import zero_inference
 
 whole, gathered = [], zero_inference.gathered

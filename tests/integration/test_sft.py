@@ -13,7 +13,7 @@ from conftest import TINY, Trained, launch_command, run_warm, train
 from formats.peft import load_adapter
 from formats.portable import load_config
 from model.lora import Merged, is_adapter
-from runs.weights import load_trained
+from storage.weights import load_trained
 
 pytestmark = pytest.mark.slow
 

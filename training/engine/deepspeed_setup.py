@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from common.errors import UsageError
-from runs.folder import lock
+from storage.folder import lock
 from training.engine.deepspeed_config import nvme_folders, offload_device
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process

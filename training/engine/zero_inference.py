@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UsageError
 from model import Transformer
-from runs.weights import WeightsFolder
+from storage.weights import WeightsFolder
 from training.engine.deepspeed_config import (
     check_by_deepspeed,
     offload_device,

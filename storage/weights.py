@@ -26,7 +26,7 @@ from formats.portable import (
 )
 from model import LMConfig, Transformer
 from model.lora import merged_weights
-from runs.checkpoint import (
+from storage.checkpoint import (
     STATE,
     best,
     damage,
@@ -36,8 +36,8 @@ from runs.checkpoint import (
     saved_lora,
     saved_weights,
 )
-from runs.find import BEST, find_run
-from runs.folder import RunFolder
+from storage.find import BEST, find_run
+from storage.folder import RunFolder
 
 
 @dataclass

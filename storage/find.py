@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from common.errors import UsageError
-from runs.folder import RunFolder, read_settings
+from storage.folder import RunFolder, read_settings
 
 RUNS = Path("out/runs")
 PRETRAINING = "train_pretrain_accelerate.py"

@@ -35,7 +35,7 @@ from formats.portable import (
 )
 from model.config import LMConfig
 from model.lora import LoRA
-from runs.folder import RunFolder
+from storage.folder import RunFolder
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 RANDOM, STATE = "random.safetensors", "state.json"
