@@ -46,9 +46,7 @@ def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
     """Return the ids of the turns, and for each id whether it counts in the loss.
-
-    The ids of an answer and the </s> after it count.
-    """
+    The ids of an answer and the </s> after it count."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])

@@ -53,9 +53,7 @@ class Turn(NamedTuple):
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
     """Yield every conversation of every file, as JSON.
-
-    Raises DataError if a file cannot be read.
-    """
+    Raises DataError if a file cannot be read."""
     if files[0].endswith(".py"):
         yield from _about_docstrings(files)
         return
@@ -69,10 +67,8 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
     """Return the turns of a conversation.
-
     Raises DataError if its form is not known, if `check_turns` refuses it, or if no answer counts
-    in the loss. The message begins with `where`.
-    """
+    in the loss. The message begins with `where`."""
     turns = _turns(value, where)
     check_turns(turns, where)
     if not any(turn.counts for turn in turns):
@@ -82,9 +78,7 @@ def parse_conversation(value: dict, where: str) -> list[Turn]:
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
     """Raise DataError for roles in a wrong order, a content that is not text, or an empty answer.
-
-    User and assistant alternate. The first turn may have the role "system".
-    """
+    User and assistant alternate. The first turn may have the role "system"."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
@@ -147,10 +141,8 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
     """Yield one question about each public function, method and class.
-
     The answer is the signature or the summary, never both: if one question were in the training
-    split and the other in the validation split, the model would have seen the answer.
-    """
+    split and the other in the validation split, the model would have seen the answer."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
@@ -177,10 +169,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
 
 def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
     """Yield the public definitions in a module or class.
-
     Each is (line, "function" or "method" or "class", signature, summary); a signature looks like
-    "shutil.which(cmd, path=None)".
-    """
+    "shutil.which(cmd, path=None)"."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
         if not is_class and not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -63,9 +63,7 @@ def text_size(files: Iterable[str]) -> int:
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
     """Return the paths of a corpus, which is a file, a folder or "builtin".
-
-    Raises DataError if `source` does not exist or has no file with one of the suffixes.
-    """
+    Raises DataError if `source` does not exist or has no file with one of the suffixes."""
     if source == BUILTIN:
         files = []
         for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -87,9 +85,7 @@ def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
     """Yield every document of every file. A document of a .txt has at most section_bytes.
-
-    Raises DataError if a file cannot be read or has no column of this name.
-    """
+    Raises DataError if a file cannot be read or has no column of this name."""
     for path in files:
         try:
             if path.endswith(".csv"):
@@ -149,9 +145,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 
 def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Yield the rows of a .parquet file, with the columns of `keys` that it has.
-
-    Raises DataError if the file has none of these columns or is damaged.
-    """
+    Raises DataError if the file has none of these columns or is damaged."""
     arrow = _pyarrow(path)
     try:
         # A row group may be the whole file. These two settings read it in pieces.

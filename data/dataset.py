@@ -19,10 +19,8 @@ from model.transformer import IGNORE_INDEX
 
 class TokenStream(Dataset):
     """The shards of one split as one stream of tokens.
-
     All shards are memory-mapped at once, so the folder may be deleted during a run. Raises
-    DataError if the folder is damaged or holds another kind of data.
-    """
+    DataError if the folder is damaged or holds another kind of data."""
 
     kind: str  # one of `shards.KINDS`
     every_target_counts: bool  # True if no target is IGNORE_INDEX
@@ -82,10 +80,8 @@ class TokenStream(Dataset):
 
 class PackedDataset(TokenStream):
     """Text, cut into sequences of seq_len tokens.
-
     Sample i has tokens[i·seq_len : (i+1)·seq_len] of the stream; its targets are one token
-    further. Raises NothingFitsError if the text is shorter than one sample.
-    """
+    further. Raises NothingFitsError if the text is shorter than one sample."""
 
     kind = TEXT
     every_target_counts = True
@@ -118,10 +114,8 @@ class PackedDataset(TokenStream):
 
 class ConversationSet(TokenStream):
     """Conversations, one per row, each from its begin to the end of its last answer.
-
     A conversation with more than seq_len targets is cut after the last answer that fits, or left
-    out if no answer fits. Raises NothingFitsError if no row is left.
-    """
+    out if no answer fits. Raises NothingFitsError if no row is left."""
 
     kind = CONVERSATIONS
     every_target_counts = False
@@ -161,9 +155,7 @@ class ConversationSet(TokenStream):
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
         """Return (tokens, targets), both int64 (lengths[i],).
-
-        Targets outside of answers are IGNORE_INDEX. Raises DataError if the data are damaged.
-        """
+        Targets outside of answers are IGNORE_INDEX. Raises DataError if the data are damaged."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]
@@ -176,10 +168,8 @@ class ConversationSet(TokenStream):
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Pad rows at their ends and return (tokens, targets), both (rows, length).
-
         Padded targets are IGNORE_INDEX. The length is rounded up to a multiple, at most seq_len,
-        so that only few shapes occur.
-        """
+        so that only few shapes occur."""
         multiple = max(8, min(64, self.seq_len // 16))
         longest = max(len(tokens) for tokens, _ in rows)
         length = min(-(-longest // multiple) * multiple, self.seq_len)

@@ -22,11 +22,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the entries at `positions` of a shuffle of range(n) that (seed, epoch) determines.
-
     Positions are int64 in [0, n). A Feistel network permutes the numbers below the next power of
     four. A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002). The
-    shuffle therefore needs no memory.
-    """
+    shuffle therefore needs no memory."""
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = np.random.SeedSequence([epoch, seed]).generate_state(ROUNDS, np.uint64)
@@ -49,9 +47,7 @@ BLOCK = 64  # micro-batches whose order is computed at once
 @dataclass
 class MicroBatchSampler:
     """Endless stream of the micro-batches of one process, each a list of sample indices.
-
-    The global batch at the end of an epoch is filled with the first samples of the next epoch.
-    """
+    The global batch at the end of an epoch is filled with the first samples of the next epoch."""
 
     n_samples: int  # samples in the data set
     batch_size: int  # samples in a micro-batch of one process
@@ -94,10 +90,8 @@ WINDOW = 32  # number of global batches whose samples are sorted by length toget
 @dataclass(kw_only=True)
 class LengthSampler(MicroBatchSampler):
     """A stream whose global batches hold rows of similar length, to save padding.
-
     The shuffled samples are cut into windows. The samples of a window are sorted by length and cut
-    into global batches, which are shuffled. A global batch is the same for any world_size.
-    """
+    into global batches, which are shuffled. A global batch is the same for any world_size."""
 
     lengths: np.ndarray  # length of each sample
     global_batch: int  # samples of one step, on all processes together

@@ -152,9 +152,7 @@ def prepare(
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """Describe files and settings. Equal descriptions lead to equal shards.
-
-    Raises DataError if the tokenizer cannot be read, OSError if a file cannot.
-    """
+    Raises DataError if the tokenizer cannot be read, OSError if a file cannot."""
     if options.tokenizer is not None:
         open_tokenizer(options.tokenizer)  # refuse a wrong file before any work
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
@@ -176,9 +174,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
     """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by their checksums.
-
-    If the checksums choose none of a few long documents, yield the first documents.
-    """
+    If the checksums choose none of a few long documents, yield the first documents."""
     size = TOKENIZER_SAMPLE_BYTES
     chosen = 2**32 * size / max(text_size(files), 1)
     # The limit of 2 * size is reached if text_size is wrong or documents repeat.

@@ -14,9 +14,7 @@ from data.tokenizer import tokenizer_hash
 
 def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     """Return the folder for prepared data: out/data/ and the data's name without its suffix.
-
-    With `flags` a hash of them follows the name. Conversations end in "-chat".
-    """
+    With `flags` a hash of them follows the name. Conversations end in "-chat"."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
@@ -27,9 +25,7 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
     """Return the folder for conversations. Every pair of file and tokenizer has its own folder.
-
-    Raises DataError if the tokenizer does not exist.
-    """
+    Raises DataError if the tokenizer does not exist."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer}, the tokenizer of the model, is missing")
     words = [tokenizer_hash(tokenizer), flags]

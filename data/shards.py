@@ -24,9 +24,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 class ShardWriter:
     """Write the documents of one split into shards, and the positions of answers into one file.
-
-    A shard ends after the document that reaches shard_tokens.
-    """
+    A shard ends after the document that reaches shard_tokens."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder
@@ -84,9 +82,7 @@ class ShardWriter:
 
 def read_description(folder: str | Path) -> dict:
     """Return the contents of dataset.json of a prepared folder.
-
-    Raises DataError if it is missing, damaged, or contradicts the files beside it.
-    """
+    Raises DataError if it is missing, damaged, or contradicts the files beside it."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():

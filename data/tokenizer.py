@@ -32,9 +32,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 class Tokenizer:
     """Encode text with a SentencePiece model, and decode the ids to exactly the same text.
-
-    Raises DataError if the file is not a model with the pieces <s> and </s>.
-    """
+    Raises DataError if the file is not a model with the pieces <s> and </s>."""
 
     _space = SPACE_SYMBOL  # how pieces spell a space
 
@@ -74,10 +72,8 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
         """Return <s> and the ids of a text to continue, and the ids that may come next ([]: all).
-
         Pieces of words begin with a space. A space at the end of the text is therefore not encoded,
-        and the next piece must begin with one.
-        """
+        and the next piece must begin with one."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
@@ -99,9 +95,7 @@ class Tokenizer:
 
 class JsonTokenizer(Tokenizer):
     """A tokenizer.json with byte-level BPE, as of SmolLM2 and Llama 3, with a MARKERS_FILE.
-
-    The name of a marker in a text is encoded as text. Raises DataError for another kind of file.
-    """
+    The name of a marker in a text is encoded as text. Raises DataError for another kind of file."""
 
     _space = "\u0120"
 
@@ -154,10 +148,8 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 def read_markers(path: str | Path) -> dict[str, str]:
     """Return the pieces that begin ("bos_token") and end ("eos_token") a document.
-
     Without a bos_token, the eos_token is used for both. Raises DataError if MARKERS_FILE beside the
-    tokenizer.json has no eos_token.
-    """
+    tokenizer.json has no eos_token."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -172,9 +164,7 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
     """Map the names of a tokenizer's files to their contents.
-
-    Raises DataError or OSError if a file is missing.
-    """
+    Raises DataError or OSError if a file is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

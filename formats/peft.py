@@ -66,8 +66,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
     """Return the trained weights by our names, and the adapters' scaling: see `model.lora.Merged`.
 
     Raises WeightsError: files missing or damaged, an adapter for another shape than the base's,
-    `config`, or one that is more than LoRA.
-    """
+    `config`, or one that is more than LoRA."""
     settings = read_json(folder / ADAPTER_CONFIG)
     for name, allowed in READABLE.items():
         if (value := settings.get(name)) is not None and value not in allowed:
