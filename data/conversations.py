@@ -18,10 +18,10 @@ import os
 import re
 import sysconfig
 import textwrap
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from common.parser import is_text
@@ -149,12 +149,7 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
         module = relative.replace(os.sep, ".").removesuffix(".__init__")
         if any(part.startswith("_") for part in module.split(".")):
             continue
-        try:
-            with open(path, "rb") as file, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # some files have invalid escape sequences
-                tree = ast.parse(file.read())
-        except (SyntaxError, ValueError):  # some files are invalid on purpose
-            continue
+        tree = ast.parse(Path(path).read_bytes())
         for line, kind, signature, summary in _documented(tree, module, "function"):
             if signature in seen or summary in seen:
                 continue

@@ -35,8 +35,7 @@ class TokenStream(Dataset):
             raise DataError(f"{folder} holds {kind}, not {self.kind}")
         self._part = part = self.description["splits"][split]
         self.n_tokens = part["tokens"]
-        n_counted = part.get("answers", part)["tokens"]
-        self.bytes_per_token = part["bytes"] / max(1, n_counted)
+        self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
         self.vocab_size = self.description["vocab_size"]
         self.tokenizer_path = tokenizer_in(self.folder)
         # Position of the first token of each shard; the last entry is the length of the stream.
@@ -51,9 +50,8 @@ class TokenStream(Dataset):
     @property
     def identity(self) -> str:
         """A hash of all files of this split."""
-        files = list(self._part["shards"])
-        if "answers" in self._part:
-            files.append(self._part["answers"])
+        answers = [self._part["answers"]] if "answers" in self._part else []
+        files = self._part["shards"] + answers
         hashes = "".join(file["sha256"] for file in files)
         return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
@@ -185,10 +183,7 @@ def micro_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or as `collate` pads them.
-
-    Args:
-        num_workers: processes that read ahead; 0 reads in this process.
-    """
+    num_workers processes read ahead; 0 reads in this process."""
     # The loader needs its own generator. The global generator is for dropout.
     loader = DataLoader(
         dataset,

@@ -56,15 +56,10 @@ def _loaded(path: str) -> Tokenizer:
 
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    """Encode records with the tokenizer at `path`.
-
-    Args:
-        kind: one of `shards.KINDS`.
-        segmentations: ways to split each text into pieces; all but the first are random.
-    """
+    """Encode records of a kind with the tokenizer at `path`.
+    Each text is split into pieces in `segmentations` ways; all but the first are random."""
     tokenizer = _loaded(path)
-    values = []
-    bad = []
+    values, bad = [], []
     for record in batch:
         try:
             if kind == TEXT:

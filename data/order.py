@@ -67,11 +67,11 @@ class MicroBatchSampler:
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions; epoch follows epoch."""
-        return _in_rounds(
-            positions,
-            self.n_samples,
-            lambda epoch, within: shuffled(within, self.n_samples, self.seed, epoch),
-        )
+
+        def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
+            return shuffled(within, self.n_samples, self.seed, epoch)
+
+        return _in_rounds(positions, self.n_samples, of_epoch)
 
 
 def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarray:

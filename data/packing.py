@@ -97,13 +97,9 @@ def prepare(
 ) -> dict:
     """Write tokenizer, shards and description of these files, and return the description.
 
-    The finished folder replaces an older folder `out`. An error leaves nothing behind.
-
-    Args:
-        progress: called with the number of bytes that were just encoded.
-
-    Raises DataError for problems of the text, OSError for problems of the disk.
-    """
+    The finished folder replaces an older folder `out`. `progress` is called with the number of
+    bytes just encoded. Raises DataError for problems of the text, OSError for problems of the disk;
+    nothing is left behind then."""
     # Taken before reading, so that a file which changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
     # The encoding processes start while the tokenizer is trained.
@@ -111,12 +107,10 @@ def prepare(
         if options.tokenizer is not None:
             copy_tokenizer(options.tokenizer, folder)
         else:
-            train_tokenizer(
-                _sample(files, options),
-                options.vocab_size or suited_to(files).vocab_size,
-                folder / TOKENIZER_FILE,
-                may_shrink=options.vocab_size is None,
-            )
+            may_shrink = options.vocab_size is None
+            size = suited_to(files).vocab_size if may_shrink else options.vocab_size
+            sample = _sample(files, options)
+            train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
         encode = partial(encode_batch, options.kind, tokenizer.path, options.ways(files))
         dtype = token_dtype(tokenizer.vocab_size)

@@ -37,17 +37,10 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
 def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
-    """Look for these files in the folder `out`; return None if they must be prepared.
+    """Return a sentence if the folder `out` holds these files already, None if it must be written.
 
-    Returns:
-        A sentence for the user if `out` already holds them.
-
-    Args:
-        reuse: accept the same text with other settings.
-        overwrite: allow other data in `out` to be replaced.
-
-    Raises UsageError if `out` must not be replaced; DataError and OSError as `describe_sources`.
-    """
+    `reuse` accepts the same text with other settings. `overwrite` allows other data to be replaced.
+    Raises UsageError if `out` must not be replaced; DataError and OSError as `describe_sources`."""
     source = describe_sources(files, options)
     stored = {}
     with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged

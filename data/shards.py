@@ -37,12 +37,8 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → (open file, SHA-256 of its content)
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write one document.
-
-        Args:
-            n_bytes: bytes of text that the tokens stand for.
-            answers: begin and end of each answer in the tokens of a conversation, (answers, 2).
-        """
+        """Write the tokens of one document, which stand for n_bytes of text.
+        `answers`, (answers, 2), are begin and end of each answer in the tokens."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))

@@ -23,12 +23,8 @@ def train_tokenizer(
     """Train a BPE tokenizer on texts and write it to `path`.
 
     At most half of the vocabulary are single characters. Rarer characters are spelled in bytes.
-
-    Args:
-        may_shrink: accept fewer pieces than vocab_size if the texts are too short.
-
-    Raises DataError if vocab_size is too small for the bytes or too large for the texts.
-    """
+    With may_shrink a short text gives fewer pieces. Raises DataError if vocab_size is too small for
+    the bytes or too large for the texts."""
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
