@@ -45,13 +45,11 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of the turns, and for each id whether it counts in the loss.
-    The ids of an answer and the </s> after it count."""
+    """Return the ids of the turns, and for each id whether it counts: answers and their </s> do."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
-    ids = []
-    counts = []
+    ids, counts = [], []
     for turn, text in zip(turns, encoded, strict=True):
         # One piece may hold the line end after the role and the first characters of the answer.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))

@@ -52,8 +52,7 @@ class Turn(NamedTuple):
 
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
-    """Yield every conversation of every file, as JSON.
-    Raises DataError if a file cannot be read."""
+    """Yield every conversation of every file, as JSON. Raises DataError if a file is unreadable."""
     if files[0].endswith(".py"):
         yield from _about_docstrings(files)
         return
@@ -66,9 +65,8 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation.
-    Raises DataError if its form is not known, if `check_turns` refuses it, or if no answer counts
-    in the loss. The message begins with `where`."""
+    """Return the turns of a conversation. Raises DataError, which begins with `where`, if the form
+    is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
     turns = _turns(value, where)
     check_turns(turns, where)
     if not any(turn.counts for turn in turns):
@@ -108,9 +106,8 @@ def _turns(value: object, where: str) -> list[Turn]:
         if "prompt" in given and answers:
             return _turns_of_prompt(given["prompt"], answers[0])
         if "instruction" in given and "output" in given:
-            question = given["instruction"]
-            if given.get("input"):
-                question = f"{question}\n\n{given['input']}" if question else given["input"]
+            parts = (given["instruction"], given.get("input"))
+            question = "\n\n".join(part for part in parts if part)
             return [Turn(USER, question), Turn(ASSISTANT, given["output"])]
     raise DataError(
         f'{where}: no conversation. It needs "conversations", or "messages", or texts in "prompt" '
@@ -140,16 +137,18 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
-    """Yield one question about each public function, method and class.
-    The answer is the signature or the summary, never both: if one question were in the training
-    split and the other in the validation split, the model would have seen the answer."""
+    """Yield one question about each public function, method and class. The answer is the signature
+    or the summary. With both, the training split could hold an answer of the validation split."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
         module = relative.replace(os.sep, ".").removesuffix(".__init__")
         if any(part.startswith("_") for part in module.split(".")):
             continue
-        tree = ast.parse(Path(path).read_bytes())
+        try:
+            tree = ast.parse(Path(path).read_bytes())
+        except (SyntaxError, ValueError):  # some files are invalid on purpose
+            continue
         for line, kind, signature, summary in _documented(tree, module, "function"):
             if signature in seen or summary in seen:
                 continue
@@ -163,9 +162,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
 
 
 def _documented(node: ast.AST, name: str, kind: str) -> Iterator[tuple[int, str, str, str]]:
-    """Yield the public definitions in a module or class.
-    Each is (line, "function" or "method" or "class", signature, summary); a signature looks like
-    "shutil.which(cmd, path=None)"."""
+    """Yield the public definitions in a module or class: line, "function", "method" or "class",
+    signature as in "shutil.which(cmd, path=None)", summary."""
     for item in node.body:
         is_class = isinstance(item, ast.ClassDef)
         if not is_class and not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):

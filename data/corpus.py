@@ -33,7 +33,6 @@ CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
 BATCH_ROWS = 64  # rows of Parquet in memory at once
 # Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26
-SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
 # Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -109,8 +108,7 @@ def read_records(
 
 
 def _sections(path: str, most: int) -> Iterator[Record]:
-    offset = 0
-    rest = b""
+    offset, rest = 0, b""
     with open(path, "rb") as file:
         while block := file.read(most):
             rest += block
@@ -163,8 +161,8 @@ def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[s
     """Return the keys that are among the names of columns. Raises DataError if there are none."""
     if columns := [key for key in keys if key in names]:
         return columns
-    wanted = " or ".join(map(repr, keys))
     known = ", ".join(map(repr, names))
+    wanted = " or ".join(map(repr, keys))
     raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
 
 
@@ -183,10 +181,10 @@ def parse(record: Record) -> str:
     if not record.path.endswith(JSONL):
         return decode(record)
     document = load_json(record)
-    name = record.text_column
-    if not isinstance(document, dict) or not isinstance(document.get(name), str):
-        raise DataError(f'{record.place}: no "{name}" with a string in it')
-    return document[name]
+    text = document.get(record.text_column) if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{record.place}: no "{record.text_column}" with a string in it')
+    return text
 
 
 def decode(record: Record) -> str:
@@ -195,7 +193,8 @@ def decode(record: Record) -> str:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 {error.start} bytes further"
-        raise DataError(f"{where}: {SAVE_HINT}") from error
+        hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
+        raise DataError(f"{where}: {hint}") from error
     at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
     return text.removeprefix("\ufeff") if at_start else text
 

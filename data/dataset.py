@@ -166,8 +166,7 @@ class ConversationSet(TokenStream):
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Pad rows at their ends and return (tokens, targets), both (rows, length).
-        Padded targets are IGNORE_INDEX. The length is rounded up to a multiple, at most seq_len,
-        so that only few shapes occur."""
+        Padded targets are IGNORE_INDEX. The length is rounded up, so that few shapes occur."""
         multiple = max(8, min(64, self.seq_len // 16))
         longest = max(len(tokens) for tokens, _ in rows)
         length = min(-(-longest // multiple) * multiple, self.seq_len)

@@ -127,9 +127,8 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function of (records, a partial of `encode_batch`) that yields encoded batches.
-    It runs in `workers` processes, or in this one if the text has only one batch. Raises
-    DataError if a process was killed."""
+    """Yield a function of (records, a partial of `encode_batch`) that yields encoded batches. Long
+    texts are encoded in `workers` processes. Raises DataError if a process was killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))

@@ -23,8 +23,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the entries at `positions` of a shuffle of range(n) that (seed, epoch) determines.
     Positions are int64 in [0, n). A Feistel network permutes the numbers below the next power of
-    four. A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002). The
-    shuffle therefore needs no memory."""
+    four. A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002)."""
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = np.random.SeedSequence([epoch, seed]).generate_state(ROUNDS, np.uint64)

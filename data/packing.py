@@ -95,11 +95,9 @@ class PackingOptions:
 def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
-    """Write tokenizer, shards and description of these files, and return the description.
-
-    The finished folder replaces an older folder `out`. `progress` is called with the number of
-    bytes just encoded. Raises DataError for problems of the text, OSError for problems of the disk;
-    nothing is left behind then."""
+    """Write tokenizer, shards and description into the folder `out`; return the description.
+    `progress` is called with the number of bytes just encoded. Raises DataError for problems of the
+    text, OSError for problems of the disk. An error leaves nothing behind."""
     # Taken before reading, so that a file which changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
     # The encoding processes start while the tokenizer is trained.
@@ -167,8 +165,7 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by their checksums.
-    If the checksums choose none of a few long documents, yield the first documents."""
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums; else the first ones."""
     size = TOKENIZER_SAMPLE_BYTES
     chosen = 2**32 * size / max(text_size(files), 1)
     # The limit of 2 * size is reached if text_size is wrong or documents repeat.

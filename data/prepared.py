@@ -24,8 +24,7 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
-    """Return the folder for conversations. Every pair of file and tokenizer has its own folder.
-    Raises DataError if the tokenizer does not exist."""
+    """Return the folder for conversations. Raises DataError if the tokenizer does not exist."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer}, the tokenizer of the model, is missing")
     words = [tokenizer_hash(tokenizer), flags]
@@ -38,11 +37,9 @@ def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
     """Return a sentence if the folder `out` holds these files already, None if it must be written.
-
     `reuse` accepts the same text with other settings. `overwrite` allows other data to be replaced.
     Raises UsageError if `out` must not be replaced; DataError and OSError as `describe_sources`."""
-    source = describe_sources(files, options)
-    stored = {}
+    source, stored = describe_sources(files, options), {}
     with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)
         if description["tokenizer_sha256"] == tokenizer_hash(out):

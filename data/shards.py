@@ -71,14 +71,12 @@ class ShardWriter:
         if name not in self._files:
             self._files[name] = open(self.folder / name, "wb"), hashlib.sha256()  # noqa: SIM115
         file, sha256 = self._files[name]
-        data = array.tobytes()
-        file.write(data)
-        sha256.update(data)
+        file.write(array)
+        sha256.update(array)
 
 
 def read_description(folder: str | Path) -> dict:
-    """Return the contents of dataset.json of a prepared folder.
-    Raises DataError if it is missing, damaged, or contradicts the files beside it."""
+    """Read dataset.json of a prepared folder. Raises DataError if it is missing or damaged."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
@@ -102,7 +100,7 @@ def _check(folder: Path, description: dict) -> None:
     dtype = token_dtype(description["vocab_size"])
     known = description["format"] == FORMAT and description["kind"] in KINDS
     if not known or description["dtype"] != dtype.str:
-        raise ValueError("this version does not know the format")
+        raise ValueError("a format of which this version knows nothing")
     for split in SPLITS:
         part = description["splits"][split]
         sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}

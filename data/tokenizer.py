@@ -1,8 +1,5 @@
-"""Two kinds of tokenizers with one interface.
-
-`Tokenizer` reads SentencePiece BPE models, which this project trains. `JsonTokenizer` reads the
-byte-level BPE in the tokenizer.json of most other models.
-"""
+"""Two tokenizers: `Tokenizer` reads SentencePiece models, which this project trains;
+`JsonTokenizer` reads byte-level BPE, the tokenizer.json of most other models."""
 
 import hashlib
 import json
@@ -71,9 +68,8 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return <s> and the ids of a text to continue, and the ids that may come next ([]: all).
-        Pieces of words begin with a space. A space at the end of the text is therefore not encoded,
-        and the next piece must begin with one."""
+        """Return <s> and the ids of a text to continue, and the ids that may come next ([]: all). A
+        space at the end is not encoded: the next piece must begin with the space."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
@@ -147,9 +143,8 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """Return the pieces that begin ("bos_token") and end ("eos_token") a document.
-    Without a bos_token, the eos_token is used for both. Raises DataError if MARKERS_FILE beside the
-    tokenizer.json has no eos_token."""
+    """Return "bos_token" and "eos_token", the pieces that begin and end a document. A missing
+    bos_token is the eos_token. Raises DataError if MARKERS_FILE has no eos_token."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -163,8 +158,7 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Map the names of a tokenizer's files to their contents.
-    Raises DataError or OSError if a file is missing."""
+    """Map file names to contents. Raises DataError or OSError if a file is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

@@ -85,7 +85,6 @@ def export_gguf(
     model: Transformer, tokenizer: Tokenizer, out: Path, file_type: str, chat: bool = False
 ) -> str:
     """Write a model and its tokenizer into one GGUF file, and return a summary for the user.
-
     Matrices have the type `file_type`: f32, f16 or q8_0. `chat` adds the chat template. Raises
     UsageError if GGUF cannot hold the weights or the tokenizer, OSError if the disk is full."""
     if isinstance(tokenizer, JsonTokenizer):

@@ -83,12 +83,10 @@ def llama_name(name: str) -> str:
 
 def our_name(name: str, source: str) -> str:
     """Return our name of Hugging Face's weight. Raises WeightsError if no Llama has it."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    for ours, theirs in IN_LAYER.items():
-        if layer and layer[2] == theirs:
-            return f"layers.{layer[1]}.{ours}.weight"
-    for ours, theirs in OUTER.items():
-        if name == theirs:
+    layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
+    candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
+    for ours in candidates:
+        if llama_name(ours) == name:
             return ours
     raise WeightsError(f"{source}: {name} is not a weight of Llama")
 
@@ -159,8 +157,7 @@ COMPUTED = {
 
 
 def read_llama_config(folder: Path) -> LMConfig:
-    """Read Hugging Face's config.json, with transformers' defaults.
-    Raises WeightsError if this model cannot compute the same function."""
+    """Read config.json. Raises WeightsError if this model cannot compute the same function."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
         raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
@@ -224,8 +221,7 @@ def is_export(folder: Path) -> bool:
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
-    """Write weights in `dtype`, config.json and a model card.
-    Raises UsageError if a weight is too large for `dtype`."""
+    """Write weights, config.json and a model card. Raises UsageError if a weight overflows."""
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}

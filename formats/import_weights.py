@@ -55,8 +55,7 @@ def import_weights(
         settings: `n_heads` and the keys of DEFAULTS, for a state dict; None means not given. For a
             folder only max_seq_len can be given, because positions have no weights.
 
-    Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced.
-    """
+    Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     given = {name: value for name, value in settings.items() if value is not None}
     with new_folder(out, "import", is_import, overwrite) as folder:
         if source.is_dir():
@@ -94,8 +93,7 @@ def is_import(folder: Path) -> bool:
 
 
 def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and weights of a state dict.
-    Raises UsageError if it is not a Llama, or if `n_heads` is missing."""
+    """Read a state dict. Raises UsageError if it is not a Llama, or if `n_heads` is missing."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     weights = _state_dict(path)
@@ -108,8 +106,7 @@ def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, without prefixes of names and without tables.
-    Raises WeightsError if the file holds no state dict."""
+    """Return the tensors of a file by clean names. Raises WeightsError if it has no state dict."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
@@ -127,8 +124,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return the settings of the model from the shapes of its weights.
-    Raises WeightsError if a matrix is missing or n_heads does not divide its width."""
+    """Return the settings that the shapes show. Raises WeightsError if it is not a Llama."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:

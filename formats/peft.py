@@ -37,8 +37,7 @@ READABLE = {  # this model cannot compute adapters with other values
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
     """Write trained parameters: adapters, and whole matrices as "modules to save"."""
-    tensors = {}
-    adapted, whole = {}, {}  # names of modules; the keys of a dictionary are an ordered set
+    tensors, adapted, whole = {}, {}, {}  # the last two serve as ordered sets of module names
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
         theirs = llama_name(f"{layer}.weight").removesuffix(".weight")
@@ -67,7 +66,6 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
 
 def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], float]:
     """Return the trained weights by our names, and the scaling of `model.lora.Merged`.
-
     Raises WeightsError if a file is missing or damaged, if the adapter does not fit a base of this
     `config`, or if it is more than plain LoRA."""
     settings = read_json(folder / ADAPTER_CONFIG)

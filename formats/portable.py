@@ -90,8 +90,7 @@ def load_portable(folder: Path) -> Transformer:
 
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
-    """Build a model on the CPU, in fp32 and evaluation mode.
-    Raises WeightsError if the weights do not fit."""
+    """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
     require_fit(without_memory(config), weights, source)  # a damaged config may have any size
     model = Transformer(config)
     for name, parameter in model.named_parameters():
@@ -106,8 +105,7 @@ def without_memory(config: LMConfig) -> Transformer:
 
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights into the model. Weights without adapters leave its adapters unchanged.
-    Raises WeightsError if the weights do not fit."""
+    """Copy weights into the model. Raises WeightsError if the weights do not fit."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
         if name in weights:

@@ -28,16 +28,10 @@ PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     """Convert a tokenizer. The result puts <s> before a text.
-
     With add_special_tokens=False and encode_special_tokens=True (transformers:
-    split_special_tokens) its ids equal those of `tokenizer.encode`. Decoded text is equal too,
-    except for invalid UTF-8.
-
-    Args:
-        chat: remove the escapes of `chat_template.JINJA` from a text.
-
-    Raises DataError if the ids could not be equal.
-    """
+    split_special_tokens) its ids and texts equal those of `tokenizer`, except for invalid UTF-8.
+    `chat` removes the escapes of `chat_template.JINJA` from a text. Raises DataError if the ids
+    could not be equal."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}

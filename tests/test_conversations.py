@@ -45,8 +45,8 @@ def messages(*roles: str) -> dict:
 
 
 WRONG = {
-    "no object": ([1], "no conversation, which has"),
-    "none of the forms": ({"text": "a"}, '"conversations", "messages", "prompt" with'),
+    "no object": ([1], "no conversation. It needs"),
+    "none of the forms": ({"text": "a"}, 'texts in "prompt" and "chosen"'),
     "no list": ({"messages": "hello"}, "expected a list of {"),
     "other keys": ({"messages": [{"from": "gpt", "value": "a"}]}, 'expected a list of {"role"'),
     "a tool": (messages("user", "tool"), "turn 2 has the role 'tool', expected is assistant"),
@@ -61,10 +61,10 @@ WRONG = {
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
     "parts of content": (
         {"messages": [{"role": "user", "content": [{}]}]},
-        "turn 1 has [{}] in place",
+        "turn 1 has [{}] instead",
     ),
-    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' in place"),
-    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "as texts"),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' instead"),
+    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "or texts in"),
 }
 
 
