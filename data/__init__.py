@@ -1,4 +1,4 @@
-"""Text in, packed tokens out.
+"""Turn text into packed tokens, and read them for training.
 
-Import the modules by name: preparing data must not wait for torch to load.
+Import the modules by name. Preparation must not import torch, which takes seconds.
 """

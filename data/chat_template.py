@@ -1,5 +1,7 @@
-"""The chat template: every turn between the begin and the end piece that mark documents in
-pretraining, so that it takes no ids of its own.
+"""The chat template, which turns a conversation into one text or into token ids.
+
+Every turn stands between <s> and </s>, the pieces that mark documents in pretraining. The template
+therefore adds no ids to the vocabulary.
 
     <s>system
     Be brief.</s>
@@ -8,7 +10,7 @@ pretraining, so that it takes no ids of its own.
     <s>assistant
     2</s>
 
-Role, line end and content are one text. Text is never read as a marker.
+Role, line end and content are encoded as one text. A "<s>" in a content is text, not a marker.
 """
 
 from collections.abc import Iterable
@@ -17,11 +19,11 @@ from itertools import takewhile
 from data.conversations import ASSISTANT, Turn
 from data.tokenizer import Tokenizer
 
-# Lies beside weights that have learned to answer in this template.
+# A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
-# transformers looks for markers in a user's words too. So JINJA puts these noncharacters behind
-# every "<", and the exported tokenizer removes them. Where the text has both, two more between
-# them preserve it.
+# transformers also looks for markers in a user's text. JINJA therefore inserts these two
+# noncharacters after every "<", and the exported tokenizer removes them. If a text already holds
+# the two, JINJA inserts another pair between them, which the tokenizer removes instead.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -30,9 +32,10 @@ _JINJA = (
     "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
 )
 _TEXT = "message['role'] + '\\n' + message['content']"
-# For others. llama.cpp without Jinja knows it by "bos_token + message['role']".
+# The template for programs other than transformers. Without its Jinja interpreter, llama.cpp
+# recognises this template by "bos_token + message['role']".
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
-# For transformers, with a tokenizer from `formats.tokenizer_json.convert(..., chat=True)`.
+# The template for transformers. Its tokenizer comes from `tokenizer_json.convert(chat=True)`.
 JINJA = _JINJA.format(
     text=f"({_TEXT}) | replace('{ESCAPE}', '{ESCAPE[0]}{ESCAPE}{ESCAPE[1]}')"
     f" | replace('<', '<{ESCAPE}')"
@@ -42,21 +45,22 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of the turns, and for each whether it counts in the loss: an answer and its
-    end piece do."""
-    turns, ids, counts = list(turns), [], []
-    texts = [f"{ASSISTANT}\n", "\n", *(f"{role}\n{content}" for role, content, _ in turns)]
-    prompt, line_end, *encoded = tokenizer.encode_batch(texts)
+    """Return the ids of the turns, and for each id whether it counts: answers and their </s> do."""
+    turns = list(turns)
+    texts = [f"{turn.role}\n{turn.content}" for turn in turns]
+    prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])
+    ids, counts = [], []
     for turn, text in zip(turns, encoded, strict=True):
-        # A piece may hold the line end and text behind it.
+        # One piece may hold the line end after the role and the first characters of the answer.
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
-        said = len(text) - len(list(shared)) + 1 if turn.counts else 0
+        n_counted = len(text) - len(list(shared)) + 1 if turn.counts else 0
         ids += [tokenizer.bos_id, *text, tokenizer.eos_id, *line_end]
-        counts += [False] * (len(text) + 2 - said) + [True] * said + [False] * len(line_end)
+        counts += [False] * (len(text) + 2 - n_counted)
+        counts += [True] * n_counted + [False] * len(line_end)
     return ids, counts
 
 
 def encode_chat_prompt(tokenizer: Tokenizer, turns: Iterable[Turn]) -> list[int]:
-    """Return the ids of the turns and of the beginning of the assistant's next one."""
+    """Return the ids of the turns and of "<s>assistant", after which the model answers."""
     ids, _ = encode_conversation(tokenizer, turns)
     return [*ids, tokenizer.bos_id, *tokenizer.encode(f"{ASSISTANT}\n")]

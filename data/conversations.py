@@ -1,13 +1,15 @@
-"""Conversations in the forms of other projects: one JSON object each, told apart by their keys.
+"""Read conversations in the forms of other projects.
+
+Each conversation is one JSON object. Its keys tell the form:
 
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
-    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI; "weight": 0 leaves an answer
-                                                                out of the loss
+    {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat, as Dahoas/rm-static
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf. The
-built-in conversations ask about the docstrings of Python's standard library.
+An answer with "weight": 0 does not count in the loss. A prompt that begins with "\\n\\nHuman:"
+holds several turns, as in Anthropic's hh-rlhf. The built-in conversations are made from the
+docstrings of Python's standard library.
 """
 
 import ast
@@ -16,10 +18,10 @@ import os
 import re
 import sysconfig
 import textwrap
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from common.parser import is_text
@@ -31,23 +33,26 @@ ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response")
 KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output")
-# Of what the built-in conversations ask about, in characters.
-LONGEST_SIGNATURE, SUMMARY_LENGTHS = 120, range(20, 301)
+# The built-in conversations use signatures and summaries of these lengths, in characters.
+LONGEST_SIGNATURE = 120
+SUMMARY_LENGTHS = range(20, 301)
 
 
 class Turn(NamedTuple):
+    """One message of a conversation."""
+
     role: str  # one of ROLES
     content: str
     has_weight: bool = True
 
     @property
     def counts(self) -> bool:
-        """True for an answer that counts in the loss."""
+        """True if this turn is an answer that counts in the loss."""
         return self.role == ASSISTANT and self.has_weight
 
 
 def conversation_records(files: list[str]) -> Iterator[Record]:
-    """Yield every conversation of every file, as JSON. Raises DataError: see `read_records`."""
+    """Yield every conversation of every file, as JSON. Raises DataError if a file is unreadable."""
     if files[0].endswith(".py"):
         yield from _about_docstrings(files)
         return
@@ -60,17 +65,18 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 
 
 def parse_conversation(value: dict, where: str) -> list[Turn]:
-    """Return the turns of a conversation. Raises DataError, which begins with `where`: it is in no
-    known form, or has no answer that counts; see also `check_turns`."""
-    check_turns(turns := _turns(value, where), where)
+    """Return the turns of a conversation. Raises DataError, which begins with `where`, if the form
+    is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
+    turns = _turns(value, where)
+    check_turns(turns, where)
     if not any(turn.counts for turn in turns):
-        raise DataError(f"{where}: no answer of an assistant in it that counts")
+        raise DataError(f"{where}: no answer of the assistant counts in the loss")
     return turns
 
 
 def check_turns(turns: Iterable[Turn], where: str) -> None:
-    """Raise DataError if user and assistant do not take turns, perhaps after a system's turn, if
-    one is no text, or an answer is empty."""
+    """Raise DataError for roles in a wrong order, a content that is not text, or an empty answer.
+    User and assistant alternate. The first turn may have the role "system"."""
     expected = (SYSTEM, USER)
     for number, (role, content, _) in enumerate(turns, 1):
         place = f"{where}: turn {number}"
@@ -78,7 +84,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
             known = " or ".join(expected)
             raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
         if not isinstance(content, str) or not is_text(content):
-            raise DataError(f"{place} has {_shown(content)} in place of a text")
+            raise DataError(f"{place} has {_shown(content)} instead of a text")
         if role == ASSISTANT and not content.strip():
             raise DataError(f"{place} is an empty answer")
         expected = (ASSISTANT,) if role == USER else (USER,)
@@ -90,7 +96,8 @@ def _shown(value: object) -> str:
 
 def _turns(value: object, where: str) -> list[Turn]:
     keys = KEYS if isinstance(value, dict) else ()
-    given = {key: value[key] for key in keys if value.get(key) is not None}  # null: in a table
+    # A table has null in the columns that a row does not use.
+    given = {key: value[key] for key in keys if value.get(key) is not None}
     for key in LISTS:
         if key in given:
             return _listed_turns(given[key], where)
@@ -99,11 +106,12 @@ def _turns(value: object, where: str) -> list[Turn]:
         if "prompt" in given and answers:
             return _turns_of_prompt(given["prompt"], answers[0])
         if "instruction" in given and "output" in given:
-            asked = "\n\n".join(filter(None, (given["instruction"], given.get("input"))))
-            return [Turn(USER, asked), Turn(ASSISTANT, given["output"])]
+            parts = (given["instruction"], given.get("input"))
+            question = "\n\n".join(part for part in parts if part)
+            return [Turn(USER, question), Turn(ASSISTANT, given["output"])]
     raise DataError(
-        f'{where}: no conversation, which has "conversations", "messages", "prompt" with "chosen" '
-        'or "response", or "instruction" with "output", as texts'
+        f'{where}: no conversation. It needs "conversations", or "messages", or texts in "prompt" '
+        'and "chosen" or "response", or texts in "instruction" and "output"'
     )
 
 
@@ -111,26 +119,26 @@ def _listed_turns(turns: object, where: str) -> list[Turn]:
     with suppress(TypeError, KeyError, AttributeError):
         if all(turn.get("weight") in (None, 0, 1) for turn in turns):
             return [Turn(t["role"], t["content"], t.get("weight") != 0) for t in turns]
-    form = 'list of {"role": ..., "content": ...}, perhaps with "weight": 0 or 1'
-    raise DataError(f"{where}: no {form}, but {_shown(turns)}")
+    form = 'a list of {"role": ..., "content": ...}, each perhaps with "weight": 0 or 1'
+    raise DataError(f"{where}: expected {form}, not {_shown(turns)}")
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
-    # In rm-static a prompt ends with the "Assistant:" of the answer.
     if not prompt.startswith("\n\nHuman:"):
         return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
-    _, *parts = re.split(r"\n\n(Human|Assistant):", prompt)  # "Human", what it says, ...
+    _, *parts = re.split(r"\n\n(Human|Assistant):", prompt)  # "Human", its text, "Assistant", ...
+    # In rm-static a prompt ends with the "Assistant:" of the answer.
     if parts[-2] == "Assistant" and not parts[-1].strip():
         parts = parts[:-2]
     roles = {"Human": USER, "Assistant": ASSISTANT}
-    said = zip(parts[::2], parts[1::2], strict=True)
-    turns = [Turn(roles[who], text.strip()) for who, text in said]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    turns = [Turn(roles[speaker], text.strip()) for speaker, text in pairs]
     return [*turns, Turn(ASSISTANT, answer.strip())]
 
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
-    """Yield a question about each public function, method and class; the answer is its signature
-    or its summary. With both, one in validation could be learned from the other."""
+    """Yield one question about each public function, method and class. The answer is the signature
+    or the summary. With both, the training split could hold an answer of the validation split."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")
@@ -138,10 +146,8 @@ def _about_docstrings(files: list[str]) -> Iterator[Record]:
         if any(part.startswith("_") for part in module.split(".")):
             continue
         try:
-            with open(path, "rb") as file, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # some files misspell escape sequences
-                tree = ast.parse(file.read())
-        except (SyntaxError, ValueError):  # some files hold a mistake on purpose
+            tree = ast.parse(Path(path).read_bytes())
+        except (SyntaxError, ValueError):  # some files are invalid on purpose
             continue
         for line, kind, signature, summary in _documented(tree, module, "function"):
             if signature in seen or summary in seen:

@@ -1,13 +1,13 @@
-"""Raw text: the files of a corpus and the documents in them.
+"""Find the files of a corpus and read their documents.
 
-- `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: one JSON object per line, the document under "text"
-  (MiniMind's format), or under another name.
-- `.csv`, `.parquet`: one document per row, in the column of that name.
-- `.txt`: one document; a long file is cut at line ends into sections that each count as one.
+- `.jsonl`, `.jsonl.gz`, `.jsonl.zst`: each line is a JSON object with the document under "text"
+  (MiniMind's format) or another key.
+- `.csv`, `.parquet`: each row is a document, in the column "text" or another column.
+- `.txt`: the file is one document. A long file is cut at line ends into several documents.
 - a folder: all such files below it, in sorted order.
 - "builtin": the source of Python's standard library, about 12 MB without its tests.
 
-Memory is bounded by one line, section or batch of rows. `.zst` and `.parquet` need pyarrow.
+Memory holds one line, section or batch of rows at a time. `.zst` and `.parquet` need pyarrow.
 """
 
 import csv
@@ -29,43 +29,43 @@ TEXT_COLUMN = "text"
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SUFFIXES = (".txt", *JSONL, ".csv", ".parquet")
 SECTION_BYTES = 16 * 1024
-CHUNK_BYTES, BATCH_ROWS = 1 << 17, 64  # of Parquet, in memory at once
-# A quote that is never closed makes the rest of the file one field.
+CHUNK_BYTES = 1 << 17  # buffer for reading Parquet
+BATCH_ROWS = 64  # rows of Parquet in memory at once
+# Without a limit, a quote that is never closed would make the rest of a .csv one field.
 LONGEST_FIELD = 1 << 26
-SAVE_HINT = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
-# Tests hold deliberate nonsense; the others are installed packages and caches.
+# Folders that are not part of the built-in text: tests, installed packages and caches.
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Record(NamedTuple):
-    """A document as it stands in its file, not yet decoded."""
+    """The bytes of one document in its file, not yet decoded."""
 
     path: str
-    position: int  # a byte in a .txt, else a line or a row, counted from 1
+    position: int  # offset of the first byte in a .txt; else a line or row, counted from 1
     raw: bytes
-    fault: str = ""  # why there is no text in it
-    text_column: str = TEXT_COLUMN  # the name under which a line of JSON has it
+    fault: str = ""  # why the row has no text; empty if it has
+    text_column: str = TEXT_COLUMN  # the key of the text in a line of JSON
 
     @property
     def place(self) -> str:
-        """File and position, for people."""
+        """File and position, for messages."""
         units = {".txt": "byte", ".py": "byte", ".parquet": "row"}
         unit = units.get(Path(self.path).suffix, "line")
         return f"{self.path}, {unit} {self.position}"
 
 
 def text_size(files: Iterable[str]) -> int:
-    """Return the bytes of text, roughly: compression makes it four times smaller."""
-    times = {".gz": 4, ".zst": 4, ".parquet": 4}
-    return sum(os.path.getsize(path) * times.get(Path(path).suffix, 1) for path in files)
+    """Estimate the bytes of text in these files. A compressed file counts four times its size."""
+    factors = {".gz": 4, ".zst": 4, ".parquet": 4}
+    return sum(os.path.getsize(path) * factors.get(Path(path).suffix, 1) for path in files)
 
 
 def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
-    """Return the files of a corpus: a file, a folder, or "builtin". Raises DataError: there are
-    none that can be read."""
+    """Return the paths of a corpus, which is a file, a folder or "builtin".
+    Raises DataError if `source` does not exist or has no file with one of the suffixes."""
     if source == BUILTIN:
-        walk, files = os.walk(sysconfig.get_path("stdlib")), []
-        for folder, subfolders, names in walk:
+        files = []
+        for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
             subfolders[:] = sorted(set(subfolders) - NOT_CORPUS)
             files += [f"{folder}/{name}" for name in sorted(names) if name.endswith(".py")]
         return files
@@ -83,8 +83,8 @@ def find_files(source: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:
 def read_records(
     files: Iterable[str], text_column: str = TEXT_COLUMN, section_bytes: int = SECTION_BYTES
 ) -> Iterator[Record]:
-    """Yield every document of every file; those of a .txt have at most section_bytes. Raises
-    DataError: a file cannot be read, or has no such column."""
+    """Yield every document of every file. A document of a .txt has at most section_bytes.
+    Raises DataError if a file cannot be read or has no column of this name."""
     for path in files:
         try:
             if path.endswith(".csv"):
@@ -93,7 +93,7 @@ def read_records(
                 for number, row in enumerate(parquet_rows(path, (text_column,)), 1):
                     text = row[text_column]
                     raw = text.encode() if isinstance(text, str) else text
-                    fault = "" if isinstance(raw, bytes) else "no text in it"
+                    fault = "" if isinstance(raw, bytes) else "has no text"
                     yield Record(path, number, b"" if fault else raw, fault)
             elif path.endswith(JSONL):
                 opener = {".gz": gzip.open, ".zst": _open_zst}.get(Path(path).suffix, open)
@@ -112,14 +112,15 @@ def _sections(path: str, most: int) -> Iterator[Record]:
     with open(path, "rb") as file:
         while block := file.read(most):
             rest += block
-            while len(rest) > most:  # else perhaps the file ends here, in one section
+            while len(rest) > most:  # a shorter rest may be the last section of the file
                 cut = rest.rfind(b"\n", 0, most) + 1
                 if not cut:  # one very long line: cut between two characters
                     cut = most
                     while cut > most - 4 and rest[cut] & 0xC0 == 0x80:  # inside a character
                         cut -= 1
                 yield Record(path, offset, rest[:cut])
-                offset, rest = offset + cut, rest[cut:]
+                offset += cut
+                rest = rest[cut:]
     if rest:
         yield Record(path, offset, rest)
 
@@ -130,7 +131,7 @@ def _open_zst(path: str, mode: str) -> io.BufferedReader:
 
 def _csv_records(path: str, column: str) -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)
-    # Bytes that are no UTF-8 pass through, until the row's place is known.
+    # Invalid UTF-8 is kept here. `decode` reports it with the number of the line.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         _known_columns(path, (column,), rows.fieldnames or [column])
@@ -141,11 +142,11 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 
 
 def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .parquet file, with those columns among `keys` that it has. Raises
-    DataError: it has none of them, or is damaged."""
+    """Yield the rows of a .parquet file, with the columns of `keys` that it has.
+    Raises DataError if the file has none of these columns or is damaged."""
     arrow = _pyarrow(path)
     try:
-        # With these a row group, which may be the whole file, is read in pieces.
+        # A row group may be the whole file. These two settings read it in pieces.
         with arrow.parquet.ParquetFile(path, buffer_size=CHUNK_BYTES, pre_buffer=False) as file:
             columns = _known_columns(path, keys, file.schema_arrow.names)
             for batch in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
@@ -157,9 +158,11 @@ def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _known_columns(path: str, keys: tuple[str, ...], names: list[str]) -> list[str]:
+    """Return the keys that are among the names of columns. Raises DataError if there are none."""
     if columns := [key for key in keys if key in names]:
         return columns
-    wanted, known = " or ".join(map(repr, keys)), ", ".join(map(repr, names))
+    known = ", ".join(map(repr, names))
+    wanted = " or ".join(map(repr, keys))
     raise DataError(f"{path}: no column {wanted} (--text_column); it has {known}")
 
 
@@ -167,40 +170,41 @@ def _pyarrow(path: str) -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(f"{path}: reading it takes: python -m pip install pyarrow") from error
+        raise DataError(f"{path} needs pyarrow: python -m pip install pyarrow") from error
     return pyarrow
 
 
 def parse(record: Record) -> str:
-    """Return the text of a document. Raises DataError, with its place: there is none."""
+    """Return the text of a document. Raises DataError with its place if it has no text."""
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
         return decode(record)
-    document, name = load_json(record), record.text_column
-    if not isinstance(document, dict) or not isinstance(document.get(name), str):
-        raise DataError(f'{record.place}: no "{name}" with a string in it')
-    return document[name]
+    document = load_json(record)
+    text = document.get(record.text_column) if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{record.place}: no "{record.text_column}" with a string in it')
+    return text
 
 
 def decode(record: Record) -> str:
-    """Return the record as characters, without a byte order mark. Raises DataError, with its place:
-    invalid UTF-8."""
+    """Decode a record, without a byte order mark. Raises DataError if it is not valid UTF-8."""
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
         where = f"{record.place}: not valid UTF-8 {error.start} bytes further"
-        raise DataError(f"{where}: {SAVE_HINT}") from error
+        hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
+        raise DataError(f"{where}: {hint}") from error
     at_start = record.position == (1 if record.path.endswith(JSONL) else 0)
     return text.removeprefix("\ufeff") if at_start else text
 
 
 def load_json(record: Record) -> Any:
-    """Return the value of a line. Raises DataError, with its place: it is not JSON."""
+    """Return the value of a line of JSON. Raises DataError with its place if it is not JSON."""
     text = decode(record)
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails at half a surrogate pair
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
         return value
     except (ValueError, RecursionError) as error:
         raise DataError(f"{record.place}: not JSON ({error})") from error

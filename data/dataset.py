@@ -1,4 +1,4 @@
-"""Prepared data as PyTorch datasets of (tokens, targets) pairs, and their micro-batches."""
+"""PyTorch datasets of prepared data, and a loader of micro-batches."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,12 +18,13 @@ from model.transformer import IGNORE_INDEX
 
 
 class TokenStream(Dataset):
-    """The shards of one split as one stream of tokens, memory-mapped from the start, so that the
-    folder may go during a run. Raises DataError: no sound data of this kind."""
+    """The shards of one split as one stream of tokens.
+    All shards are memory-mapped at once, so the folder may be deleted during a run. Raises
+    DataError if the folder is damaged or holds another kind of data."""
 
-    kind: str  # of data, one of `shards.KINDS`
-    every_target_counts: bool  # none is IGNORE_INDEX
-    lengths: np.ndarray | None = None  # of each sample, in targets; None: all have seq_len
+    kind: str  # one of `shards.KINDS`
+    every_target_counts: bool  # True if no target is IGNORE_INDEX
+    lengths: np.ndarray | None = None  # targets of each sample; None: all samples have seq_len
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         self.folder = Path(folder)
@@ -37,34 +38,36 @@ class TokenStream(Dataset):
         self.bytes_per_token = part["bytes"] / max(1, part.get("answers", part)["tokens"])
         self.vocab_size = self.description["vocab_size"]
         self.tokenizer_path = tokenizer_in(self.folder)
-        # The positions in the stream at which shards begin, and its length.
+        # Position of the first token of each shard; the last entry is the length of the stream.
         self._starts = np.cumsum([0] + [shard["tokens"] for shard in part["shards"]])
         files = [self.folder / shard["file"] for shard in part["shards"]]
         self._shards = [np.memmap(file, self.description["dtype"], mode="r") for file in files]
 
     def __reduce__(self) -> tuple:
-        # Pickled, the maps would carry the data itself along.
+        # A pickled memory map would contain the data. A worker opens the files again.
         return type(self), (self.folder, self.split, self.seq_len)
 
     @property
     def identity(self) -> str:
-        """A hash of everything that training reads of this split."""
-        files = [*self._part["shards"], *filter(None, [self._part.get("answers")])]
+        """A hash of all files of this split."""
+        answers = [self._part["answers"]] if "answers" in self._part else []
+        files = self._part["shards"] + answers
         hashes = "".join(file["sha256"] for file in files)
         return hashlib.sha256(hashes.encode()).hexdigest()[:16]
 
     @property
     def tokens_per_sample(self) -> float:
-        """The mean over all samples, without padding."""
+        """Mean number of tokens in a sample, without padding."""
         return self.seq_len if self.lengths is None else float(self.lengths.mean())
 
     def _read(self, start: int, length: int) -> Tensor:
-        """Return the tokens from position start on, int64 of shape (length,)."""
+        """Return `length` tokens from position `start` of the stream, int64 (length,)."""
         end = start + length
         first = np.searchsorted(self._starts, start, side="right") - 1
         last = np.searchsorted(self._starts, end)
         shards = zip(self._starts[first:last], self._shards[first:last], strict=True)
-        tokens = np.concatenate([shard[max(start - at, 0) : end - at] for at, shard in shards])
+        parts = [shard[max(start - begin, 0) : end - begin] for begin, shard in shards]
+        tokens = np.concatenate(parts)
         if (largest := tokens.max()) >= self.vocab_size:
             raise DataError(
                 f"{self.folder}: damaged, prepare the data again: token id {largest} in "
@@ -74,8 +77,9 @@ class TokenStream(Dataset):
 
 
 class PackedDataset(TokenStream):
-    """Text, cut into sequences of seq_len: sample i is tokens[i·seq_len : (i+1)·seq_len] of the
-    stream, with the targets one token further. Raises NothingFitsError: there is not one."""
+    """Text, cut into sequences of seq_len tokens.
+    Sample i has tokens[i·seq_len : (i+1)·seq_len] of the stream; its targets are one token
+    further. Raises NothingFitsError if the text is shorter than one sample."""
 
     kind = TEXT
     every_target_counts = True
@@ -92,43 +96,39 @@ class PackedDataset(TokenStream):
         return max(0, self.n_tokens - 1) // self.seq_len
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64, (seq_len,). Raises DataError: damage."""
+        """Return (tokens, targets), both int64 (seq_len,). Raises DataError if data are damaged."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         window = self._read(i * self.seq_len, self.seq_len + 1)
         return window[:-1], window[1:]
 
     def documents_of(self, samples: Sequence[int], bos_id: int) -> np.ndarray:
-        """Return the number of the document in which each sample begins, int64, (samples,)."""
-        begins = [
-            start + np.flatnonzero(shard == bos_id)
-            for start, shard in zip(self._starts, self._shards, strict=False)  # one start more
-        ]
+        """Return the number of the document in which each sample begins, int64 (samples,)."""
+        shards = zip(self._starts[:-1], self._shards, strict=True)
+        begins = [start + np.flatnonzero(shard == bos_id) for start, shard in shards]
         positions = np.asarray(samples, np.int64) * self.seq_len
         return np.searchsorted(np.concatenate(begins), positions, side="right") - 1
 
 
 class ConversationSet(TokenStream):
-    """Row i is a conversation from its beginning to the end of its last answer.
-
-    A conversation longer than seq_len targets ends with the last answer that fits. If none does,
-    it is left out. Raises NothingFitsError: there is not one row.
-    """
+    """Conversations, one per row, each from its begin to the end of its last answer.
+    A conversation with more than seq_len targets is cut after the last answer that fits, or left
+    out if no answer fits. Raises NothingFitsError if no row is left."""
 
     kind = CONVERSATIONS
     every_target_counts = False
 
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
-        self._answers = np.empty((0, 3), ANSWER_DTYPE)  # see there
-        if "answers" in self._part:  # else the split is empty
+        self._answers = np.empty((0, 3), ANSWER_DTYPE)  # columns: see `shards.ANSWER_DTYPE`
+        if "answers" in self._part:  # an empty split has no such file
             file = self.folder / self._part["answers"]["file"]
             self._answers = np.memmap(file, ANSWER_DTYPE, mode="r").reshape(-1, 3)
-        begin, said, end = self._answers.T
-        sound = (begin >= 0) & (begin < said) & (said < end) & (end <= self.n_tokens)
+        begin, answer, end = self._answers.T
+        sound = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
         if not sound.all():
             raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
-        # The answers that fit: of row i those from first[i] to before end[i].
+        # Row i has the answers first[i] : end[i], all of which fit into seq_len targets.
         fitting = np.flatnonzero(end - begin <= seq_len + 1)
         begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
         self._first = fitting[rows]
@@ -138,13 +138,13 @@ class ConversationSet(TokenStream):
                 f"{folder}: no conversation of the {split} split has an answer within "
                 f"{seq_len} tokens: use a longer --max_seq_len"
             )
-        self.lengths = end[self._end - 1] - begins - 1  # of each row, in targets
+        self.lengths = end[self._end - 1] - begins - 1  # targets of each row
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
         self.n_left_out = self._part["documents"] - len(self)
 
     @property
     def summary(self) -> str:
-        """The numbers of rows, cut ones and conversations left out."""
+        """How many conversations are used, cut and left out, for the log."""
         rows = f"{counted(len(self), CONVERSATIONS)} within {self.seq_len:,} tokens"
         return f"{rows}, {self.n_cut:,} of them cut after an answer; {self.n_left_out:,} left out"
 
@@ -152,21 +152,21 @@ class ConversationSet(TokenStream):
         return len(self._first)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both int64, (lengths[i],), IGNORE_INDEX where a target is no
-        part of an answer. Raises DataError: damage."""
+        """Return (tokens, targets), both int64 (lengths[i],).
+        Targets outside of answers are IGNORE_INDEX. Raises DataError if the data are damaged."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         answers = self._answers[self._first[i] : self._end[i]]
         begin = answers[0, 0]
         row = self._read(begin, int(self.lengths[i]) + 1)
         targets = torch.full_like(row, IGNORE_INDEX)
-        for said, end in (answers[:, 1:] - begin).tolist():
-            targets[said:end] = row[said:end]
+        for start, end in (answers[:, 1:] - begin).tolist():
+            targets[start:end] = row[start:end]
         return row[:-1], targets[1:]
 
     def collate(self, rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return (tokens, targets), both (rows, longest): padded at their ends, where no target
-        counts, to a multiple, so that few shapes differ, and to at most seq_len."""
+        """Pad rows at their ends and return (tokens, targets), both (rows, length).
+        Padded targets are IGNORE_INDEX. The length is rounded up, so that few shapes occur."""
         multiple = max(8, min(64, self.seq_len // 16))
         longest = max(len(tokens) for tokens, _ in rows)
         length = min(-(-longest // multiple) * multiple, self.seq_len)
@@ -181,9 +181,9 @@ class ConversationSet(TokenStream):
 def micro_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) without an end, both (batch_size, max_seq_len), or as `collate` of
-    the data set makes them. num_workers processes read ahead; 0: none does."""
-    # The loader has a generator of its own, because the global one drives dropout.
+    """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or as `collate` pads them.
+    num_workers processes read ahead; 0 reads in this process."""
+    # The loader needs its own generator. The global generator is for dropout.
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,

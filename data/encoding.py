@@ -1,8 +1,8 @@
-"""Turn records of text or of conversations into documents of tokens, in several processes.
+"""Encode records of text or conversations as tokens, in several processes.
 
-A small text is read several times, and learned by heart. Cut into other pieces each time, it also
-shows how words are spelled. BPE-dropout (Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips
-merges; here finished pieces are split again.
+A small text is read several times, so the model memorises it. Splitting it into other pieces each
+time makes this harder and shows how words are spelled. BPE-dropout (Provilkov et al., 2020,
+arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
 """
 
 import json
@@ -27,18 +27,18 @@ from data.shards import TEXT, token_dtype
 from data.tokenizer import Tokenizer, open_tokenizer
 from data.validation_split import hash_of
 
-BATCH_BYTES = 256 * 1024  # one call of a worker: large against the cost of sending it
-SPLIT_SHARE = 0.1  # of the pieces that are split in each round
-SPLIT_ROUNDS = 2  # a piece that was split may be split again
+BATCH_BYTES = 256 * 1024  # text per call of a worker, enough to outweigh the cost of a call
+SPLIT_SHARE = 0.1  # share of the pieces that is split in each round
+SPLIT_ROUNDS = 2  # the second round may split the parts of the first again
 
 
 class Document(NamedTuple):
     """A text, or a conversation up to the end of its last answer."""
 
-    tokens: list[np.ndarray]  # of each segmentation, with BOS and EOS
-    n_bytes: int  # of the text, or of the answers in it
-    number: int  # its hash, see `ValidationSplit`
-    answers: np.ndarray | None = None  # of a conversation, see `ShardWriter.write`
+    tokens: list[np.ndarray]  # one array per segmentation, with BOS and EOS
+    n_bytes: int  # UTF-8 bytes of the text, or of the answers of a conversation
+    number: int  # hash that `ValidationSplit` uses
+    answers: np.ndarray | None = None  # (answers, 2) for a conversation: see `ShardWriter.write`
 
 
 class Encoded(NamedTuple):
@@ -51,14 +51,15 @@ class Encoded(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _loaded(path: str) -> Tokenizer:
-    # Once in each process, because it takes longer than encoding a batch.
+    # Each process opens the tokenizer once, because that takes longer than encoding a batch.
     return open_tokenizer(path)
 
 
 def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) -> Encoded:
-    """Encode records of this kind with the tokenizer at path, each text cut in as many ways as
-    `segmentations` says, all but the first at random."""
-    tokenizer, values, bad = _loaded(path), [], []
+    """Encode records of a kind with the tokenizer at `path`.
+    Each text is split into pieces in `segmentations` ways; all but the first are random."""
+    tokenizer = _loaded(path)
+    values, bad = [], []
     for record in batch:
         try:
             if kind == TEXT:
@@ -76,12 +77,12 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
 
 def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterator[Document]:
     dtype = token_dtype(tokenizer.vocab_size)
-    # One marker may do both: then the next document's beginning ends this one.
+    # If BOS and EOS are the same piece, the BOS of the next document ends this one.
     end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
         number = hash_of(raw)
-        random = np.random.default_rng(number)  # one text is always cut alike
+        random = np.random.default_rng(number)  # the same text is always split alike
         others = (split_at_random(ids, tokenizer, random) for _ in range(segmentations - 1))
         tokens = [np.array([tokenizer.bos_id, *way, *end], dtype) for way in (ids, *others)]
         yield Document(tokens, len(raw), number)
@@ -89,7 +90,7 @@ def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterat
 
 @lru_cache(maxsize=1)
 def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
-    """Return id → the pairs of ids that spell the same text."""
+    """Map the id of each piece to the pairs of ids that spell the same text."""
     pieces = tokenizer.pieces_of_text
     return {
         id: [
@@ -102,7 +103,7 @@ def ways_to_split(tokenizer: Tokenizer) -> dict[int, list[tuple[int, int]]]:
 
 
 def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generator) -> list[int]:
-    """Return ids of the same text, with some pieces split."""
+    """Return other ids for the same text: each round splits SPLIT_SHARE of the pieces in two."""
     ways_of = ways_to_split(tokenizer)
     for _ in range(SPLIT_ROUNDS):
         found = []
@@ -115,21 +116,21 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # Where counting begins or ends. The last id counts if a tokenizer drops line ends.
+    # Positions at which answers begin and end. The last id counts if a tokenizer drops line ends.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
-    # Without weights: in every form a conversation has the same hash.
+    # The hash leaves out `has_weight`, so a conversation has the same hash in every form.
     said = json.dumps([turn[:2] for turn in turns]).encode()
     return Document([tokens], n_bytes, hash_of(said, digest_size=16), answers)
 
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function of (records, a partial of `encode_batch`) that encodes in batches, in more
-    processes if n_bytes are worth it. Raises DataError: a process was killed."""
+    """Yield a function of (records, a partial of `encode_batch`) that yields encoded batches. Long
+    texts are encoded in `workers` processes. Raises DataError if a process was killed."""
     if n_bytes <= BATCH_BYTES:
-        _loaded.cache_clear()  # the tokenizer before may have had the same path
+        _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))
         return
     pool = ProcessPoolExecutor(
@@ -140,7 +141,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
     )
 
     def encode_all(records: Iterable[Record], encode: Callable) -> Iterator[Encoded]:
-        window = deque()  # pool.map would read the whole corpus ahead
+        window = deque()  # pool.map would read the whole corpus into memory
         for batch in _batches(records):
             window.append(pool.submit(encode, batch))
             if len(window) == 3 * workers:
@@ -149,15 +150,15 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
             yield window.popleft().result()
 
     try:
-        # Processes inherit this while they start, before the initializer runs.
+        # A new process inherits this handler until its initializer runs.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(workers):  # each call starts a process
             pool.submit(os.getpid)
         signal.signal(signal.SIGINT, handler)
         yield encode_all
     except BrokenProcessPool as error:
-        fewer = "perhaps for want of memory: try fewer --workers"
-        raise DataError(f"an encoding process was killed, {fewer}") from error
+        hint = "perhaps memory ran out: try fewer --workers"
+        raise DataError(f"an encoding process was killed, {hint}") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

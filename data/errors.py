@@ -1,11 +1,11 @@
-"""The exceptions of this package: something about the user's data is wrong."""
+"""Exceptions for problems in the user's data."""
 
 from common.errors import UsageError
 
 
 class DataError(UsageError):
-    """Says which file (and line or byte), what is wrong with it, and what to do, in one line."""
+    """A file is wrong. The message has one line: file, line or byte, problem, and what to do."""
 
 
 class NothingFitsError(DataError):
-    """Says that a split has no sample of the length asked for."""
+    """A split has no sample of the requested length."""

@@ -1,8 +1,8 @@
-"""The order in which samples are read: a shuffle that needs no list, divided among processes.
+"""The order in which samples are read: a shuffle without a list, divided among processes.
 
-The position in the data is the number of samples consumed by all processes. The sample there
-depends on it and the seed alone, so training continues with the same samples after a stop, or on
-another number of processes.
+A position is the number of samples that all processes have consumed. The sample at a position
+depends only on the position and the seed, so a run that stopped continues with the same samples,
+also with another number of processes.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def shuffled(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the numbers, int64, at the positions, int64 in [0, n), of the shuffle of range(n) that
-    (seed, epoch) names.
-
-    A Feistel network permutes the numbers below the next power of four; a result of n or more is
-    permuted again (cycle walking; Black and Rogaway, 2002). So a shuffle takes no memory.
-    """
+    """Return the entries at `positions` of a shuffle of range(n) that (seed, epoch) determines.
+    Positions are int64 in [0, n). A Feistel network permutes the numbers below the next power of
+    four. A result of n or more is permuted again (cycle walking; Black and Rogaway, 2002)."""
     half_bits = np.uint64(max(1, -(-int(n - 1).bit_length() // 2)))
     mask = np.uint64((1 << int(half_bits)) - 1)
     keys = np.random.SeedSequence([epoch, seed]).generate_state(ROUNDS, np.uint64)
@@ -48,36 +45,36 @@ BLOCK = 64  # micro-batches whose order is computed at once
 
 @dataclass
 class MicroBatchSampler:
-    """Endless stream of one process's micro-batches, each a list of sample indices. A global batch
-    that reaches past the end of an epoch is filled from the start of the next."""
+    """Endless stream of the micro-batches of one process, each a list of sample indices.
+    The global batch at the end of an epoch is filled with the first samples of the next epoch."""
 
-    n_samples: int  # in the data set
+    n_samples: int  # samples in the data set
     batch_size: int  # samples in a micro-batch of one process
-    rank: int = 0  # of this process
+    rank: int = 0
     world_size: int = 1
-    seed: int = 0  # of the shuffles
-    start: int = 0  # samples consumed before, by all processes together
+    seed: int = 0  # seed of all shuffles
+    start: int = 0  # samples that all processes together have consumed before
 
     def __iter__(self) -> Iterator[list[int]]:
         stride = self.world_size * self.batch_size
         first = self.start + self.rank * self.batch_size
-        # A block at a time: eight numbers cost as much as a thousand.
+        # One call for a block, because shuffling 8 numbers takes as long as shuffling 1,000.
         block = first + stride * np.arange(BLOCK)[:, None] + np.arange(self.batch_size)
         while True:
             yield from self.indices(block).tolist()
             block += BLOCK * stride
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions of the stream of all epochs."""
-        return _in_rounds(
-            positions,
-            self.n_samples,
-            lambda epoch, within: shuffled(within, self.n_samples, self.seed, epoch),
-        )
+        """Return the samples at these positions; epoch follows epoch."""
+
+        def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
+            return shuffled(within, self.n_samples, self.seed, epoch)
+
+        return _in_rounds(positions, self.n_samples, of_epoch)
 
 
 def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarray:
-    """Return of_round(round, positions within it) for each round of that size."""
+    """Cut positions into rounds of `size`, and call of_round(round, positions in it) for each."""
     rounds, within = np.divmod(positions, size)
     out = np.empty_like(positions)
     for number in np.unique(rounds):
@@ -86,27 +83,25 @@ def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarr
     return out
 
 
-WINDOW = 32  # global batches that are sorted by length together
+WINDOW = 32  # number of global batches whose samples are sorted by length together
 
 
 @dataclass(kw_only=True)
 class LengthSampler(MicroBatchSampler):
-    """A stream in which rows of like length share a global batch, so that little is padding.
+    """A stream whose global batches hold rows of similar length, to save padding.
+    The shuffled samples are cut into windows. The samples of a window are sorted by length and cut
+    into global batches, which are shuffled. A global batch is the same for any world_size."""
 
-    The shuffled epochs are cut into windows, whose samples are sorted by length and cut into
-    global batches, which are shuffled. However one is divided, it is the same.
-    """
-
-    lengths: np.ndarray  # of all samples
-    global_batch: int  # samples of one step, of all processes together
+    lengths: np.ndarray  # length of each sample
+    global_batch: int  # samples of one step, on all processes together
 
     def __post_init__(self):
-        # A window over two epochs would bring copies together.
+        # A window over two epochs would put both copies of a sample side by side.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions of the stream of all windows."""
+        """Return the samples at these positions; window follows window."""
         batches, size = self._shape
 
         def of_window(window: int, within: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Turn text files into token shards: train the tokenizer, encode in several processes, write.
 
-Documents are written one after the other as BOS, text, EOS; training cuts the stream into
-sequences, so that no position is padding.
+The shards hold BOS, text, EOS of each document in turn. Training cuts this stream into sequences,
+so no position is padding.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
-# Three times as much would save 1% of the tokens.
+# A tokenizer trained on three times as much text saves only 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-# Of the built-in conversations: the size of their source tells nothing.
+# Share of the built-in conversations for validation: they are much smaller than their source.
 BUILTIN_VAL_FRACTION = 0.1
 
 
@@ -39,12 +39,12 @@ class Suited(NamedTuple):
     below: float
     vocab_size: int
     val_fraction: float
-    section_bytes: int  # a longer .txt is cut into documents of that size
-    segmentations: int  # see data/encoding.py
+    section_bytes: int  # a longer .txt is cut into documents of this size
+    segmentations: int  # see `data.encoding`
 
 
-# A small text is learned by heart before a large vocabulary is learned at all, and one document
-# of sixteen kilobytes is no validation.
+# A model memorises a small text before it learns a large vocabulary. One document of 16 KiB would
+# be too little validation text.
 BY_SIZE = (
     Suited(500e3, 512, 0.1, 1 << 10, 7),
     Suited(4e6, 2048, 0.1, 2 << 10, 7),
@@ -55,26 +55,26 @@ BY_SIZE = (
 
 
 def suited_to(files: Iterable[str]) -> Suited:
-    """Return the settings for these files. They go in steps: a text may grow and keep them."""
+    """Return the settings for these files. A text that grows a little usually keeps them."""
     n_bytes = text_size(files)
     return next(suited for suited in BY_SIZE if n_bytes < suited.below)
 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Settings for text or conversations. None: what suits the text's size."""
+    """Settings for text or conversations. None means: choose by the size of the text."""
 
-    vocab_size: int | None  # None: also fewer, if the text holds no more
+    vocab_size: int | None  # None: the tokenizer may also get fewer pieces
     val_fraction: float | None
     workers: int
     skip_bad_lines: bool
-    tokenizer: str | None = None  # path of an existing one; None: train one, of text
+    tokenizer: str | None = None  # path of a tokenizer; None: train one on the text
     text_column: str = TEXT_COLUMN  # see `read_records`
-    segmentations: int | None = 1  # ways to cut a training document into pieces
-    kind: str = TEXT  # see `shards.KINDS`
+    segmentations: int | None = 1  # ways to split a training document into pieces
+    kind: str = TEXT  # one of `shards.KINDS`
 
     def share(self, files: list[str]) -> float:
-        """Return the share of the documents that is for validation."""
+        """Return the share of documents for validation."""
         if self.val_fraction is not None:
             return self.val_fraction
         if self.kind == CONVERSATIONS and files[0].endswith(".py"):
@@ -82,11 +82,11 @@ class PackingOptions:
         return suited_to(files).val_fraction
 
     def ways(self, files: list[str]) -> int:
-        """Return in how many ways each training document is cut into pieces."""
+        """Return in how many ways each training document is split into pieces."""
         return self.segmentations or suited_to(files).segmentations
 
     def records(self, files: list[str]) -> Iterator[Record]:
-        """Yield everything there is to encode."""
+        """Yield all records of the files."""
         if self.kind == CONVERSATIONS:
             return conversation_records(files)
         return read_records(files, self.text_column, suited_to(files).section_bytes)
@@ -95,15 +95,12 @@ class PackingOptions:
 def prepare(
     files: list[str], out: Path, options: PackingOptions, progress: Callable[[int], None]
 ) -> dict:
-    """Write tokenizer, shards and description of these files into the folder out, which replaces
-    an older one when all is on the disk. `progress` is called with the bytes just encoded.
-
-    Returns the contents of dataset.json. Raises DataError: about the text. OSError: about the
-    disk. Nothing is left behind then.
-    """
-    # Before reading: a file that changes meanwhile counts as changed.
+    """Write tokenizer, shards and description into the folder `out`; return the description.
+    `progress` is called with the number of bytes just encoded. Raises DataError for problems of the
+    text, OSError for problems of the disk. An error leaves nothing behind."""
+    # Taken before reading, so that a file which changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
-    # The processes start while the tokenizer is trained.
+    # The encoding processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
         if options.tokenizer is not None:
             copy_tokenizer(options.tokenizer, folder)
@@ -125,7 +122,7 @@ def prepare(
         written = write(split)
         empty = split.share > 0 and not written["splits"]["val"]["documents"]
         if empty and split.least < split.greatest:
-            # A corpus this small holds out the document with the least hash.
+            # A small corpus may have no document below the share: take the one of the least hash.
             for path in folder.glob("train-*.bin"):
                 path.unlink()
             written = write(ValidationSplit(math.nextafter(split.least, 1)))
@@ -146,9 +143,10 @@ def prepare(
 
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
-    """Return what a prepared folder is made from; equal descriptions make equal shards."""
+    """Describe files and settings. Equal descriptions lead to equal shards.
+    Raises DataError if the tokenizer cannot be read, OSError if a file cannot."""
     if options.tokenizer is not None:
-        open_tokenizer(options.tokenizer)  # a wrong file is refused before the work
+        open_tokenizer(options.tokenizer)  # refuse a wrong file before any work
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
     listing = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return {
@@ -167,11 +165,11 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents chosen by a checksum; the first ones if that
-    chooses none of a few long ones."""
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums; else the first ones."""
     size = TOKENIZER_SAMPLE_BYTES
-    # The first limit is for an estimate that was off, and for documents that repeat.
-    for threshold, limit in ((2**32 * size / max(text_size(files), 1), 2 * size), (2**32, size)):
+    chosen = 2**32 * size / max(text_size(files), 1)
+    # The limit of 2 * size is reached if text_size is wrong or documents repeat.
+    for threshold, limit in ((chosen, 2 * size), (2**32, size)):
         taken = 0
         for record in options.records(files):
             if zlib.crc32(record.raw) >= threshold:
@@ -197,7 +195,7 @@ def _write_splits(
     options: PackingOptions,
     progress: Callable[[int], None],
 ) -> dict:
-    """Write the shards of both splits; return their part of the description."""
+    """Write the shards of both splits, and return their part of the description."""
     n_bad, first_bad = 0, None
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:

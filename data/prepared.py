@@ -1,4 +1,4 @@
-"""Folders of prepared data: their names, and when one serves again or may be replaced."""
+"""Folders of prepared data: how they are named, and when they are used again or replaced."""
 
 import hashlib
 from contextlib import suppress
@@ -13,8 +13,8 @@ from data.tokenizer import tokenizer_hash
 
 
 def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
-    """Return out/data/NAME, where NAME is that of the file or folder without its suffix, and a hash
-    of the flags with which it is prepared, if any."""
+    """Return the folder for prepared data: out/data/ and the data's name without its suffix.
+    With `flags` a hash of them follows the name. Conversations end in "-chat"."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
@@ -24,10 +24,9 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
 
 
 def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
-    """Return the folder for conversations: each file and tokenizer has one of its own. Raises
-    DataError: there is no such tokenizer."""
+    """Return the folder for conversations. Raises DataError if the tokenizer does not exist."""
     if not tokenizer.is_file():
-        raise DataError(f"{tokenizer}, the tokenizer of the model, is not there")
+        raise DataError(f"{tokenizer}, the tokenizer of the model, is missing")
     words = [tokenizer_hash(tokenizer), flags]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
@@ -37,14 +36,11 @@ def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> P
 def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
-    """Return in words how `out` holds these files prepared already; None if it has to be written.
-
-    With `reuse`, the same text with other settings serves too; with `overwrite`, other data may be
-    replaced. Raises UsageError: `out` must not be written over. DataError, OSError: see
-    `describe_sources`.
-    """
+    """Return a sentence if the folder `out` holds these files already, None if it must be written.
+    `reuse` accepts the same text with other settings. `overwrite` allows other data to be replaced.
+    Raises UsageError if `out` must not be replaced; DataError and OSError as `describe_sources`."""
     source, stored = describe_sources(files, options), {}
-    with suppress(DataError, OSError, KeyError):  # there is nothing, or it is damaged
+    with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)
         if description["tokenizer_sha256"] == tokenizer_hash(out):
             stored = description["prepared_from"]
@@ -55,10 +51,10 @@ def find_prepared(
     if any(out.resolve() in Path(path).resolve().parents for path in files):
         raise UsageError(f"--out {out} holds the text itself: choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / DESCRIPTION_FILE).exists():
-        raise UsageError(f"--out {out} exists and is no prepared data: choose another folder")
+        raise UsageError(f"--out {out} exists and is not prepared data: choose another folder")
     same_name = reuse and stored.get("source", source["source"]) == source["source"]
     if out.exists() and not (overwrite or same_name):
-        made_of = stored.get("source", "something else")
+        made_of = stored.get("source", "an unknown source")
         raise UsageError(
             f"{out} holds data made of {made_of}, perhaps with other settings: "
             "pass --overwrite to replace it, or another --out"

@@ -1,4 +1,4 @@
-"""Token shards on disk: raw little-endian integers, described by one dataset.json beside them."""
+"""Token shards on disk: files of little-endian integers, and dataset.json, which describes them."""
 
 import hashlib
 import json
@@ -12,19 +12,19 @@ DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
 SPLITS = ("train", "val")
 KINDS = TEXT, CONVERSATIONS = ("text", "conversations")
-# Three numbers of this type per answer, positions in the stream: the begin of its conversation,
-# its own begin and end.
+# An answer is stored as three positions in the stream of tokens: the begin of its conversation,
+# the begin of the answer and its end.
 ANSWER_DTYPE = np.dtype("<i8")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 while every id fits, uint32 beyond; little-endian on every machine."""
+    """Return little-endian uint16 if every id fits, else uint32."""
     return np.dtype("<u2") if vocab_size <= 65_535 else np.dtype("<u4")
 
 
 class ShardWriter:
-    """Append documents to the shards of one split, which end after shard_tokens tokens, and the
-    places of answers to a file of their own."""
+    """Write the documents of one split into shards, and the positions of answers into one file.
+    A shard ends after the document that reaches shard_tokens."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int):
         self.folder = folder
@@ -34,11 +34,11 @@ class ShardWriter:
         self.documents = self.bytes = self.tokens = 0
         self.shards: list[dict] = []
         self.answers = {"file": f"{split}-answers.bin", "count": 0, "tokens": 0}
-        self._files: dict[str, tuple] = {}  # name → file, and the SHA-256 of what it holds
+        self._files: dict[str, tuple] = {}  # name → (open file, SHA-256 of its content)
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write one document. The answers of a conversation begin and end in its tokens at
-        `answers`, (answers, 2)."""
+        """Write the tokens of one document, which stand for n_bytes of text.
+        `answers`, (answers, 2), are begin and end of each answer in the tokens."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
@@ -54,7 +54,7 @@ class ShardWriter:
         self.tokens += len(tokens)
 
     def close(self) -> dict:
-        """Close the files; return the description of this split."""
+        """Close the files, and return the description of this split."""
         for listed in [*self.shards, *([self.answers] if self.answers["count"] else [])]:
             file, sha256 = self._files[listed["file"]]
             file.close()
@@ -71,13 +71,12 @@ class ShardWriter:
         if name not in self._files:
             self._files[name] = open(self.folder / name, "wb"), hashlib.sha256()  # noqa: SIM115
         file, sha256 = self._files[name]
-        file.write(data := array.tobytes())
-        sha256.update(data)
+        file.write(array)
+        sha256.update(array)
 
 
 def read_description(folder: str | Path) -> dict:
-    """Return the contents of a prepared folder's dataset.json. Raises DataError: it is missing, or
-    contradicts the files."""
+    """Read dataset.json of a prepared folder. Raises DataError if it is missing or damaged."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
@@ -88,7 +87,7 @@ def read_description(folder: str | Path) -> dict:
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))
-        description.setdefault("kind", TEXT)  # older ones do not say it
+        description.setdefault("kind", TEXT)  # older versions did not write it
         _check(folder, description)
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         problem = f"damaged or another version ({type(error).__name__}: {error})"
@@ -97,7 +96,7 @@ def read_description(folder: str | Path) -> dict:
 
 
 def _check(folder: Path, description: dict) -> None:
-    """Raise an error if a file is of another size than this version's description says."""
+    """Raise an error if the format is unknown or a file has another size than described."""
     dtype = token_dtype(description["vocab_size"])
     known = description["format"] == FORMAT and description["kind"] in KINDS
     if not known or description["dtype"] != dtype.str:

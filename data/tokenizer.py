@@ -1,5 +1,5 @@
-"""Tokenizers: SentencePiece's lossless BPE, which is trained here, and the byte-level BPE in a
-tokenizer.json that most other models have."""
+"""Two tokenizers: `Tokenizer` reads SentencePiece models, which this project trains;
+`JsonTokenizer` reads byte-level BPE, the tokenizer.json of most other models."""
 
 import hashlib
 import json
@@ -13,25 +13,25 @@ from tokenizers import decoders, models
 
 from data.errors import DataError
 
-TOKENIZER_FILE = "tokenizer.model"  # SentencePiece's
+TOKENIZER_FILE = "tokenizer.model"  # a SentencePiece model
 TOKENIZER_JSON = "tokenizer.json"
-MARKERS_FILE = "tokenizer_config.json"  # beside it: which pieces begin and end a document
+MARKERS_FILE = "tokenizer_config.json"  # names the pieces that begin and end a document
 TOKENIZER_FILES = (TOKENIZER_FILE, TOKENIZER_JSON, MARKERS_FILE)
 SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
-# Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes visible bytes as
-# themselves, others as the characters from 256 on.
+# Character → byte, as in GPT-2's `bytes_to_unicode`: byte-level BPE writes a visible byte as
+# itself, and every other byte as a character from 256 on.
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
-# Preparation has processes enough, and threads of the package do not outlive a fork.
+# Preparation runs one process per core already, and the package's threads do not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Text to ids and back, exactly, with a SentencePiece model. Raises DataError: the file is no
-    model with begin and end pieces."""
+    """Encode text with a SentencePiece model, and decode the ids to exactly the same text.
+    Raises DataError if the file is not a model with the pieces <s> and </s>."""
 
-    _space = SPACE_SYMBOL  # as pieces spell it
+    _space = SPACE_SYMBOL  # how pieces spell a space
 
     def __init__(self, path: str | Path):
         self.path = str(path)
@@ -43,7 +43,7 @@ class Tokenizer:
         self.bos_id, self.eos_id = self._model.bos_id(), self._model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
             raise DataError(f"{path}: has no <s> and </s> pieces")
-        # A literal U+2581 would come back as a space, so it is spelled in bytes.
+        # A literal U+2581 would be decoded as a space, so it is encoded as three byte pieces.
         names = [f"<0x{byte:02X}>" for byte in SPACE_SYMBOL.encode()]
         self._space_symbol_ids = [self._model.piece_to_id(name) for name in names]
 
@@ -55,24 +55,27 @@ class Tokenizer:
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Piece → id of all pieces that stand for text, not for a byte or a marker."""
-        model, ids = self._model, range(self.vocab_size)
-        others = (model.is_byte, model.is_control, model.is_unknown)
-        return {model.id_to_piece(id): id for id in ids if not any(is_one(id) for is_one in others)}
+        """Map every piece that stands for text, not for a byte or a marker, to its id."""
+        model = self._model
+        found = {}
+        for id in range(self.vocab_size):
+            if not (model.is_byte(id) or model.is_control(id) or model.is_unknown(id)):
+                found[model.id_to_piece(id)] = id
+        return found
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the text, without begin and end pieces."""
         return self.encode_batch([text])[0]
 
     def encode_prompt(self, text: str) -> tuple[list[int], list[int]]:
-        """Return the ids of a text to continue, with the begin piece, and the ids that may come
-        next, [] for all. A space at the end is left to the next piece: pieces of words begin with
-        one."""
+        """Return <s> and the ids of a text to continue, and the ids that may come next ([]: all). A
+        space at the end is not encoded: the next piece must begin with the space."""
         if text.endswith(" ") and self.ids_with_space:
             return [self.bos_id, *self.encode(text[:-1])], self.ids_with_space
         return [self.bos_id, *self.encode(text)], []
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text, without begin and end pieces."""
         batch = self._model.encode(texts)
         for i, text in enumerate(texts):
             if SPACE_SYMBOL in text and self._model.unk_id() not in self._space_symbol_ids:
@@ -82,13 +85,13 @@ class Tokenizer:
         return batch
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of the ids, without markers. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the ids, without markers. Invalid UTF-8 becomes U+FFFD."""
         return self._model.decode([id for id in ids if id < self.vocab_size])
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json with byte-level BPE, as SmolLM2 and Llama 3 have, and MARKERS_FILE beside
-    it. A marker's name in a text is text. Raises DataError: a file is of another kind."""
+    """A tokenizer.json with byte-level BPE, as of SmolLM2 and Llama 3, with a MARKERS_FILE.
+    The name of a marker in a text is encoded as text. Raises DataError for another kind of file."""
 
     _space = "\u0120"
 
@@ -96,24 +99,24 @@ class JsonTokenizer(Tokenizer):
         self.path = str(path)
         try:
             self._model = tokenizers.Tokenizer.from_file(self.path)
-        except Exception as error:  # the package knows no other class
+        except Exception as error:  # the package raises no narrower class
             raise DataError(f"{path}: not a tokenizer.json ({error})") from error
         kinds = (type(self._model.model), type(self._model.decoder))
         if kinds != (models.BPE, decoders.ByteLevel):
-            raise DataError(f"{path}: only byte-level BPE is read")
+            raise DataError(f"{path}: only byte-level BPE can be read")
         self._model.no_truncation()
         self._model.no_padding()
-        self._model.encode_special_tokens = True  # as text
+        self._model.encode_special_tokens = True  # encode the names of markers as text
         markers = read_markers(path)
         self.bos_id, self.eos_id = map(self._model.token_to_id, markers.values())
         if None in (self.bos_id, self.eos_id):
             names = " or ".join(markers.values())
-            raise DataError(f"{path}: has no piece {names}, which {MARKERS_FILE} names")
+            raise DataError(f"{path} has no piece {names}, which {MARKERS_FILE} names")
         self.vocab_size = max(self._model.get_vocab().values()) + 1
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Piece → id, spelled in BYTE_ALPHABET: a piece may end within a character."""
+        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may end in a character."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 
@@ -126,13 +129,13 @@ class JsonTokenizer(Tokenizer):
 
 
 def tokenizer_in(folder: Path) -> Path:
-    """Return the path of the tokenizer of a folder; it may not exist."""
+    """Return the path of the tokenizer in a folder. The file may be missing."""
     has_json = (folder / TOKENIZER_JSON).exists() and not (folder / TOKENIZER_FILE).exists()
     return folder / (TOKENIZER_JSON if has_json else TOKENIZER_FILE)
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open the tokenizer of a file or folder. Raises DataError: it cannot be read."""
+    """Open the tokenizer of a file or folder. Raises DataError if it cannot be read."""
     path = _file(path)
     if not path.is_file():
         raise DataError(f"{path}: no such tokenizer file")
@@ -140,8 +143,8 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """Return the pieces that begin ("bos_token") and end ("eos_token") a document; one may do both.
-    Raises DataError: MARKERS_FILE beside the tokenizer.json does not name them."""
+    """Return "bos_token" and "eos_token", the pieces that begin and end a document. A missing
+    bos_token is the eos_token. Raises DataError if MARKERS_FILE has no eos_token."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -150,12 +153,12 @@ def read_markers(path: str | Path) -> dict[str, str]:
         if not isinstance(end, str) or not isinstance(begin, str | None):
             raise ValueError("no eos_token")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{beside}: no piece that ends a document ({error})") from error
+        raise DataError(f"{beside} names no piece that ends a document ({error})") from error
     return {"bos_token": begin or end, "eos_token": end}
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return name → content of a tokenizer's files. Raises DataError, OSError: one is missing."""
+    """Map file names to contents. Raises DataError or OSError if a file is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

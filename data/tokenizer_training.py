@@ -1,4 +1,4 @@
-"""Train a tokenizer: SentencePiece's BPE, from whose ids any text comes back exactly."""
+"""Train a SentencePiece BPE tokenizer whose ids decode to exactly the same text."""
 
 import io
 import re
@@ -13,18 +13,16 @@ from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL
 
 UNK_ID, BOS_ID, EOS_ID = 0, 1, 2
-RESERVED_PIECES = 3 + 256  # unknown, begin, end of document; one piece per byte
+RESERVED_PIECES = 3 + 256  # <unk>, <s>, </s>, and one piece per byte
 LEAST_VOCABULARY = RESERVED_PIECES + 3
 
 
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
-    """Train a BPE tokenizer on texts and write it to path; one of fewer pieces if it may shrink.
-
-    At most half of the vocabulary goes to single characters, rarer ones are spelled in bytes.
-    Raises DataError: vocab_size does not hold the bytes, or is more than the texts can fill.
-    """
+    """Train a BPE tokenizer on texts and write it to `path`. At most half of the pieces are single
+    characters; rarer ones are spelled in bytes. With may_shrink a short text gets fewer pieces.
+    Raises DataError if vocab_size is too small for the bytes or too large for the texts."""
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")
@@ -32,7 +30,7 @@ def train_tokenizer(
         raise DataError(f"vocab_size {vocab_size} is too small: pass --vocab_size 300 or more")
     size = vocab_size
     while isinstance(model := _train(texts, size), int):
-        size = model  # may be too many again, because fewer characters get pieces
+        size = model  # may be too large again, because now fewer characters get pieces
         if size < LEAST_VOCABULARY:
             raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
@@ -43,11 +41,11 @@ def train_tokenizer(
 
 
 def _train(texts: list[str], vocab_size: int) -> bytes | int:
-    """Return the model, or for how many pieces the texts suffice."""
+    """Return the model, or the largest vocabulary if the texts are too short for vocab_size."""
     counts = Counter(chain.from_iterable(texts))
     room = max(1, (vocab_size - RESERVED_PIECES) // 2)
-    # SentencePiece reserves NUL for itself.
     rare = [char for char, _ in counts.most_common()[room:]]
+    # SentencePiece reserves NUL for itself.
     in_bytes = str.maketrans(dict.fromkeys([*rare, "\0", SPACE_SYMBOL], "\n"))
     lines = (line for text in texts for line in text.translate(in_bytes).splitlines(True))
     model = io.BytesIO()
@@ -58,7 +56,7 @@ def _train(texts: list[str], vocab_size: int) -> bytes | int:
             model_type="bpe",
             vocab_size=vocab_size,
             character_coverage=1.0,
-            required_chars=SPACE_SYMBOL,  # without a piece of its own, a space decodes to U+2581
+            required_chars=SPACE_SYMBOL,  # without its own piece, a space decodes to U+2581
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,

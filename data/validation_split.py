@@ -1,6 +1,6 @@
-"""The validation split: a document is held out if its hash lies below the share asked for.
+"""The validation split: a document is held out if its hash is below the share.
 
-The same text always falls on the same side, wherever it stands and whatever stands beside it.
+The split of a document depends only on its text, not on its file or on other documents.
 """
 
 import hashlib
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 
 
 def hash_of(content: bytes, digest_size: int = 8) -> int:
-    """Return 64 bits of BLAKE2b; each digest_size makes another hash."""
+    """Return 64 bits of the BLAKE2b hash. Every digest_size gives other bits."""
     digest = hashlib.blake2b(content, digest_size=digest_size).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 @dataclass
 class ValidationSplit:
-    """Divide documents by their hashes over 2^64, and remember the extremes."""
+    """Divide documents between training and validation by hash / 2^64."""
 
-    share: float  # of the documents, in [0, 1)
-    least: float = 2.0
-    greatest: float = -1.0
+    share: float  # share of documents for validation, in [0, 1)
+    least: float = 2.0  # the least hash / 2^64 so far
+    greatest: float = -1.0  # the greatest hash / 2^64 so far
 
     def takes(self, number: int) -> bool:
-        """Return whether the document with this hash is for validation."""
+        """Return True if the document with this hash is for validation."""
         place = number / 2**64
         self.least = min(self.least, place)
         self.greatest = max(self.greatest, place)

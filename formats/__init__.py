@@ -1,1 +1,1 @@
-"""Weights and tokenizers on disk, in this project's form and in those of others."""
+"""Read and write weights and tokenizers in the forms of this project and of others."""

@@ -1,4 +1,4 @@
-"""A model and its tokenizer in one GGUF file, for llama.cpp and what is built on it."""
+"""Write a model and its tokenizer into one GGUF file for llama.cpp and programs built on it."""
 
 import errno
 import os
@@ -20,12 +20,12 @@ from model.transformer import Transformer
 
 
 def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> None:
-    """Add the parameters by their names in GGUF, a tied matrix once; norms stay f32. Raises
-    UsageError: the type cannot hold a value, or rows of this length."""
+    """Add the parameters under their GGUF names. Norms stay f32; a tied matrix is added once.
+    Raises UsageError if the type cannot hold a value or rows of this length."""
     config = model.config
     if config.rope_scaling:
         rope = config.head_dim, config.rope_theta
-        # (head_dim/2,): by how much each frequency is slowed down
+        # (head_dim/2,): the factor by which each frequency is slower
         slower = rotary_frequencies(*rope) / rotary_frequencies(*rope, config.rope_scaling)
         writer.add_tensor("rope_freqs.weight", slower.numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layers)
@@ -35,14 +35,16 @@ def add_tensors(writer: gguf.GGUFWriter, model: Transformer, wanted: str) -> Non
         kind = gguf.GGMLQuantizationType["F32" if values.ndim == 1 else wanted.upper()]
         try:
             stored = gguf.quantize(values, kind)
-        except gguf.QuantError as error:  # a row is no whole number of blocks
-            raise UsageError(f"{name}: {error}: --type f16 takes rows of any length") from error
+        except gguf.QuantError as error:
+            rows = f"rows of {values.shape[-1]} numbers, q8_0 needs a multiple of 32"
+            raise UsageError(f"{name} has {rows}: pass --type f16") from error
         if not np.isfinite(gguf.dequantize(stored, kind)).all():
             raise UsageError(f"{name} does not fit into {wanted}: --type f32 keeps it exactly")
         writer.add_tensor(name, stored, raw_dtype=kind)
 
 
 def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
+    """Add the settings of the model."""
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_seq_len)
     writer.add_embedding_length(config.dim)
@@ -60,34 +62,35 @@ def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
 def add_vocabulary(
     writer: gguf.GGUFWriter, vocabulary: ModelProto, tokenizer: Tokenizer, size: int
 ) -> None:
-    """Add the pieces, then unused ones up to `size`, the model's vocabulary."""
-    pieces, n_extra = vocabulary.pieces, size - len(vocabulary.pieces)
+    """Add the pieces, and unused pieces up to `size`, the vocabulary of the model."""
+    pieces = vocabulary.pieces
+    n_extra = size - len(pieces)
     writer.add_tokenizer_model("llama")  # GGUF's name for SentencePiece BPE
     writer.add_tokenizer_pre("default")
     writer.add_token_list([p.piece for p in pieces] + [f"[PAD{i}]" for i in range(n_extra)])
     writer.add_token_scores([p.score for p in pieces] + [0.0] * n_extra)
-    # The kinds of pieces have SentencePiece's numbers.
+    # GGUF and SentencePiece number the types of pieces alike.
     writer.add_token_types([p.type for p in pieces] + [gguf.TokenType.UNUSED] * n_extra)
     writer.add_unk_token_id(vocabulary.trainer_spec.unk_id)
     writer.add_bos_token_id(tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_add_bos_token(True)  # every document of the training began with it
+    writer.add_add_bos_token(True)  # every document in training began with BOS
     writer.add_add_eos_token(False)
     writer.add_add_space_prefix(vocabulary.normalizer_spec.add_dummy_prefix)
     writer.add_remove_extra_whitespaces(False)
 
 
-@np.errstate(all="ignore")  # add_tensors refuses what overflows
+@np.errstate(all="ignore")  # add_tensors refuses values that overflow
 def export_gguf(
     model: Transformer, tokenizer: Tokenizer, out: Path, file_type: str, chat: bool = False
 ) -> str:
-    """Write a model, with matrices in f32, f16 or q8_0, and its tokenizer, with `chat` its
-    template too, into one GGUF file; return a summary for the user. Raises UsageError: weights or
-    a tokenizer that it cannot hold. OSError: the disk is full."""
+    """Write a model and its tokenizer into one GGUF file, and return a summary for the user.
+    Matrices have the type `file_type`: f32, f16 or q8_0. `chat` adds the chat template. Raises
+    UsageError if GGUF cannot hold the weights or the tokenizer, OSError if the disk is full."""
     if isinstance(tokenizer, JsonTokenizer):
         raise DataError(
-            f"{tokenizer.path}: only SentencePiece is written into GGUF here: llama.cpp's "
-            "convert_hf_to_gguf.py makes the file of what scripts.export_hf writes"
+            f"{tokenizer.path}: export_gguf writes SentencePiece only: run scripts.export_hf, "
+            "then llama.cpp's convert_hf_to_gguf.py on its folder"
         )
     writer = gguf.GGUFWriter(None, "llama")
     writer.add_name(out.stem)
@@ -106,7 +109,7 @@ def export_gguf(
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
     except OSError as error:
-        number = error.errno or errno.ENOSPC  # numpy gives none after a short write
+        number = error.errno or errno.ENOSPC  # numpy sets no errno after a short write
         raise OSError(number, os.strerror(number), str(out)) from error
     finally:
         writer.close()

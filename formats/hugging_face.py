@@ -1,8 +1,8 @@
-"""This model as Hugging Face's Llama: names of weights, rotation of positions, settings, tokenizer.
+"""Convert a model to Hugging Face's Llama and back: weights, settings and tokenizer.
 
-Rotary embedding turns pairs of a head's channels: here, as in Llama's own release, neighbours
-(0, 1), (2, 3), …; there channel j with j + head_dim/2. So the rows of wq and wk, which make these
-channels, change places. Nothing else differs.
+Rotary embedding rotates pairs of channels of a head. Here, as in Llama's own release, a pair is
+(0, 1), (2, 3), …; in Hugging Face's Llama it is (j, j + head_dim/2). The rows of wq and wk, which
+compute these channels, are therefore reordered. All other weights are equal.
 """
 
 import re
@@ -29,7 +29,7 @@ from formats.tokenizer_json import convert, without_escapes
 from model.config import LMConfig
 from model.transformer import Transformer
 
-# Ours (Llama's own release) → Hugging Face's.
+# Names of weights: ours (as in Llama's own release) → Hugging Face's.
 OUTER = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -49,7 +49,7 @@ IN_LAYER = {
 
 
 def split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of wq or wk, (heads · head_dim, dim), from neighbours to halves of heads."""
+    """Reorder rows of wq or wk, (heads · head_dim, dim), from our pairs to Hugging Face's."""
     rows = weight.unflatten(0, (heads, -1, 2))  # (heads, head_dim/2, 2, dim)
     return rows.transpose(1, 2).reshape_as(weight)
 
@@ -61,12 +61,12 @@ def join_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """Return the number of heads of wq or wk by its name; None for any other weight."""
+    """Return the number of heads if the name is that of a wq or wk, else None."""
     return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
 
 
 def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights (a tied matrix once) to Hugging Face's names, with wq and wk reordered."""
+    """Rename weights to Hugging Face's names, and reorder the rows of wq and wk."""
     renamed = {}
     for name, weight in weights.items():
         heads = rotated_heads(name, config)
@@ -75,37 +75,35 @@ def to_llama(config: LMConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def llama_name(name: str) -> str:
-    """Turn our name of a weight into Hugging Face's."""
+    """Return Hugging Face's name of a weight."""
     if layer := re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name):
         return f"model.layers.{layer[1]}.{IN_LAYER[layer[2]]}.weight"
     return OUTER[name]
 
 
 def our_name(name: str, source: str) -> str:
-    """Turn Hugging Face's name of a weight into ours. Raises WeightsError: no Llama has it."""
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    for ours, theirs in IN_LAYER.items():
-        if layer and layer[2] == theirs:
-            return f"layers.{layer[1]}.{ours}.weight"
-    for ours, theirs in OUTER.items():
-        if name == theirs:
+    """Return our name of Hugging Face's weight. Raises WeightsError if no Llama has it."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
+    candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
+    for ours in candidates:
+        if llama_name(ours) == name:
             return ours
-    raise WeightsError(f"{source}: {name} is in no Llama")
+    raise WeightsError(f"{source}: {name} is not a weight of Llama")
 
 
 def is_learned(name: str) -> bool:
-    """Return False for tables of positions and masks, which some save beside the weights."""
+    """Return False for tables of positions and masks, which some programs save with weights."""
     return name.endswith((".weight", ".bias"))
 
 
 def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return one of Hugging Face's weights, by our name, with its rows in our order."""
+    """Return Hugging Face's weight with its rows in our order. `name` is our name of it."""
     heads = rotated_heads(name, config)
     fits = heads and weight.shape[:1] == (heads * config.head_dim,)
     return join_halves(weight, heads) if fits else weight
 
 
-# Our names → Hugging Face's, where rope_type is "llama3".
+# Settings of rope_type "llama3": our names → Hugging Face's.
 SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -115,7 +113,7 @@ SCALING = {
 
 
 def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict:
-    """Return config.json; rotary settings and dtype as transformers 5 and as 4 look for them."""
+    """Return config.json. transformers 4 and 5 read dtype and rotary settings from other keys."""
     rope = {"rope_type": "default"}
     if scaling := config.rope_scaling:
         rope = {theirs: getattr(scaling, ours) for ours, theirs in SCALING.items()}
@@ -147,7 +145,7 @@ def llama_config(config: LMConfig, dtype: str, bos_id: int, eos_id: int) -> dict
     }
 
 
-# Settings of Hugging Face's Llama, and the values that can be computed here; the first is assumed.
+# Settings of Hugging Face's Llama → values that this model can compute. The first is the default.
 COMPUTED = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
@@ -159,7 +157,7 @@ COMPUTED = {
 
 
 def read_llama_config(folder: Path) -> LMConfig:
-    """Undo `llama_config`, with transformers' defaults. Raises WeightsError: other arithmetic."""
+    """Read config.json. Raises WeightsError if this model cannot compute the same function."""
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
         raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
@@ -188,8 +186,9 @@ def read_llama_config(folder: Path) -> LMConfig:
 
 
 def read_llama_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a Hugging Face folder by our names, with our rows."""
-    config, weights = read_llama_config(folder), {}
+    """Return the weights of a Hugging Face folder with our names and our order of rows."""
+    config = read_llama_config(folder)
+    weights = {}
     for part in sorted(folder.glob("model-*-of-*.safetensors")) or [folder / WEIGHTS_FILE]:
         for name, weight in load_tensors(part).items():
             if is_learned(name):
@@ -198,7 +197,7 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-MARK = "exported_by"  # in config.json: what may be replaced with --overwrite
+MARK = "exported_by"  # this key in config.json allows --overwrite to replace the folder
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -222,8 +221,7 @@ def is_export(folder: Path) -> bool:
 def write_model(
     folder: Path, model: Transformer, tokenizer: Tokenizer, *, dtype: str, name: str, chat: bool
 ) -> None:
-    """Write weights in `dtype`, settings with the tokenizer's markers, and a model card. Raises
-    UsageError: a weight is too large for `dtype`."""
+    """Write weights, config.json and a model card. Raises UsageError if a weight overflows."""
     config = model.config
     kind = getattr(torch, dtype)
     weights = {key: p.detach().to(kind) for key, p in model.named_parameters()}
@@ -246,8 +244,8 @@ def write_model(
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, chat: bool) -> None:
-    """Write tokenizer.json and what transformers wants beside it, with `chat` the template too.
-    Raises DataError: no tokenizer.json gives equal ids."""
+    """Write tokenizer.json and its settings for transformers. `chat` adds the chat template.
+    Raises DataError if no tokenizer.json can give equal ids."""
     if isinstance(tokenizer, JsonTokenizer):
         own = Path(tokenizer.path).read_text(encoding="utf-8")
         written = without_escapes(own) if chat else own
@@ -264,11 +262,11 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_seq_len: int, *, cha
         }
     write_json(folder / "special_tokens_map.json", markers)
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # takes tokenizer.json as it is
+        "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json unchanged
         "model_max_length": max_seq_len,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
-        # "<s>" in a text is text. In a conversation the template itself sees to that.
+        # A "<s>" in a text is not a marker. In a conversation the template escapes it.
         "split_special_tokens": not chat,
     }
     if chat:

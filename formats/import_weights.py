@@ -1,6 +1,6 @@
-"""Import a Llama of others: a Hugging Face folder, or a state dict with Llama's or its names.
+"""Import a Llama from a Hugging Face folder, or from a state dict with either names of weights.
 
-Nothing here runs code from a file: safetensors, JSON, and torch.load with weights_only.
+No code from a file is run: it reads safetensors and JSON, and calls torch.load with weights_only.
 """
 
 import re
@@ -40,29 +40,28 @@ from formats.portable import (
 )
 from model.config import LMConfig
 
-PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # of DistributedDataParallel and torch.compile
-# Settings of Llama 1 and 2 that the shapes of weights do not tell.
+PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # DistributedDataParallel's, torch.compile's
+# Settings of Llama 1 and 2 that do not follow from the shapes of weights.
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 
 
 def import_weights(
     source: Path, out: Path, *, tokenizer: Path | None = None, overwrite: bool = False, **settings
 ) -> str:
-    """Read somebody's weights and write this project's; return a summary for the user.
+    """Convert weights of another program to this project's form; return a summary for the user.
 
     Args:
-        tokenizer: a file or a folder with one; None takes what is beside the weights, if anything.
-        settings: `n_heads` and DEFAULTS, of a state dict; None means not given. A folder has its
-            own, of which max_seq_len can be changed: positions need no weights.
+        tokenizer: file or folder of a tokenizer; None looks beside the weights.
+        settings: `n_heads` and the keys of DEFAULTS, for a state dict; None means not given. For a
+            folder only max_seq_len can be given, because positions have no weights.
 
-    Raises UsageError: files or settings that cannot serve here, or a place that is taken.
-    """
+    Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     given = {name: value for name, value in settings.items() if value is not None}
     with new_folder(out, "import", is_import, overwrite) as folder:
         if source.is_dir():
             assumed = {}
             if own := given.keys() - {"max_seq_len"}:
-                raise UsageError(f"{source / CONFIG_FILE} decides on --{min(own)}: leave it out")
+                raise UsageError(f"{source / CONFIG_FILE} already sets --{min(own)}: leave it out")
             config = build_config(read_llama_config(source).to_dict() | given, source)
             weights = read_llama_weights(source)
         else:
@@ -76,7 +75,7 @@ def import_weights(
         if tokenizer or path.exists():
             copied = f"with {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
-        markers = source / MARKERS_FILE  # an export's whose model has learned to answer
+        markers = source / MARKERS_FILE  # has JINJA if the model was trained on conversations
         if markers.exists() and read_json(markers).get("chat_template") == JINJA:
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
     said = (
@@ -87,14 +86,14 @@ def import_weights(
 
 
 def is_import(folder: Path) -> bool:
-    """Return True for a folder of portable weights with nothing besides."""
+    """Return True for a folder that holds portable weights and nothing else."""
     names = {path.name for path in folder.iterdir()}
     others = names - {CONFIG_FILE, WEIGHTS_FILE, TEMPLATE_FILE, *TOKENIZER_FILES}
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 
 def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return config and weights of a state dict. Raises UsageError: no Llama, or no `n_heads`."""
+    """Read a state dict. Raises UsageError if it is not a Llama, or if `n_heads` is missing."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     weights = _state_dict(path)
@@ -107,7 +106,7 @@ def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
-    """Return a file's tensors without prefixes and tables. Raises WeightsError: it has none."""
+    """Return the tensors of a file by clean names. Raises WeightsError if it has no state dict."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
@@ -115,9 +114,9 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             content = dict(torch.load(path, "cpu", weights_only=True))
     except (MemoryError, OSError, WeightsError):
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can raise any class
         raise WeightsError(f"{path}: no state dict, or it holds code, which is not run") from error
-    if isinstance(content.get("model"), dict):  # of a training file, as llama2.c's
+    if isinstance(content.get("model"), dict):  # a checkpoint of training, as in llama2.c
         content = content["model"]
     if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
         raise WeightsError(f"{path}: no state dict: {others[0]} is no tensor")
@@ -125,17 +124,18 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return the shape of the model with these weights. Raises WeightsError: they do not tell."""
+    """Return the settings that the shapes show. Raises WeightsError if it is not a Llama."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:
         if name not in weights or weights[name].dim() != 2:
             raise WeightsError(f"{name} is missing or no matrix: not a Llama")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
-    n_heads, output = settings["n_heads"], weights.get("output.weight")
+    n_heads = settings["n_heads"]
     if n_heads < 1 or wq.shape[0] % n_heads:
         raise WeightsError(f"{n_heads} heads do not divide a width of {wq.shape[0]}")
     head_dim = wq.shape[0] // n_heads
+    output = weights.get("output.weight")
     config = {
         "dim": embedding.shape[1],
         "n_layers": len({n.split(".")[1] for n in weights if n.startswith("layers.")}),

@@ -1,6 +1,7 @@
-"""LoRA adapters in the form of the package `peft`, for a base that scripts.export_hf has written.
+"""Write and read LoRA adapters in the form of the package `peft`.
 
-B has the rows of its weight, which are reordered for wq and wk (formats/hugging_face.py).
+The base is a folder that scripts.export_hf wrote. The rows of B are reordered for wq and wk, as
+those of the weights are in formats/hugging_face.py.
 """
 
 from collections.abc import Mapping
@@ -22,20 +23,21 @@ from formats.portable import (
 from model.config import LMConfig
 from model.lora import LoRA
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # before the names in the base
-FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # ends of names, ours → PEFT's
-READABLE = {  # other values mean arithmetic that is not computed here
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."  # PEFT writes it before the names of weights
+FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # ends of names: ours → PEFT's
+READABLE = {  # this model cannot compute adapters with other values
     "peft_type": ("LORA",),
     "fan_in_fan_out": (False,),
     "alpha_pattern": ({},),
-    "init_lora_weights": (True, False, "gaussian"),  # others change the base
+    "init_lora_weights": (True, False, "gaussian"),  # other values change the base
 }
 
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
-    """Write trained parameters by name: adapters, and others as "modules to save"."""
-    tensors, adapted, whole = {}, {}, {}  # two dictionaries as ordered sets
+    """Write trained parameters: adapters, and whole matrices as "modules to save"."""
+    tensors, adapted, whole = {}, {}, {}  # the last two serve as ordered sets of module names
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
         theirs = llama_name(f"{layer}.weight").removesuffix(".weight")
@@ -43,7 +45,7 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
             (tensor,) = to_llama(config, {f"{layer}.weight": tensor}).values()
         (whole if kind == "weight" else adapted)[theirs] = None
         tensors[f"{PREFIX}{theirs}.{FACTORS.get(kind, kind)}"] = tensor
-    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT unties what it saves
+    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT saves no tied matrix
         whole["lm_head"] = None
         tensors[f"{PREFIX}lm_head.weight"] = weights["tok_embeddings.weight"].clone()
     save_tensors(folder / ADAPTER_WEIGHTS, tensors)
@@ -63,11 +65,9 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
 
 
 def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], float]:
-    """Return the trained weights by our names, and the adapters' scaling: see `model.lora.Merged`.
-
-    Raises WeightsError: files missing or damaged, an adapter for another shape than the base's,
-    `config`, or one that is more than LoRA.
-    """
+    """Return the trained weights by our names, and the scaling of `model.lora.Merged`.
+    Raises WeightsError if a file is missing or damaged, if the adapter does not fit a base of this
+    `config`, or if it is more than plain LoRA."""
     settings = read_json(folder / ADAPTER_CONFIG)
     for name, allowed in READABLE.items():
         if (value := settings.get(name)) is not None and value not in allowed:
@@ -90,7 +90,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
 
 
 def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Rename PEFT's tensors to our names; their rows stay in PEFT's order."""
+    """Rename PEFT's tensors to our names. The rows stay in PEFT's order."""
     kinds = {theirs: ours for ours, theirs in FACTORS.items()}
     weights = {}
     for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def _our_weights(tensors: Mapping[str, Tensor], source: str) -> dict[str, Tensor
 
 
 def require_adapter(weights: dict[str, Tensor], config: LMConfig, rank: int, source: str) -> None:
-    """Raise WeightsError for a tensor that does not fit, or a factor without the other one."""
+    """Raise WeightsError if a tensor has a wrong shape, or a lora_a has no lora_b or vice versa."""
     shapes = {name: tuple(p.shape) for name, p in without_memory(config).named_parameters()}
     shapes.setdefault("output.weight", shapes["tok_embeddings.weight"])
     for name, tensor in sorted(weights.items()):

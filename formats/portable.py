@@ -1,4 +1,4 @@
-"""Weights to use elsewhere: a folder with model.safetensors (fp32) and config.json."""
+"""Portable weights: a folder with model.safetensors (fp32) and config.json."""
 
 import errno
 import json
@@ -22,23 +22,23 @@ CONFIG_FILE = "config.json"
 
 
 class WeightsError(UsageError, ConfigError):
-    """Weights on disk that are missing, damaged, or of another model; says where and what."""
+    """Weights on disk are missing, damaged, or belong to another model."""
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write config and weights, by their names in `named_parameters()`, a tied matrix once."""
+    """Write config and weights. Names are those of `named_parameters()`: a tied matrix once."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())
 
 
 def write_json(path: Path, values: dict) -> None:
-    """Write JSON that people can read as well."""
+    """Write indented JSON."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON object. Raises WeightsError: unreadable, or another kind of JSON."""
+    """Read a JSON object. Raises WeightsError if the file does not hold one."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -49,9 +49,9 @@ def read_json(path: Path) -> dict:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Call safetensors' `save_file`, but raise the system's errors as OSError."""
+    """Call `save_file` of safetensors, and turn its errors into OSError."""
     path.touch()
-    mode = path.stat().st_mode  # save_file would let only the owner read it
+    mode = path.stat().st_mode  # save_file sets permissions that let only the owner read
     try:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, path, metadata={"format": "pt"})
@@ -63,7 +63,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Map the tensors of a safetensors file. Raises WeightsError: missing or damaged."""
+    """Read a safetensors file. Raises WeightsError if it is missing or damaged."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -71,13 +71,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_config(folder: Path) -> LMConfig:
-    """Return the shape of the model in such a folder. Raises WeightsError: none, or damaged."""
+    """Read config.json of a folder. Raises WeightsError if it is missing or damaged."""
     path = folder / CONFIG_FILE
     return build_config(read_json(path), path)
 
 
 def build_config(values: dict, source: Path) -> LMConfig:
-    """Undo `LMConfig.to_dict`. Raises WeightsError: no such shape; names its source."""
+    """Build a config from a dictionary. Raises WeightsError, which names `source`, if it cannot."""
     try:
         return LMConfig.from_dict(values)
     except ConfigError as error:
@@ -85,13 +85,13 @@ def build_config(values: dict, source: Path) -> LMConfig:
 
 
 def load_portable(folder: Path) -> Transformer:
-    """Load such a folder, see `build_model`. Raises WeightsError: missing or damaged."""
+    """Load the model of a folder. Raises WeightsError if a file is missing or damaged."""
     return build_model(load_config(folder), load_tensors(folder / WEIGHTS_FILE), str(folder))
 
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
-    """Build a model: on the CPU, in fp32, in evaluation mode. Raises WeightsError: no fit."""
-    require_fit(without_memory(config), weights, source)  # a damaged config may ask for any size
+    """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
+    require_fit(without_memory(config), weights, source)  # a damaged config may have any size
     model = Transformer(config)
     for name, parameter in model.named_parameters():
         parameter.data.copy_(weights[name])
@@ -105,8 +105,7 @@ def without_memory(config: LMConfig) -> Transformer:
 
 
 def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights into the model; those of a base leave its adapters as they are. Raises
-    WeightsError: see `require_fit`."""
+    """Copy weights into the model. Raises WeightsError if the weights do not fit."""
     require_fit(model, weights, source)
     for name, parameter in model.named_parameters():
         if name in weights:
@@ -114,8 +113,8 @@ def load_weights(model: Transformer, weights: Mapping[str, Tensor], source: str)
 
 
 def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise WeightsError where names or shapes differ, or a weight is not finite floating point.
-    Weights without any adapter may be those of a base."""
+    """Raise WeightsError if names or shapes differ, or a weight is not finite floating point.
+    Weights without any adapter also fit a model with adapters."""
     parameters = dict(model.named_parameters())
     names = set(weights)
     if not any(map(is_adapter, names)):
@@ -130,7 +129,7 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
 
 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:
-    """Raise WeightsError for another shape, or values that are not finite floating point."""
+    """Raise WeightsError if a tensor has another shape or is not finite floating point."""
     if (given := tuple(tensor.shape)) != shape:
         raise WeightsError(f"{source}: {name} is {given}, the model has {shape}")
     if not tensor.is_floating_point() or not tensor.isfinite().all():

@@ -1,12 +1,12 @@
-"""A SentencePiece BPE model as tokenizer.json, with equal ids, for the `tokenizers` package.
+"""Convert a SentencePiece BPE model to the tokenizer.json of the package `tokenizers`.
 
-SentencePiece repeatedly joins the two neighbours whose union has the best score, the leftmost
-first; the `tokenizers` package joins the pair that stands first in a list: here, one ordered by the
-score of the union. Of the pairs that make the same piece only one ever occurs, for the joins inside
-a stretch of text do not depend on its surroundings.
+SentencePiece repeatedly joins the two neighbours whose union has the best score, leftmost first.
+`tokenizers` joins the pair that comes first in its list of merges. The list made here is sorted by
+the score of the union, so the ids are equal. Several pairs may form the same piece, but only one of
+them occurs, because joins inside a stretch of text do not depend on the text around it.
 
-SentencePiece writes a space as U+2581. Here a space stays a space: a literal U+2581 then has no
-piece and is spelled in bytes, as in data.tokenizer.
+SentencePiece writes a space as U+2581. In the tokenizer.json a space stays a space. A literal
+U+2581 then has no piece and is spelled in bytes, as in data.tokenizer.
 """
 
 import json
@@ -21,23 +21,17 @@ from data.errors import DataError
 from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
 Kind = ModelProto.SentencePiece.Type
-# A dummy prefix goes before the text, and before each part of it between literal U+2581, because
-# data.tokenizer encodes these parts one by one.
+# data.tokenizer encodes the parts between literal U+2581 one by one, so SentencePiece adds its
+# dummy prefix, a space, to each part. This pattern matches the begin of each part.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 
 def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
-    """Convert a tokenizer to the `tokenizers` package; its encode puts <s> before a text.
-
-    The ids equal those of `tokenizer.encode` with add_special_tokens=False and
-    encode_special_tokens=True (transformers: split_special_tokens): a "<s>" in the text is then no
-    marker. Decoding is equal too, but for bytes that are no text.
-
-    Args:
-        chat: remove the escapes of `chat_template.JINJA` from a text.
-
-    Raises DataError: see `read_exact`.
-    """
+    """Convert a tokenizer. The result puts <s> before a text.
+    With add_special_tokens=False and encode_special_tokens=True (transformers:
+    split_special_tokens) its ids and texts equal those of `tokenizer`, except for invalid UTF-8.
+    `chat` removes the escapes of `chat_template.JINJA` from a text. Raises DataError if the ids
+    could not be equal."""
     model = read_exact(tokenizer)
     vocabulary = {written(piece): id for id, piece in enumerate(model.pieces)}
     scores = {written(p): p.score for p in model.pieces if p.type == Kind.NORMAL}
@@ -47,10 +41,10 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
     )
     before = [normalizers.Replace(ESCAPE, "")] if chat else []
     after = [decoders.ByteFallback(), decoders.Fuse()]
-    if model.normalizer_spec.add_dummy_prefix:  # as Llama 1 and 2 have it
+    if model.normalizer_spec.add_dummy_prefix:  # in the tokenizers of Llama 1 and 2
         before.append(normalizers.Replace(tokenizers.Regex(PREFIXED), " "))
         after.append(decoders.Strip(" ", left=1, right=0))
-    if " " not in vocabulary:  # then SentencePiece spells a space in the bytes of its symbol
+    if " " not in vocabulary:  # SentencePiece then spells a space in the bytes of U+2581
         before.append(normalizers.Replace(" ", SPACE_SYMBOL))
     converted.normalizer = normalizers.Sequence(before) if before else None
     converted.decoder = decoders.Sequence(after)
@@ -68,7 +62,7 @@ def convert(tokenizer: Tokenizer, chat: bool = False) -> tokenizers.Tokenizer:
 
 
 def without_escapes(tokenizer_json: str) -> str:
-    """Return a file of others that removes the escapes of `chat_template.JINJA` from a text."""
+    """Return a tokenizer.json that also removes the escapes of `chat_template.JINJA`."""
     settings = json.loads(tokenizer_json)
     steps = [{"type": "Replace", "pattern": {"String": ESCAPE}, "content": ""}]
     steps += [own] if (own := settings.get("normalizer")) else []
@@ -77,7 +71,7 @@ def without_escapes(tokenizer_json: str) -> str:
 
 
 def read_exact(tokenizer: Tokenizer) -> ModelProto:
-    """Return a SentencePiece model. Raises DataError: other programs would give other ids."""
+    """Read a SentencePiece model. Raises DataError if other programs would give other ids."""
     model = ModelProto.FromString(Path(tokenizer.path).read_bytes())
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     charsmaps = normalizer.precompiled_charsmap, model.denormalizer_spec.precompiled_charsmap
@@ -102,12 +96,12 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
 
 
 def written(piece: ModelProto.SentencePiece) -> str:
-    """Return an ordinary piece with spaces as spaces, another one as it is."""
+    """Return the spelling of a piece in tokenizer.json: text has spaces instead of U+2581."""
     return piece.piece.replace(SPACE_SYMBOL, " ") if piece.type == Kind.NORMAL else piece.piece
 
 
 def merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """List every pair of pieces whose union is a piece, the best union first."""
+    """List the pairs of pieces whose union is a piece, best score first."""
     found = []
     for piece in sorted(scores, key=scores.get, reverse=True):
         cuts = ((piece[:i], piece[i:]) for i in range(1, len(piece)))

@@ -110,6 +110,8 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_arguments(argv)
         of_text = args.kind == TEXT
         files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
+        if args.text_column and all(path.endswith((".txt", ".py")) for path in files):
+            raise UsageError(f"{args.data} has no columns: leave out --text_column")
         options = PackingOptions(
             kind=args.kind,
             vocab_size=args.vocab_size,

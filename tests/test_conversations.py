@@ -45,26 +45,26 @@ def messages(*roles: str) -> dict:
 
 
 WRONG = {
-    "no object": ([1], "no conversation, which has"),
-    "none of the forms": ({"text": "a"}, '"conversations", "messages", "prompt" with'),
-    "no list": ({"messages": "hello"}, "no list of {"),
-    "other keys": ({"messages": [{"from": "gpt", "value": "a"}]}, 'no list of {"role"'),
+    "no object": ([1], "no conversation. It needs"),
+    "none of the forms": ({"text": "a"}, 'texts in "prompt" and "chosen"'),
+    "no list": ({"messages": "hello"}, "expected a list of {"),
+    "other keys": ({"messages": [{"from": "gpt", "value": "a"}]}, 'expected a list of {"role"'),
     "a tool": (messages("user", "tool"), "turn 2 has the role 'tool', expected is assistant"),
     "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "has the role []"),
     "a system later": (messages("user", "system"), "turn 2 has the role 'system', expected is"),
     "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, '"weight": 0 or 1'),
     "no answer that counts": (
         {"messages": [*DICTS[:2], DICTS[2] | {"weight": 0}]},
-        "no answer of an assistant in it that counts",
+        "no answer of the assistant counts in the loss",
     ),
-    "no answer": (messages("system", "user"), "no answer of an assistant in it"),
+    "no answer": (messages("system", "user"), "no answer of the assistant counts"),
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
     "parts of content": (
         {"messages": [{"role": "user", "content": [{}]}]},
-        "turn 1 has [{}] in place",
+        "turn 1 has [{}] instead",
     ),
-    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' in place"),
-    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "as texts"),
+    "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' instead"),
+    "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "or texts in"),
 }
 
 

@@ -122,7 +122,7 @@ BAD = {
     "text is a list": (b'{"text": ["a"]}', '"text"'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
     "lone surrogate": (b'{"text": "a\\ud800b"}', "surrogate"),
-    "null": ({"text": ["good", None, "good"]}, "no text in it"),
+    "null": ({"text": ["good", None, "good"]}, "has no text"),
     "no UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
     "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "too few fields"),
 }

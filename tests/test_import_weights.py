@@ -175,7 +175,7 @@ def test_only_an_older_import_is_replaced_and_only_if_asked(llama, tmp_path, ref
     (out / "notes.txt").touch()
     assert "is no import" in refusal(import_weights, llama, out, "--overwrite")
     line = refusal(import_weights, llama, tmp_path / "b", "--n_heads", "3")
-    assert "config.json decides on --n_heads: leave it out" in line
+    assert "config.json already sets --n_heads: leave it out" in line
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

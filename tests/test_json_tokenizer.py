@@ -125,4 +125,4 @@ def test_other_files_are_refused_in_one_line(folder, tmp_path):
     other = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     other.decoder = decoders.ByteFallback()
     other.save(str(path))
-    assert "only byte-level BPE is read" in refused(tmp_path)
+    assert "only byte-level BPE can be read" in refused(tmp_path)

@@ -133,7 +133,10 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
         (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), the model has \(4, 32\)"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
         (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is .*, the model has"),
-        (lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"), "is in no Llama"),
+        (
+            lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"),
+            "is not a weight of Llama",
+        ),
         (lambda t: t | {HEAD: torch.zeros(50, 32)}, "trained the output layer apart"),
     ],
 )

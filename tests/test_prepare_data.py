@@ -158,7 +158,7 @@ def test_folders_of_other_things_are_left_alone(workplace, capfd):
     before = contents(".")
     flags = ["--data", "text", "--overwrite", "--out"]
     assert "holds the text itself" in refused(capfd, *flags, "text")
-    assert "mine exists and is no prepared data" in refused(capfd, *flags, "mine")
+    assert "mine exists and is not prepared data" in refused(capfd, *flags, "mine")
     assert contents(".") == before
     Path("there").write_text("a file")
     assert "there holds" in refused(capfd, "--data", "text", "--out", "there")
@@ -189,6 +189,7 @@ REFUSED = {
     "--data short.txt --vocab_size 300": "too little text",
     "--data a.csv": "a.csv: no column 'text' (--text_column); it has 'id', 'body'",
     f"{SUMS} --text_column body": 'sums.jsonl, line 1: no "body"',
+    "--data short.txt --text_column body": "short.txt has no columns: leave out --text_column",
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
     f"{SUMS} --workers 0": "--workers",
