@@ -1,11 +1,11 @@
 """Evaluate models on prepared data, raw text, conversations or multiple-choice questions.
 
-    python -m scripts.evaluate RUN                         # validation split
-    python -m scripts.evaluate RUN --data text.jsonl       # sliding window
-    python -m scripts.evaluate RUN --data questions.jsonl  # multiple choice
+    python -m scripts.evaluate RUN                          # validation split
+    python -m scripts.evaluate RUN --data text.jsonl        # sliding window
+    python -m scripts.evaluate RUN --data questions.jsonl   # multiple choice
     python -m scripts.evaluate BASE TUNED --data chat.jsonl  # two models in turn
 
-Several processes, on GPUs or CPUs, share the work. A model may be larger than a GPU:
+Several processes share the work, on GPUs or CPUs. The last command also divides the weights:
 
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN

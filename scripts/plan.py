@@ -1,4 +1,4 @@
-"""Estimate memory, network traffic and hours of a training with each engine.
+r"""Estimate memory, network traffic and hours of a training with each engine.
 
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
