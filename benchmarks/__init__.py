@@ -1,4 +1,4 @@
-"""Speed, measured: `python -m benchmarks.NAME` prints tables that can go into docs/ as they are."""
+"""Benchmarks. `python -m benchmarks.NAME` prints Markdown tables for docs/."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: flags, the lines on machine and command, and Markdown tables."""
+"""Shared by all benchmarks: flags, a heading with machine and command, Markdown tables."""
 
 import argparse
 import os
@@ -26,12 +26,12 @@ def new_parser(program: str, text: str) -> OneLineParser:
 
 
 def numbers(text: str) -> list[int]:
-    """Parse whole numbers with commas between them."""
+    """Parse integers that are separated by commas."""
     return [int(number) for number in text.split(",")]
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return a parser of some of the known names, with commas between them."""
+    """Return a parser for known names that are separated by commas."""
 
     def parse(text: str) -> list[str]:
         found = [name.strip() for name in text.split(",")]
@@ -55,10 +55,10 @@ def clean_environment() -> dict[str, str]:
 
 
 def heading(program: str, argv: list[str] | None) -> str:
-    """Return date, machine and versions, and the command.
+    """Return a heading with date, machine, versions and command.
 
     Args:
-        argv: the flags; None takes those that were typed.
+        argv: the flags; None takes them from sys.argv.
     """
     about = [
         str(date.today()),

@@ -1,7 +1,7 @@
-"""Who takes part in `benchmarks.throughput`, and the processes of each.
+"""The contenders of `benchmarks.throughput`, and the processes that they run in.
 
-Allocator settings, compiled code and peak memory belong to a process, so each contender has its
-own. They build it, then take as many steps as they are told, and use no CPU in between.
+Allocator settings, compiled code and peak memory belong to a process. Therefore each contender has
+its own processes. They build the model, take steps on request, and use no CPU between requests.
 """
 
 import math
@@ -30,24 +30,24 @@ from training.engine.device import peak_memory_bytes
 from training.engine.estimate import FILES
 
 LOSS_TOLERANCE = 0.5  # nats around ln(vocab_size), where an untrained model starts
-# How an engine must call itself, because engines are known to be switched off without a word.
+# The name that an engine must report: a wrong setting can switch an engine off silently.
 ENGINES = {
     "single": "single process",
     "ddp": "DDP",
     "zero1": "DeepSpeed ZeRO-1",
     "zero2": "DeepSpeed ZeRO-2",
 }
-VARIANTS = {  # of ours: flags of the training script
+VARIANTS = {  # variants of "ours" → flags of the training script
     "blocks": ["--gradient_checkpointing", "blocks"],
     "selective": ["--gradient_checkpointing", "selective"],
     "muon": ["--optimizer", "muon"],
 }
-ALLOCATOR = "allocator"  # a peer's variant: it keeps freed memory, as the training script does
+ALLOCATOR = "allocator"  # variant of a peer: it keeps freed memory like the training script
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the work."""
+    """One way to do the work: a project with its engine and settings."""
 
     family: str  # "ours" or a key of PEERS
     compiled: bool
@@ -63,13 +63,13 @@ class Contender:
 
     @property
     def words(self) -> set[str]:
-        """Every word of --contenders that means this one."""
+        """The words of --contenders that select this contender."""
         if self.variant in VARIANTS:
             return {self.name, self.variant}
         return {"all", self.name, self.family, "ours" if self.family == "ours" else "peers"}
 
     def flags(self) -> list[str]:
-        """Return what the training script is told besides the work."""
+        """Return the flags of the training script that do not depend on the work."""
         words = ["--compile", "on" if self.compiled else "off", *VARIANTS.get(self.variant, [])]
         if self.engine in FILES:
             words += ["--deepspeed", str(REPOSITORY / FILES[self.engine])]
@@ -77,11 +77,11 @@ class Contender:
 
 
 def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
-    """Return all contenders in the order of the table; the first one chosen is the baseline.
+    """Return all contenders in the order of the table. The first selected one is the baseline.
 
     Args:
-        processes: of the engines that can have several.
-        has_gpu: GPU memory does not come from the C library, so there is no allocator to choose.
+        processes: number of processes of DDP and ZeRO.
+        has_gpu: without a GPU, peers also run with our allocator settings.
     """
     found = []
     for compiled in (True, False):
@@ -97,9 +97,9 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
 
 
 def select(contenders: list[Contender], text: str) -> list[Contender]:
-    """Return the contenders that one of the words names, a name or a group.
+    """Return the contenders that are selected by a name or a group in `text`.
 
-    Raises UsageError: a word that names none; the message lists those that do.
+    Raises UsageError: an unknown word; the message lists the known words.
     """
     known = sorted(set().union(*(contender.words for contender in contenders)))
     words = {word.strip() for word in text.split(",")}
@@ -114,11 +114,11 @@ def environments(
     """Return the environment variables of each rank's process.
 
     Args:
-        folder: a temporary one of this contender's, for compiled code.
-        fresh_compile: compile into that folder, where nothing is found compiled already.
+        folder: temporary folder of this contender, for compiled code.
+        fresh_compile: compile into this folder instead of the usual cache.
     """
     common = clean_environment()
-    # A process that is killed leaves semaphores, which Python's helper would warn of.
+    # A killed process leaves semaphores behind, and Python would warn about them.
     common["PYTHONWARNINGS"] = "ignore:resource_tracker"
     if fresh_compile:
         common["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")
@@ -143,13 +143,13 @@ class TeamError(Exception):
 
 
 class Team:
-    """One process per rank; all take the same steps at the same time.
+    """The processes of a contender, one per rank. All take the same steps at the same time.
 
-    Each leads a session of its own: Ctrl-C in a terminal reaches the parent alone, which then ends
-    them with the compilers and helpers that they have started.
+    Each process has its own session, so that Ctrl-C in a terminal reaches only the parent. The
+    parent then ends the processes, and the compilers and helpers that they have started.
 
     Args:
-        folder: where their output goes.
+        folder: for the output of the processes.
         fresh_compile: see `environments`.
     """
 
@@ -170,13 +170,13 @@ class Team:
             self._ranks[ours] = process
 
     def take(self, steps: int) -> list[dict]:
-        """Have all ranks take so many steps; return their answers, see `take_steps`.
+        """Let all ranks take this number of steps; return their answers, see `take_steps`.
 
-        Raises TeamError: an error in one of them, or its end. All processes have then been ended.
+        Raises TeamError: a process failed or ended. All other processes are ended too.
         """
         answers = {}
         for connection in self._ranks:
-            with suppress(BrokenPipeError):  # the end of its process comes out below
+            with suppress(BrokenPipeError):  # the loop below reports that the process has ended
                 connection.send(steps)
         while unanswered := self._ranks.keys() - answers.keys():
             for connection in wait(unanswered):
@@ -208,7 +208,7 @@ class Team:
 
 
 def serve(connection: Connection, contender: Contender, work: Work, log: Path) -> None:
-    """Build the contender in this process and take steps until the other end closes."""
+    """Build the contender in this process and take steps until the parent closes the pipe."""
     os.setsid()
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
@@ -223,13 +223,13 @@ def serve(connection: Connection, contender: Contender, work: Work, log: Path) -
         traceback.print_exc()
         said = str(error).strip().splitlines()
         connection.send({"error": f"{type(error).__name__}: {said[0] if said else ''}"[:200]})
-    os._exit(0)  # without the shutdown of process groups, which waits for other ranks
+    os._exit(0)  # skips the shutdown of process groups, which waits for other ranks
 
 
 def build(contender: Contender, work: Work):
     """Return an OurStep or a PeerStep after its first step.
 
-    Raises ValueError: it runs on another engine, or does not begin like an untrained model.
+    Raises ValueError: the engine or the first loss is not as expected.
     """
     if contender.family == "ours":
         task = OurStep([*work.flags(), *contender.flags()])
@@ -247,7 +247,7 @@ def build(contender: Contender, work: Work):
 def take_steps(task, number: int) -> dict:
     """Return the seconds of each step and the process's peak memory in bytes.
 
-    A GPU works on while Python goes ahead, so there each step counts as the mean of all.
+    A GPU runs asynchronously. There, the time of each step is the mean over all steps.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.barrier()  # all clocks start together
@@ -261,5 +261,5 @@ def take_steps(task, number: int) -> dict:
     if task.device.type == "cuda" and number:
         seconds = [(time.perf_counter() - clock[0]) / number] * number
     if number:
-        task.loss()  # looks at the last gradient
+        task.loss()  # checks the last gradient
     return {"seconds": seconds, "peak_bytes": peak_memory_bytes(task.device)}

@@ -1,4 +1,4 @@
-"""Speed of the way from text to the model: preparation and loader.
+"""Measure the speed of data preparation and of the data loader.
 
 python -m benchmarks.data --data my.jsonl
 """
@@ -32,8 +32,8 @@ BATCH_SIZE = 8  # sequences in a micro-batch
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError, ConfigError, OSError):
         args = parse_options(argv)
-        find_files(args.data)  # wrong names are refused before the work
-        # On the disk where prepared data lives: /tmp may be in memory.
+        find_files(args.data)  # report a wrong name before any work
+        # Use the disk of prepared data, because /tmp may be in memory.
         out = Path("out").absolute()
         out.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix="benchmark-data-") as folder:
@@ -45,16 +45,16 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--data", default=BUILTIN, help="text, as for scripts.prepare_data")
-    add("--loader_seq_lens", type=numbers, default="256,512,1024", help="of the loader")
-    add("--num_workers", type=numbers, default="0,2", help="as in training, a run for each")
-    text = "what training consumes, as its lines of progress say"
+    add("--loader_seq_lens", type=numbers, default="256,512,1024", help="lengths of sequences")
+    add("--num_workers", type=numbers, default="0,2", help="values of --num_workers")
+    text = "tokens per second of training, from its log"
     add("--model_tokens_per_second", type=int, default=3800, help=text)
-    add("--seconds", type=int, default=2, help="for how long to run the loader alone")
+    add("--seconds", type=int, default=2, help="seconds per measurement of the loader")
     return parser.parse_args(argv)
 
 
 def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
-    """Yield the two tables; the text is prepared into a folder that is not there yet."""
+    """Prepare the text into the new folder `packed`; yield a table for each part."""
     workers = available_cores()
     say("preparing the text")
     row = preparation_row(args.data, packed, workers)

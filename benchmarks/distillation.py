@@ -1,14 +1,13 @@
-"""What a teacher is worth: bits per byte on held-out text of students that had one, and had none.
+"""Measure what a teacher is worth: bits per byte of students with and without a teacher.
 
     python -m benchmarks.distillation --data out/data/builtin out/data/chinese_poetry
 
-On each text a teacher is pretrained first. Then students train with every seed, in turns, alone and
-with the teacher beside them; last, as many steps alone as take the time of those with the teacher.
-All are real runs with the same model, data, batch and order; each schedule ends with its last step.
-The held-out text is the validation split.
-
-Seconds are steps times the median step of all runs of a kind, so free cores are needed. Finished
-runs are kept, and not made again with the same data and flags.
+For each text, a teacher is pretrained first. Then students train with every seed, alone and with
+the teacher. Last, students train alone for as long as the students with the teacher took. All runs
+use the same model, data, batch and order. Each schedule ends with the last step of its run. Bits
+per byte are measured on the validation split.
+Seconds are the number of steps times the median step of all runs of a kind, so the cores must be
+free. Finished runs are kept and not repeated with the same data and flags.
 """
 
 import argparse
@@ -30,12 +29,12 @@ from training.preflight import MUON
 
 PROGRAM = "benchmarks.distillation"
 OUT = Path("out/benchmarks/distillation")
-# What run_accelerate.sh trains on a CPU, and a teacher of five times its parameters.
+# The model of run_accelerate.sh on a CPU, and a teacher with five times its parameters.
 MUON_FLAGS = " ".join(f"--{name} {value}" for name, value in MUON.items())
 BATCH = f"--max_seq_len 256 --batch_size 16 --dtype bfloat16 {MUON_FLAGS}"
 STUDENT = "--dim 192 --n_layers 4 --n_heads 4"
 TEACHER = "--dim 384 --n_layers 8 --n_heads 8"
-# Validation with the whole split, at the end alone; no checkpoints but the last.
+# Validate on the whole split, only at the end; keep only the last checkpoint.
 QUIET = (
     "--log_interval 10 --log_with none --eval_interval 0 --eval_samples 0 --save_interval 0 "
     "--keep_last 1 --sample_tokens 1 --compile on"
@@ -43,7 +42,7 @@ QUIET = (
 
 
 class Result(NamedTuple):
-    """What a finished run has left."""
+    """The result of a finished run."""
 
     run: Path
     bits_per_byte: float  # on the validation split, at the end
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     stop_in_order()
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         args = parse_options(argv)
-        for data in args.data:  # one that is missing is said before the first run
+        for data in args.data:  # report missing data before the first run
             read_description(data)
         print(heading(PROGRAM, argv), *(compare(data, args) for data in args.data), sep="\n\n")
 
@@ -77,7 +76,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(data: Path, args: argparse.Namespace) -> str:
-    """Make the runs on one text and return their table."""
+    """Train all runs on one text and return the table."""
     flags = [args.batch, f"{args.teacher} --max_steps {args.teacher_steps}"]
     teacher = train("teacher", data, flags, seed=0)
     stages = {
@@ -114,7 +113,7 @@ def step_seconds(results: list[Result]) -> float:
 
 
 def row(name: str, results: list[Result], beside: list[Result] | None = None) -> dict:
-    """Return the row of one kind of run with all seeds, and how far it is from another kind."""
+    """Return the table row of one kind of run, over all seeds, with the difference to another."""
     found, steps = [result.bits_per_byte for result in results], results[0].steps
     return {
         "": name,

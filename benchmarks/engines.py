@@ -1,11 +1,11 @@
-"""Every engine on the same steps: losses, seconds, memory and traffic beside what is expected.
+"""Run every engine on the same steps; compare loss, time, memory and traffic with estimates.
 
     python -m benchmarks.engines      # 2 processes on a CPU, all GPUs where there are several
     python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp,zero2
 
-Each engine is launched from its file in configs/, on the same text. On a CPU the processes have a
-network namespace of their own, if that is allowed (as root, on Linux): its loopback device counts
-what they send, and nobody else uses it.
+Each engine is launched from its file in configs/, on the same text. On a CPU the processes get
+their own network namespace if possible (as root on Linux). Its loopback device counts the bytes
+that they send, and no other program uses it.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from training.interruption import leave
 
 PROGRAM = "benchmarks.engines"
 ENGINES = [DDP.config, *FILES]
-WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers in them
+WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers
 NOTE = (
     "Losses are rank 0's in the last micro-batch of the first and last of {} steps, memory the "
     "peak of the process with most; on a CPU libraries are in both figures. Bytes are sent per "
     "process and step, as the network device counts them. The last losses lie within {:.1e} of "
     "each other."
 )
-# In a namespace of one's own the loopback device is there, but down.
+# In a new network namespace the loopback device exists, but it is down.
 ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError, ConfigError):
         options, work = parse_options(argv)
         rows, failures = [], []
-        for name in options.engines:  # one that fails does not take along what others have given
+        for name in options.engines:  # a failed engine must not lose the results of others
             try:
                 rows.append(measure(name, work, options))
             except UsageError as error:
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
-    """Raises ConfigError: a shape that cannot work."""
+    """Return the flags and the work. Raises ConfigError: the shape of the model is invalid."""
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     processes = torch.cuda.device_count() or 2
@@ -84,14 +84,14 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
 
 
 def counts_traffic() -> bool:
-    """Return whether processes here can have a network of their own: a CPU's, as root on Linux."""
+    """Return True if CPU processes can have their own network namespace (as root on Linux)."""
     if torch.cuda.is_available() or not shutil.which("unshare"):
         return False
     return subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
-    """Return what `take_steps` writes of an engine. Raises UsageError: it failed."""
+    """Return the results that `take_steps` writes. Raises UsageError: the engine failed."""
     say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
@@ -115,7 +115,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
 
 
 def describe(rows: list[dict], steps: int) -> str:
-    """Return the table, and what its columns are."""
+    """Return the table, and a note that explains its columns."""
     counted = counts_traffic()
     cells = []
     for row in rows:
@@ -137,7 +137,7 @@ def describe(rows: list[dict], steps: int) -> str:
 
 
 def beside(expected: float, measured: float, digits: int = 2) -> str:
-    """Return an expectation, and how far it is from what was measured."""
+    """Return the expected value and its relative error."""
     return f"{expected:.{digits}f} ({expected / measured - 1:+.1%})"
 
 
@@ -147,16 +147,16 @@ def meet() -> None:
 
 
 def loopback_bytes() -> int:
-    """Return the bytes that this network namespace's loopback device has sent since it exists."""
+    """Return the bytes that the loopback device of this network namespace has sent."""
     table = Path("/proc/self/net/dev").read_text("ascii")
     lines = (line.split(":") for line in table.splitlines() if ":" in line)
     return next(int(counts.split()[8]) for name, counts in lines if name.strip() == "lo")
 
 
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
-    """Be a process of an engine. Rank 0 writes the losses of all steps, seconds of one, bytes that
-    were sent per process and step, and memory in bytes: at most, and as expected."""
-    # What the first step would load does not count as the model's memory.
+    """Run this process of an engine. Rank 0 writes the losses, the median seconds of a step, bytes
+    sent per process and step, and the measured and expected peak memory in bytes."""
+    # Load these libraries now, so that they do not count as memory of the model.
     import deepspeed.runtime.zero.muon.muon_optimizer
     import deepspeed.runtime.zero.stage3  # noqa: F401
 

@@ -1,9 +1,9 @@
-"""Tokens per second of this project's generation and of transformers' `generate` on the same
-untrained weights, in turns in one process, greedy.
+"""Compare the generation speed of this project with transformers' `generate`: greedy, with the
+same untrained weights, in turns in one process.
 
     python -m benchmarks.generation --sizes 3m,26m
 
-On a CPU ours is measured without oneDNN's layout of weights too (`inference.decoder.Packed`).
+On a CPU, ours is also measured without the weight layout of oneDNN (`inference.decoder.Packed`).
 """
 
 import argparse
@@ -64,7 +64,7 @@ def untrained(size: str) -> Transformer:
 
 
 def llama_of(model: Transformer, dtype: str):
-    """The same model as transformers' own class."""
+    """Return the same model as a LlamaForCausalLM of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**llama_config(model.config, dtype, bos_id=1, eos_id=2))
@@ -79,8 +79,8 @@ def llama_of(model: Transformer, dtype: str):
 def contenders(
     model: Transformer, dtype: str, prompts: Tensor
 ) -> dict[str, Callable[[], list[list[int]]]]:
-    """Return name → a function that continues the prompts, (B, T), greedily, and gives the new
-    ids."""
+    """Return name → function. The function continues the prompts, (B, T), greedily and returns the
+    new ids."""
     llama = llama_of(model, dtype)
     prompts = prompts.to(llama.device)
 
@@ -93,7 +93,7 @@ def contenders(
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
-            eos_token_id=None,  # nobody stops before the last token
+            eos_token_id=None,  # never stop before the last token
             pad_token_id=0,
         )
         return ids[:, prompts.shape[1] :].tolist()
@@ -106,8 +106,8 @@ def contenders(
 
 
 def measure(runs: dict[str, Callable], batch_size: int, rounds: int) -> dict[str, str]:
-    """Return the cells of a row: medians over rounds in which all take their turn, after one round
-    that does not count; ratios are taken within a round."""
+    """Return the cells of a row: medians over rounds. In each round every contender runs once. The
+    first round does not count. Ratios are computed within a round."""
     texts = {name: run() for name, run in runs.items()}
     speeds = {name: [] for name in runs}
     for _ in range(rounds):

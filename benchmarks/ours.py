@@ -1,4 +1,4 @@
-"""This project's own training step: a real `Run` of the training script, and the page's verbs."""
+"""The training step of this project: a `Run` and the same calls as the training script."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from training.arguments import parse_arguments
 from training.run import Run
 from training.start import set_up
 
-# Nothing is reported or saved. With so many steps --compile auto finds compiling worth its time.
+# Report and save nothing. With this many steps, --compile auto decides to compile.
 QUIET = "--log_with none --warmup_steps 0 --max_steps 1000000 --save_interval 0 --save_minutes 0"
 
 
@@ -24,7 +24,7 @@ def start_run(flags: list[str]) -> Run:
     Args:
         flags: of the training script.
 
-    Raises UsageError, ConfigError, DataError: this cannot be trained.
+    Raises UsageError, ConfigError, DataError: the flags or the data are invalid.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))
@@ -34,7 +34,7 @@ def start_run(flags: list[str]) -> Run:
 
 
 class OurStep:
-    """One optimizer step of the training script, as often as it is asked for.
+    """Takes one optimizer step of the training script per call.
 
     Args:
         flags: of the training script.
@@ -60,9 +60,9 @@ class OurStep:
         run.optimizer.zero_grad()
 
     def loss(self) -> float:
-        """Return the loss of the last micro-batch; waits for the device.
+        """Return the loss of the last micro-batch, after waiting for the device.
 
-        Raises FloatingPointError: the last gradient was not finite, so nothing was stepped.
+        Raises FloatingPointError: the last gradient was not finite, so the step was skipped.
         """
         if not math.isfinite(self._norm):
             raise FloatingPointError(f"the gradient's norm is {float(self._norm)}")
@@ -70,6 +70,6 @@ class OurStep:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was asked; a CPU always has."""
+    """Wait until a GPU has finished its work. A CPU works synchronously."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

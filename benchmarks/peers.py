@@ -1,8 +1,8 @@
-"""Other projects' models, trained the way their own trainers do it.
+"""Models of other projects, trained in the way of their own trainers.
 
-Weights and AdamW's averages are fp32, forward runs under autocast, gradients are clipped: what
-`transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed` come down to without
-their loops, which are left out: they would only make the peers slower.
+Weights and the averages of AdamW are fp32, the forward pass uses autocast, gradients are clipped.
+This is the step of `transformers.Trainer(bf16=True)` and `litgpt pretrain --precision bf16-mixed`.
+Their loops are left out, because they would only make the peers slower.
 """
 
 import itertools
@@ -20,7 +20,7 @@ OURS = TrainingArguments()  # the training script's defaults
 
 
 def build_transformers(work: Work) -> nn.Module:
-    """`transformers.LlamaForCausalLM` with random weights."""
+    """Return a `transformers.LlamaForCausalLM` with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = work.config
@@ -36,7 +36,7 @@ def build_transformers(work: Work) -> nn.Module:
             rms_norm_eps=config.norm_eps,
             rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
             tie_word_embeddings=True,
-            use_cache=False,  # as its Trainer has it: no key/value cache is kept
+            use_cache=False,  # as in its Trainer: no key/value cache
             bos_token_id=None,
             eos_token_id=None,
         )
@@ -44,13 +44,13 @@ def build_transformers(work: Work) -> nn.Module:
 
 
 def transformers_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:
-    """Its own loss. Given `shift_labels`, it shifts nothing and counts every target."""
+    """Return the loss of transformers. With `shift_labels` it does not shift the targets."""
     with precision:
         return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
 def build_litgpt(work: Work) -> nn.Module:
-    """`litgpt.model.GPT` in Llama's shape, random weights, embeddings tied as its script does."""
+    """Return a `litgpt.model.GPT` in the shape of Llama, with random, tied weights."""
     from litgpt.config import Config
     from litgpt.model import GPT
 
@@ -81,7 +81,7 @@ def build_litgpt(work: Work) -> nn.Module:
 
 
 def litgpt_loss(model: nn.Module, tokens: Tensor, targets: Tensor, precision) -> Tensor:
-    """The loss of its pretraining script, on logits that Fabric has cast back to fp32."""
+    """Return the loss of litgpt's pretraining script. Fabric casts the logits to fp32."""
     from litgpt.utils import chunked_cross_entropy
 
     with precision:
@@ -102,7 +102,7 @@ class PeerStep:
         peer: a key of PEERS.
         our_allocator: keep freed memory, as the training script does.
 
-    Raises RuntimeError: our allocator settings are asked for and the C library has none.
+    Raises RuntimeError: `our_allocator`, but the C library is not glibc.
     """
 
     engine = "single process"
@@ -117,7 +117,7 @@ class PeerStep:
         torch.manual_seed(OURS.seed)
         model = build(work).to(self.device).train()
         self._weights = list(model.parameters())
-        # As ours by default; fused is the fastest that PyTorch has.
+        # Same settings as ours. The fused AdamW is the fastest in PyTorch.
         self._optimizer = torch.optim.AdamW(
             parameter_groups(model, OURS.weight_decay),
             lr=OURS.learning_rate,
@@ -142,5 +142,5 @@ class PeerStep:
         self._optimizer.zero_grad(set_to_none=True)
 
     def loss(self) -> float:
-        """Return the loss of the last micro-batch; waits for the device."""
+        """Return the loss of the last micro-batch, after waiting for the device."""
         return float(self._loss)

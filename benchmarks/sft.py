@@ -1,11 +1,11 @@
-"""Tokens per second of full fine-tuning: this project beside TRL's `SFTTrainer`, on the same
-conversations, weights and cores.
+"""Compare the speed of full fine-tuning with TRL's `SFTTrainer`, on the same conversations,
+weights and cores.
 
     python -m benchmarks.sft --trl ../trl/bin/python
 
-Each is a program of its own, as its users start it, that prints a line when a step has ended, and
-is paused while it is not its turn. The first pass over the conversations does not count. The figure
-is the tokens of these conversations in their template, counted alike, by the seconds of a pass.
+Each contender is a program as its users start it. It prints a line at the end of each step, and it
+is paused while another contender runs. The first pass over the conversations does not count. The
+speed is the number of tokens of the conversations, in our template, per second of a pass.
 """
 
 import argparse
@@ -50,11 +50,11 @@ EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATO
 
 @dataclass
 class Program:
-    """Trains, prints a line at the end of each step, and is paused between its turns."""
+    """A program that trains and prints a line at the end of each step. It pauses between turns."""
 
     name: str
-    command: list  # of what has a str()
-    folder: Path  # where it is run
+    command: list  # of values with a str()
+    folder: Path  # its working directory
     environment: dict[str, str]
     log: Path  # of its stderr
     seconds: list[float] = field(default_factory=list)  # of each pass that counts
@@ -76,7 +76,7 @@ class Program:
             )
 
     def take(self, steps: int) -> float:
-        """Return the seconds of so many steps. Raises UsageError: it ended before."""
+        """Return the seconds of this number of steps. Raises UsageError: the program ended."""
         self._signal(signal.SIGCONT)
         started = time.perf_counter()
         for _ in range(steps):
@@ -95,11 +95,11 @@ class Program:
         raise UsageError(f"{self.name} ended with exit code {code}, see {self.log}: {said[-300:]}")
 
     def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # all of it has ended
+        with suppress(ProcessLookupError, PermissionError):  # the processes have ended
             os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        """End it with its helpers."""
+        """End the program and its helpers."""
         self._signal(signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
         number, context = args.steps * args.batch_size, trained.model.config.max_seq_len
         chosen, tokens = choose(args.conversations, trained.tokenizer, number, context)
         (OUT / "conversations.jsonl").write_text(chosen, encoding="utf-8")
-        # As if the model had learned to chat: its tokenizer has the template then.
+        # chat=True exports the chat template with the tokenizer.
         (exported := OUT / "exported").mkdir()
         model, tokenizer = trained.model, trained.tokenizer
         write_model(exported, model, tokenizer, dtype="float32", name="exported", chat=True)
@@ -136,21 +136,21 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     text = "a Python that has TRL; without it, this project runs alone"
-    # Not resolved: an environment's Python is known by its path.
+    # Do not resolve links: a virtual environment is found by the path of its Python.
     add("--trl", type=lambda path: Path(path).absolute(), metavar="PYTHON", help=text)
-    text = "whose sizes, weights and tokenizer; 'auto' is the newest of pretraining"
+    text = "run with the model and tokenizer; 'auto' is the newest pretraining run"
     add("--run", default="auto", help=text)
     text = "file or folder of conversations, or 'builtin'"
     add("--conversations", metavar="DATA", default="builtin", help=text)
     add("--batch_size", type=int, default=16, help="conversations of a step")
-    add("--steps", type=int, default=32, help="of a pass, which decide how many there are")
+    add("--steps", type=int, default=32, help="steps of a pass over the conversations")
     add("--rounds", type=int, default=3, help="passes that count")
     return parser.parse_args(argv)
 
 
 def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tuple[str, int]:
-    """Return so many conversations, spread evenly over those that nobody has to cut, as JSON
-    lines, and their number of tokens. Raises DataError: a bad one. UsageError: there are fewer."""
+    """Return `number` conversations that fit into the context, spread evenly, as JSON lines, and
+    their number of tokens. Raises DataError: a bad conversation. UsageError: too few."""
     records = conversation_records(find_files(source, SUFFIXES))
     found = [parse_conversation(load_json(record), record.place) for record in records]
     lengths = [len(encode_conversation(tokenizer, turns)[0]) for turns in found]
@@ -196,9 +196,9 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
 
 
 def race(racing: list[Program], steps: int, rounds: int) -> None:
-    """Let all take a pass of so many steps that does not count, and then `rounds` in turns.
+    """Let each program take a warm-up pass of this many steps, and then `rounds` passes in turns.
 
-    Raises UsageError: one of them failed.
+    Raises UsageError: a program failed.
     """
     with ExitStack() as started:
         for program in racing:

@@ -1,18 +1,18 @@
-"""TRL's `SFTTrainer` for `benchmarks.sft`, in a Python of its own that knows this file alone.
+"""Run TRL's `SFTTrainer` for `benchmarks.sft`, in another Python that loads only this file.
 
     PYTHON -m benchmarks.sft_trl MODEL CONVERSATIONS.jsonl OUT BATCH_SIZE EPOCHS WAY
 
-As a careful user has it on a CPU: bf16, the loss of answers alone, activations kept.
+The settings of a careful user on a CPU: bf16, loss of the answers only, no recomputation.
 """
 
 import json
 import sys
 
-# What is done about padding. Without a word, a batch is padded to its longest conversation.
+# Ways to reduce padding. By default, a batch is padded to its longest conversation.
 WAYS = {
     "in random order": {},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
-    # Its documentation wants FlashAttention for it; transformers has a mask for other kernels.
+    # Its documentation asks for FlashAttention; transformers masks for other kernels.
     "padding-free": {"padding_free": True, "max_length": None},
 }
 
@@ -24,7 +24,7 @@ def main(model: str, conversations: str, out: str, batch_size: str, epochs: str,
 
     class SayStep(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **others):
-            if "loss" in logs:  # the last one is of the whole run
+            if "loss" in logs:  # the last log line is for the whole run
                 step = f"step {state.global_step}/{state.max_steps}"
                 print(f"{step} loss {logs['loss']:.4f}", flush=True)
 

@@ -1,12 +1,12 @@
-"""Speed of this project's training step and its peers' on the same work, in one run.
+"""Compare the speed of the training step with other projects on the same work.
 
     python -m benchmarks.throughput --sizes 26m
 
-Each contender takes turns with the first one, the baseline: A B A B A B, then A C A C A C. On a
-machine whose speed drifts, single figures are worth little, but two contenders' ratio within one
-round is worth something, and its median over rounds more. Two contenders are in memory at a time.
-Besides names, such as ours-zero2-compiled, --contenders takes groups: all, ours, peers, and the
-variants of ours that `all` does not mean: blocks, selective, muon.
+Each contender takes turns with the first one, the baseline: A B A B A B, then A C A C A C. If the
+speed of the machine drifts, the ratio of two contenders within one round is more reliable than
+their speeds, and the median over rounds is better still. Only two contenders are in memory.
+--contenders takes names, such as ours-zero2-compiled, and groups: all, ours and peers. The groups
+blocks, selective and muon are variants of ours that `all` does not contain.
 """
 
 import argparse
@@ -29,9 +29,9 @@ from training.engine.estimate import GIB
 PROGRAM = "benchmarks.throughput"
 
 
-REPEATS = 5  # of each product
-# (m, k, n) of an (m, k) by (k, n) product; which is fastest depends on caches and cores. The second
-# is a feed-forward layer of the 26m model, the third its output layer.
+REPEATS = 5  # measurements of each product
+# (m, k, n) of products (m, k) × (k, n). The machine decides which is fastest. The second is a
+# feed-forward layer of the 26m model, the third is its output layer.
 PRODUCTS = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
 NOTE = (
     "Medians over rounds, a round counting with the median of its steps; in brackets the lowest "
@@ -43,7 +43,7 @@ NOTE = (
 
 @dataclass
 class Result:
-    """What was measured of one contender."""
+    """The measurements of one contender."""
 
     contender: Contender
     work: Work
@@ -57,7 +57,7 @@ class Result:
         return [tokens / seconds for seconds in self.step_seconds.values()]
 
     def ratios(self, other: "Result") -> list[float]:
-        """Return how many times as fast this one is as the other, in each round of both."""
+        """Return the speed relative to the other contender, for each round of both."""
         ours, theirs = (
             dict(zip(each.step_seconds, each.speeds(), strict=True)) for each in (self, other)
         )
@@ -66,14 +66,14 @@ class Result:
 
 @dataclass
 class SizeReport:
-    """What has been measured of one model size until now."""
+    """The measurements of one model size until now."""
 
     size: str
     work: Work
     results: dict[Contender, Result] = field(default_factory=dict)  # the baseline first
     missing: dict[str, str] = field(default_factory=dict)  # name → reason, one line
     matrix_products: list[float] = field(default_factory=list)  # FLOP/s
-    rounds: int = 0  # begun
+    rounds: int = 0  # rounds that have begun
     finished: bool = False
 
 
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
                 session = Session(report, options, Path(folder))
                 try:
                     session.measure()
-                finally:  # whatever ends it early leaves the rounds that were played
+                finally:  # after an error or Ctrl-C, print the rounds so far
                     session.close()
                     print(size_table(report), flush=True)
 
@@ -112,7 +112,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
     add("--processes", type=int, default=n_gpus or 1, help="of DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
-    text = "use PyTorch's compile cache and not an empty one: first steps are no first run's"
+    text = "use PyTorch's compile cache: the first step then does not compile"
     add("--keep_compile_cache", action="store_true", help=text)
     options = parser.parse_args(argv)
     everybody = all_contenders(options.processes, n_gpus > 0)
@@ -127,17 +127,17 @@ class Session:
     """Measure the contenders of one size.
 
     Args:
-        report: what is measured goes there.
+        report: receives the measurements.
         options: see `parse_options`.
         folder: temporary, for logs and compiled code.
     """
 
     def __init__(self, report: SizeReport, options: argparse.Namespace, folder: Path):
         self.report, self.options, self.folder = report, options, folder
-        self._teams: dict[Contender, Team] = {}  # alive
+        self._teams: dict[Contender, Team] = {}  # running
 
     def measure(self) -> None:
-        """Play all rounds in the order of the module's first lines."""
+        """Play all rounds in the order that the module's docstring describes."""
         waiting = list(self.options.contenders)
         self.report.missing = {contender.name: "no time left" for contender in waiting}
         while waiting and not self._teams:
@@ -152,7 +152,7 @@ class Session:
                 team.close()
             if baseline not in self._teams:
                 return
-        if not self.report.results[baseline].step_seconds:  # nobody else could start
+        if not self.report.results[baseline].step_seconds:  # no other contender could start
             self._play([baseline])
         self.report.finished = True
 
@@ -189,7 +189,7 @@ class Session:
                 except TeamError as error:
                     self._drop(contender, error)
                     return
-                # A step is over when its slowest rank is done.
+                # A step ends when its slowest rank has finished.
                 steps = map(max, zip(*(answer["seconds"] for answer in answers), strict=True))
                 result = self.report.results[contender]
                 result.step_seconds[self.report.rounds] = statistics.median(steps)
@@ -248,8 +248,8 @@ def _row(report: SizeReport, result: Result, baseline: Result) -> dict:
 
 
 def closing_line(size: str, played: list[Result]) -> str:
-    """Compare our fastest mode with the fastest peer, as its users run it and with our allocator,
-    both by their ratios to the baseline."""
+    """Compare our fastest mode with the fastest peer, with the default allocator and with ours.
+    Both are compared by their ratios to the baseline."""
 
     def fastest(is_ours: bool, variant: str = "") -> tuple[float, str] | None:
         wanted = 1, is_ours, variant
@@ -269,15 +269,15 @@ def closing_line(size: str, played: list[Result]) -> str:
 
 
 def matrix_flops(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of matrix products alone: of the fastest shape, each by the median of its
-    repeats. They are the yardstick of a machine whose data sheet is not known."""
+    """Return the FLOP/s of matrix products: the median of the repeats, for the fastest shape. This
+    replaces the peak of the data sheet on an unknown machine."""
     use_all_cores()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     for m, k, n in PRODUCTS:
         a = torch.randn(m, k, device=device).to(dtype)
         b = torch.randn(k, n, device=device).to(dtype)
-        # Written into the same memory every time, so that no page faults are measured.
+        # Always write to the same memory, so that no page faults are measured.
         out = torch.empty(m, n, device=device, dtype=dtype)
         torch.mm(a, b, out=out)
         seconds = []

@@ -1,4 +1,4 @@
-"""What one optimizer step consists of, the same for every contender: shapes, precision, text."""
+"""The work of one optimizer step, equal for every contender: shapes, precision, text."""
 
 import subprocess
 import sys
@@ -51,14 +51,14 @@ class Work:
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """(parameters, model FLOPs per token), counted alike for every contender."""
+        """(parameters, model FLOPs per token), counted in the same way for every contender."""
         with torch.device("meta"):  # shapes without memory
             model = Transformer(self.config)
         return model.num_parameters(), model.flops_per_token(self.seq_len)
 
     def on(self, data: str) -> "Work":
-        """Return the same work on another text, with its vocabulary. The built-in text is prepared
-        if it is not there. Raises UsageError: that failed, or the folder is no prepared text."""
+        """Return the same work on another text, with its vocabulary. Prepare the built-in text if
+        missing. Raises UsageError: preparing failed, or the folder is not prepared text."""
         path = Path(data).absolute()
         if data == DATA and not (path := REPOSITORY / DATA).exists():
             words = [sys.executable, "-m", "scripts.prepare_data", "--out", str(path)]
@@ -72,15 +72,15 @@ class Work:
         return self.batch_size * self.seq_len * self.accumulation_steps
 
     def flags(self) -> list[str]:
-        """Return the flags with which the training script does this work."""
+        """Return the flags of the training script for this work."""
         same = ("dim", "n_layers", "n_heads", "n_kv_heads", "batch_size", "accumulation_steps")
         values = {name: getattr(self, name) for name in (*same, "dtype", "data")}
         values["max_seq_len"] = self.seq_len
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
     def batches(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Return (tokens, targets), each (batch_size, seq_len), for a peer: made before the clock
-        starts, so that reading takes it no time."""
+        """Return (tokens, targets), each (batch_size, seq_len), for a peer. They are in memory
+        before the clock starts, so that reading takes no time."""
         text = PackedDataset(self.data, "train", self.seq_len)
         made = []
         for first in range(0, max(4, self.accumulation_steps) * self.batch_size, self.batch_size):
@@ -90,7 +90,7 @@ class Work:
         return made
 
 
-SIZES = {  # run_accelerate.sh's on a CPU and on a GPU, and larger ones
+SIZES = {  # the first two are the models of run_accelerate.sh on a CPU and on a GPU
     "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),

@@ -1,1 +1,1 @@
-"""Scores of a trained model on text, conversations and questions, with intervals."""
+"""Score a trained model on text, conversations and questions, with confidence intervals."""

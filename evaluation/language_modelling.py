@@ -1,4 +1,4 @@
-"""Loss, perplexity, bits per byte and top-1 accuracy on text, conversations and prepared data."""
+"""Score text, conversations and prepared data: loss, perplexity, accuracy."""
 
 import math
 from collections.abc import Hashable, Iterable, Iterator
@@ -19,10 +19,10 @@ from model import IGNORE_INDEX
 def document_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, stride: int
 ) -> Iterator[Row]:
-    """Yield the windows of every document, `<s> text </s>` as in training; each is a unit.
+    """Yield the windows of each document `<s> text </s>`. A document is a unit.
 
-    A window reads up to seq_len ids and the next begins `stride` further. Each id is predicted
-    once, with all ids before it as context or at least seq_len - stride of them.
+    A window has up to seq_len ids. The next window begins `stride` ids later. Each id is predicted
+    once. Its context is all ids before it, or at least seq_len - stride ids.
     """
     for number, record in enumerate(records):
         text = parse(record)
@@ -33,7 +33,7 @@ def document_rows(
         for start in range(0, max(1, last - seq_len + stride), stride):
             end = min(start + seq_len, last)
             targets = torch.tensor(ids[start + 1 : end + 1])
-            if start:
+            if start:  # the window before has predicted these targets
                 targets[: seq_len - stride] = IGNORE_INDEX
             n_bytes = 0 if start else len(text.encode())  # counted once
             yield Row(number, torch.tensor(ids[start:end]), targets, n_bytes)
@@ -42,20 +42,21 @@ def document_rows(
 def conversation_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, counts: dict[str, int]
 ) -> Iterator[Row]:
-    """Yield conversations as training reads them (see `ConversationSet`); each is a unit.
+    """Yield one row for each conversation, as training reads it (see `ConversationSet`).
 
-    Count in `counts` those that are "cut" after the last answer that ends within seq_len targets,
-    and "left_out" because the first answer does not. Raises DataError: a line is no conversation.
+    A conversation is a unit. A long conversation is cut after the last answer that ends within
+    seq_len targets. It is left out if even the first answer does not end there.
+    `counts` counts both cases under "cut" and "left_out". Raises DataError: no conversation.
     """
     for number, record in enumerate(records):
         turns = parse_conversation(load_json(record), record.place)
         ids, is_answer = encode_conversation(tokenizer, turns)
         ends = [at for at, id in enumerate(ids) if is_answer[at] and id == tokenizer.eos_id]
         within = [end for end in ends if end <= seq_len]
-        counts["left_out"] += not within
-        counts["cut"] += 0 < len(within) < len(ends)
         if not within:
+            counts["left_out"] += 1
             continue
+        counts["cut"] += len(within) < len(ends)
         end = within[-1]
         targets = [ids[at] if is_answer[at] else IGNORE_INDEX for at in range(1, end + 1)]
         answers = [turn.content for turn in turns if turn.counts][: len(within)]
@@ -63,10 +64,8 @@ def conversation_rows(
         yield Row(number, torch.tensor(ids[:end]), torch.tensor(targets), n_bytes)
 
 
-def prepared_rows(
-    dataset: TokenStream, samples: Iterable[int], units: Iterable[int]
-) -> Iterator[Row]:
-    """Yield these samples of prepared data, each with its unit."""
+def prepared_rows(dataset: TokenStream, samples: list[int], units: list[int]) -> Iterator[Row]:
+    """Yield a row for each of these samples of prepared data, with its unit."""
     for i, unit in zip(samples, units, strict=True):
         tokens, targets = dataset[i]
         n_targets = int((targets != IGNORE_INDEX).sum())
@@ -74,11 +73,11 @@ def prepared_rows(
 
 
 def summary(units: list[tuple[Hashable, np.ndarray]]) -> dict:
-    """Return amounts, and loss in nats per token, perplexity, bits per byte, accuracy."""
+    """Return amounts, loss in nats per token, perplexity, bits per byte and accuracy."""
     nll, hits, tokens, n_bytes = np.array([scores.sum(axis=0) for _, scores in units]).T
     metrics = {
         "loss": ratio(nll, tokens),
-        "perplexity": ratio(nll, tokens, lambda loss: math.exp(min(loss, 700))),
+        "perplexity": ratio(nll, tokens, lambda loss: math.exp(min(loss, 700))),  # no overflow
         "bits_per_byte": ratio(nll, n_bytes, lambda nats: nats / math.log(2)),
         "accuracy": ratio(hits, tokens, partial(min, 1.0)),
     }

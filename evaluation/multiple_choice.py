@@ -1,4 +1,4 @@
-"""Multiple-choice questions, answered with the choice that the model finds likeliest."""
+"""Score multiple-choice questions: the model answers with the most likely choice."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -15,51 +15,51 @@ from data.tokenizer import Tokenizer
 from evaluation.scoring import Row, ratio
 from model import IGNORE_INDEX
 
-# A line of a .jsonl file
+# The form of a line in a .jsonl file
 FORM = '{"question": text, "choices": [two or more texts], "answer": number from 0, or "A", "B" …}'
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return question, choices and index of the right one. Raises DataError: there is none."""
+    """Return question, choices, index of the answer. Raises DataError: no question."""
     fields = load_json(record)
     fields = fields if isinstance(fields, dict) else {}
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
     if isinstance(right, str) and len(right) == 1:
-        right = ord(right) - ord("A")
+        right = ord(right) - ord("A")  # "B" is 1
     texts = [text, *choices] if isinstance(choices, list) else []
     is_valid = len(texts) > 2 and all(isinstance(each, str) for each in texts) and all(choices)
     if not is_valid or type(right) is not int or not 0 <= right < len(choices):
-        raise DataError(f"{record.place}: no question, which is {FORM}")
+        raise DataError(f"{record.place}: no question; the form is {FORM}")
     return text, choices, right
 
 
 def encode_choices(
     tokenizer: Tokenizer, text: str, choices: list[str], delimiter: str | None
 ) -> list[tuple[list[int], int]]:
-    """Return for every choice the ids of `<s> question delimiter choice`, or without delimiter of
-    two turns of a chat, and how many of the ids are context.
+    """Return (ids, number of context ids) for each choice.
 
-    The end of a question and the start of a choice may share a token: context is what the question
-    alone and all of its choices have in common.
+    The ids are `<s> question delimiter choice`. If `delimiter` is None, they are a chat of two
+    turns. A token may contain the end of the question and the start of a choice. Therefore the
+    context is the common beginning of the question alone and of all choices.
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]
-        encoded = [encode_conversation(tokenizer, chat) for chat in chats]
+        encoded = [encode_conversation(tokenizer, turns) for turns in chats]
         starts = [is_answer.index(True) for _, is_answer in encoded]
         return [(ids[: n + sum(said)], n) for (ids, said), n in zip(encoded, starts, strict=True)]
     encoded = tokenizer.encode_batch([text, *(text + delimiter + choice for choice in choices)])
     equal = takewhile(lambda column: len(set(column)) == 1, zip(*encoded, strict=False))
-    n_context = 1 + len(list(equal))
+    n_context = 1 + len(list(equal))  # with <s>
     return [([tokenizer.bos_id, *ids], n_context) for ids in encoded[1:]]
 
 
 def question_rows(
     records: Iterable[Record], tokenizer: Tokenizer, seq_len: int, delimiter: str | None
 ) -> Iterator[Row]:
-    """Yield one row per choice. Its unit is (place, index of the right choice, whether the context
-    is too short for the question's beginning).
+    """Yield one row per choice; a question is a unit.
 
-    Raises DataError: no question, or a choice without a token or longer than the context.
+    The unit is (place, index of the right choice, True if the context cuts off the beginning).
+    Raises DataError: a line is not a question, or a choice has no token or exceeds the context.
     """
     for record in records:
         text, choices, right = parse_question(record)
@@ -69,21 +69,24 @@ def question_rows(
             n_scored = len(ids) - n_context
             if not 0 < n_scored <= seq_len:
                 raise DataError(f"{record.place}: a choice has no token, or more than {seq_len}")
-            ids = ids[-(seq_len + 1) :]
+            ids = ids[-(seq_len + 1) :]  # cut off the beginning
             targets = [IGNORE_INDEX] * (len(ids) - 1 - n_scored) + ids[len(ids) - n_scored :]
             yield Row(unit, torch.tensor(ids[:-1]), torch.tensor(targets), len(choice.encode()))
 
 
 def answers(units: list[tuple[tuple, np.ndarray]]) -> dict:
-    """Return counts, and the shares that were answered rightly: "acc" by the log-likelihood of the
-    whole choice, "acc_norm" by that per byte of UTF-8, "chance" by guessing. Of equally likely
-    choices the first is taken.
+    """Return counts and the shares of correct answers.
+
+    "acc" takes the choice with the highest log-likelihood, "acc_norm" the highest log-likelihood
+    per byte of UTF-8. "chance" is the expected share with random answers. If choices are equally
+    likely, the first one is taken.
     """
-    rows = []
+    rows = []  # one per question
     for (_, right, is_truncated), scores in units:
-        nll, n_bytes = scores[:, 0], scores[:, 3]
-        by_choice, by_byte = nll.argmin() == right, (nll / n_bytes).argmin() == right
-        rows.append([by_choice, by_byte, 1 / len(scores), is_truncated])
+        nll = scores[:, 0]  # one per choice
+        nll_per_byte = nll / scores[:, 3]
+        correct = [nll.argmin() == right, nll_per_byte.argmin() == right]
+        rows.append([*correct, 1 / len(scores), is_truncated])
     acc, acc_norm, chance, truncated = np.array(rows, float).T
     metrics = {
         "acc": ratio(acc, np.ones_like(acc), partial(min, 1.0)),

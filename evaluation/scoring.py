@@ -1,4 +1,4 @@
-"""Log-likelihoods of rows of tokens under a model, by all processes together, and their means."""
+"""Compute log-likelihoods of token sequences, and means with intervals."""
 
 import math
 import os
@@ -21,78 +21,81 @@ from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
 from training.engine.device import has_bf16, keep_freed_memory, use_all_cores
 
-LEAST_UNITS = 3  # for an interval
-BLOCK_ROWS = 1024  # rows in memory at a time, sorted by length so that little is padded
+LEAST_UNITS = 3  # fewer units give no interval
+BLOCK_ROWS = 1024  # rows in memory at a time; sorting them by length saves padding
 
 
 class Row(NamedTuple):
-    """A sequence to score: a document, a window of one, or a question with a choice."""
+    """A window of a document, a conversation, or a question with a choice."""
 
-    unit: Hashable  # what the row belongs to; rows of one unit follow each other
+    unit: Hashable  # the document, conversation or question; its rows follow each other
     tokens: Tensor  # (T,) int64
     targets: Tensor  # (T,) int64; IGNORE_INDEX where the token is context only
-    n_bytes: float  # of the text behind the targets
+    n_bytes: float  # UTF-8 bytes of the text of the targets
 
 
 @dataclass
 class Scorer:
-    """A model on this process's device. The rows and their order are the same on every process;
-    each computes its share of the batches, and every process gets all results."""
+    """Score rows with a model on the device of this process. Every process reads the same rows in
+    the same order, computes its share of the batches and gets all results."""
 
     model: Transformer  # in evaluation mode, on the device
-    accelerator: Accelerator
-    batch_size: int
-    dtype: torch.dtype = torch.float32  # bfloat16 runs under autocast; losses are fp32 in any case
+    accelerator: Accelerator  # its device, and the gathering of scores
+    batch_size: int  # rows per process
+    dtype: torch.dtype = torch.float32  # bfloat16 uses autocast; the loss is always fp32
 
     def units(self, rows: Iterable[Row]) -> Iterator[tuple[Hashable, np.ndarray]]:
-        """Yield every unit, in order, with float64 sums of shape (rows, 4) over its targets:
-        negative log-likelihood in nats, targets that were the likeliest token, targets, bytes.
-        Raises UsageError: a score is NaN or infinite."""
+        """Yield every unit in order, with the float64 scores of its rows, (rows, 4).
+
+        The columns are sums over the targets of a row: negative log-likelihood in nats, number of
+        targets that were the most likely token, number of targets, bytes.
+        Raises UsageError: a score is not finite.
+        """
         rows = iter(rows)
-        blocks = iter(lambda: list(islice(rows, BLOCK_ROWS)), [])
-        for unit, same in groupby(chain.from_iterable(map(self._scored, blocks)), itemgetter(0)):
+        blocks = iter(lambda: list(islice(rows, BLOCK_ROWS)), [])  # lists of rows
+        scored = chain.from_iterable(map(self._scored, blocks))
+        for unit, same in groupby(scored, itemgetter(0)):
             yield unit, np.array([sums for _, sums in same])
 
     def _scored(self, block: list[Row]) -> Iterator[tuple[Hashable, list[float]]]:
-        """Yield the unit and the sums of every row, in order."""
-        order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))
+        """Yield the unit and the sums of each row, in the order of the block."""
+        order = sorted(range(len(block)), key=lambda i: -len(block[i].tokens))  # longest first
         loader = DataLoader([block[i] for i in order], self.batch_size, collate_fn=pad)
-        # Not accelerator.prepare, which would keep every block's loader to the end.
+        # accelerator.prepare would keep the loader of every block until the program ends.
         loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
-        device, is_bf16 = self.accelerator.device.type, self.dtype == torch.bfloat16
-        autocast, sums = torch.autocast(device, torch.bfloat16, is_bf16), []
+        is_bf16 = self.dtype == torch.bfloat16
+        autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, is_bf16)
+        sums = []  # of each row, in the order of `order`
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
                 scored = self.model(tokens, targets, "hits")
-                nll, counted = scored.loss.double(), targets != IGNORE_INDEX  # (B, T)
+                nll = scored.loss.double()  # (B, T)
+                counted = targets != IGNORE_INDEX  # (B, T)
                 batch = torch.stack([nll.sum(1), scored.hits.sum(1), counted.sum(1)], dim=1)
-            # The last batches are filled up with rows from the start, so that every process has
-            # equally many; gather_for_metrics drops them again.
+            # Accelerate repeats rows from the start until all processes have equally many.
+            # gather_for_metrics drops the repeated rows.
             sums += self.accelerator.gather_for_metrics(batch).tolist()
         if not np.isfinite(sums).all():
-            raise UsageError("what the model says is not a number: its weights are broken")
+            raise UsageError("the scores are not finite: the weights of the model are broken")
         sums_of = dict(zip(order, sums, strict=True))
         for i, row in enumerate(block):
             yield row.unit, [*sums_of[i], row.n_bytes]
 
 
 def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
-    """Return (tokens, targets), both (B, T), padded on the right, where no earlier token looks."""
+    """Return (tokens, targets), both (B, T). Causal attention ignores right padding."""
     tokens = pad_sequence([row.tokens for row in rows], batch_first=True)
     targets = pad_sequence([row.targets for row in rows], True, IGNORE_INDEX)
     return tokens, targets
 
 
-def build_scorer(
-    model: Transformer, batch_size: int, device: str = "auto", dtype: str | None = None
-) -> Scorer:
-    """Put the model on this process's device, under whatever launcher there is.
+def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None) -> Scorer:
+    """Move the model to the device of this process, with or without a launcher.
 
     Args:
-        device: "cpu", "cuda", or "auto" for a GPU where there is one.
-        dtype: "float32" or "bfloat16"; None is bfloat16 on a GPU that has it, else float32.
-
-    Raises UsageError: device and launcher do not go together.
+        device: "cpu", "cuda", or "auto" for a GPU if there is one.
+        dtype: "float32", "bfloat16", or None: bfloat16 if the GPU supports it.
+    Raises UsageError: there is no such device, or the launcher has the wrong flags.
     """
     n_gpus, environ = torch.cuda.device_count(), os.environ
     if device == "cuda" and not n_gpus:
@@ -100,10 +103,10 @@ def build_scorer(
     on_cpu = device == "cpu" or not n_gpus
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environ} and "RANK" not in environ:
         raise UsageError("pass --multi_gpu to accelerate launch, on CPUs too, and not --cpu")
-    n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))
+    n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine
     if not on_cpu and n_local > n_gpus:
         raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")
-    # Nothing is trained: every process has the whole model, whichever engine the launcher is for.
+    # Scoring needs no DeepSpeed engine, even if the launcher is configured for DeepSpeed.
     environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu)
     if on_cpu:
@@ -113,22 +116,20 @@ def build_scorer(
     return Scorer(model.to(accelerator.device), accelerator, batch_size, getattr(torch, dtype))
 
 
-def ratio(
-    tops: np.ndarray, bottoms: np.ndarray, scale: Callable[[float], float] = float
-) -> dict[str, float | None]:
-    """Return total over total, as "value", and its 95% interval, "low" to "high": None for fewer
-    than LEAST_UNITS units, which are documents, conversations or questions.
+def ratio(tops: np.ndarray, bottoms: np.ndarray, scale: Callable = float) -> dict:
+    """Return the ratio of the sums as "value", and its 95% interval from "low" to "high".
 
-    Tokens of one document resemble each other, so the units count. With R the ratio and n units,
+    "low" and "high" are None for fewer than LEAST_UNITS units. A unit is a document, conversation
+    or question: the tokens inside a unit are not independent samples. With the ratio R and n units,
     the variance of R is about n / (n - 1) · Σ (top - R · bottom)² / (Σ bottom)² (Cochran, Sampling
-    Techniques, 3rd ed. 1977, section 6.4). The interval does not reach below 0.
+    Techniques, 3rd ed. 1977, section 6.4). "low" is at least scale(0).
 
     Args:
-        tops, bottoms: float64 of shape (units,), none negative.
-        scale: an increasing function for the number and the ends of its interval.
+        tops, bottoms: float64, (units,), not negative.
+        scale: an increasing function, applied to the ratio and to both ends of the interval.
     """
     n, total = len(tops), sum(bottoms)
-    r = sum(tops) / total
+    r = sum(tops) / total  # the ratio
     if n < LEAST_UNITS:
         return {"value": scale(r), "low": None, "high": None}
     half = 1.96 * math.sqrt(n / (n - 1) * np.square(tops - r * bottoms).sum()) / total

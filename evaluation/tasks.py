@@ -1,4 +1,4 @@
-"""The kinds of data that can be scored, and what is said of their scores."""
+"""Choose the task for the data, score a model on it, and describe the result."""
 
 import time
 from argparse import Namespace
@@ -23,19 +23,19 @@ from storage.weights import Trained
 from training.engine.device import device_name
 from training.validation import spread
 
-METRICS = {  # the format of their numbers, and an explanation
+METRICS = {  # name → (number format, explanation)
     "loss": (".4f", "nats per token"),
     "perplexity": (".2f", ""),
     "bits_per_byte": (".4f", ""),
-    "accuracy": (".2%", "of next tokens are the likeliest one"),
+    "accuracy": (".2%", "of next tokens were the most likely one"),
     "acc": (".2%", "by log-likelihood of the choice"),
     "acc_norm": (".2%", "by log-likelihood per byte of it"),
-    "chance": (".2%", "what guessing gives"),
+    "chance": (".2%", "with random answers"),
 }
-# Conversations are cut after the last answer within the context; questions lose their beginning.
+# "cut" and "left_out" count conversations, "truncated" counts questions.
 AMOUNTS = ("tokens", "bytes", "sequences", "cut", "left_out", "truncated")
-HOW = ("max_seq_len", "stride", "delimiter", "template")
-TASKS_OF = {  # flags that not every task has
+HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings to report
+TASKS_OF = {  # flag → tasks that accept it
     "split": ("packed", "conversations"),
     "stride": ("text",),
     "text_column": ("text",),
@@ -45,45 +45,49 @@ TASKS_OF = {  # flags that not every task has
 
 
 def check_flags(args: Namespace) -> None:
-    """Raise UsageError for a flag that means nothing for this data."""
+    """Raise UsageError for a flag that has no meaning for this data."""
     for name, tasks in TASKS_OF.items():
         if getattr(args, name) is not None and args.task not in tasks:
             raise UsageError(f"--{name} is for --task {' or '.join(tasks)}, not {args.task}")
     if args.split is not None and not is_prepared(args.data):
-        raise UsageError(f"--split is for a prepared folder, and {args.data} is none")
+        raise UsageError(f"--split is for a prepared folder, not for {args.data}")
 
 
 def is_prepared(data: str) -> bool:
+    """Return True for a folder that scripts.prepare_data has written."""
     return (Path(data) / DESCRIPTION_FILE).exists()
 
 
 def detect_task(data: str, text_column: str | None = None) -> str:
-    """Return the task that prepared data, or the first line of the first file, is for."""
+    """Return the task for prepared data, or for the first line of the first file."""
     if is_prepared(data):
         is_chat = read_description(data)["kind"] == CONVERSATIONS
         return "conversations" if is_chat else "packed"
     path, column, keys = find_files(data)[0], text_column or TEXT_COLUMN, set()
-    with suppress(StopIteration, AttributeError, DataError):  # scoring says what is wrong with it
+    with suppress(StopIteration, AttributeError, DataError):  # scoring reports a bad first line
         if path.endswith(".parquet"):
             keys = next(parquet_rows(path, (column, *CONVERSATION_KEYS))).keys()
         elif path.endswith(JSONL):
             keys = load_json(next(read_records([path]))).keys()
     if "question" in keys:
         return "choice"
-    return "conversations" if keys & {*CONVERSATION_KEYS} and column not in keys else "text"
+    is_chat = column not in keys and any(key in keys for key in CONVERSATION_KEYS)
+    return "conversations" if is_chat else "text"
 
 
 def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score a model; return all numbers. Raises UsageError: no data, or a broken model."""
+    """Score a model; return metrics and settings. Raises UsageError: bad data or weights."""
     began = time.perf_counter()
     rows, total, facts = to_score(args, trained)
-    hidden = not scorer.accelerator.is_main_process
-    rows = progress_bar(total, desc="scoring", unit=" rows", iterable=rows, disable=hidden)
-    units = list(scorer.units(rows))
+    is_main = scorer.accelerator.is_main_process
+    rows = progress_bar(total, desc="scoring", unit=" rows", iterable=rows, disable=not is_main)
+    units = list(scorer.units(rows))  # this scores all rows
     if not units:
-        raise DataError(f"{args.data}: no text, no answer within the context, or no question in it")
-    found = answers(units) if args.task == "choice" else summary(units)
-    about = {
+        raise DataError(
+            f"{args.data}: no text, no answer within the context, and no question in it"
+        )
+    scores = answers(units) if args.task == "choice" else summary(units)
+    settings = {
         "model": str(trained.folder),
         "parameters": trained.n_parameters,
         "max_seq_len": trained.model.config.max_seq_len,
@@ -94,19 +98,19 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
         "processes": scorer.accelerator.num_processes,
         "seconds": time.perf_counter() - began,
     }
-    return about | found | facts
+    return settings | scores | facts
 
 
 def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | None, dict]:
-    """Return the rows to score, how many there are (None if only reading them tells), and facts
-    about them, which are complete after the last row."""
-    tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
+    """Return the rows to score, their number (None if unknown), and facts for the result. The
+    counts in the facts are complete after the last row."""
     if is_prepared(args.data):
         return prepared(args, trained)
+    tokenizer, seq_len = trained.tokenizer, trained.model.config.max_seq_len
     files, is_chat = find_files(args.data), args.task == "conversations"
     column = args.text_column or TEXT_COLUMN
     records = conversation_records(files) if is_chat else read_records(files, column)
-    records = islice(records, args.limit or None)
+    records = islice(records, args.limit or None)  # 0 is no limit
     if is_chat:
         facts = {"unit": "conversations", "cut": 0, "left_out": 0}
         return conversation_rows(records, tokenizer, seq_len, facts), None, facts
@@ -118,38 +122,38 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
     template = trained.chats if args.template is None else args.template
     if template and args.delimiter is not None:
         raise UsageError("--delimiter is for questions without the template: --no-template")
-    how = None if template else " " if args.delimiter is None else args.delimiter
-    rows = question_rows(records, tokenizer, seq_len, how)
-    return rows, None, {"delimiter": how, "template": template}
+    delimiter = " " if args.delimiter is None and not template else args.delimiter
+    rows = question_rows(records, tokenizer, seq_len, delimiter)
+    return rows, None, {"delimiter": delimiter, "template": template}
 
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
-    """Return `to_score` for the samples that the validation of a training run reads. Packed
-    sequences that begin in the same document make one unit.
-
-    Raises DataError: prepared with another tokenizer, or shorter than one sequence.
-    """
-    data, split, seq_len = args.data, args.split or "val", trained.model.config.max_seq_len
-    tokenizer, is_packed = trained.tokenizer.path, args.task == "packed"
+    """Return rows, number and facts for the samples that training uses for validation.
+    Raises DataError: prepared with another tokenizer, or shorter than one sequence."""
+    data, split = args.data, args.split or "val"
+    tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):
         raise DataError(f"{data} has another tokenizer: prepare it with --tokenizer {tokenizer}")
-    dataset = (PackedDataset if is_packed else ConversationSet)(data, split, seq_len)
+    is_packed = args.task == "packed"
+    kind = PackedDataset if is_packed else ConversationSet
+    dataset = kind(data, split, trained.model.config.max_seq_len)
     samples = units = spread(len(dataset), args.limit)
-    if is_packed:
+    if is_packed:  # sequences that begin in the same document are one unit
         units = dataset.documents_of(samples, trained.tokenizer.bos_id)
         facts = {"sequences": len(samples)}
-    else:
+    else:  # a conversation is a unit
         facts = {"cut": dataset.n_cut, "left_out": dataset.n_left_out, "unit": "conversations"}
     return prepared_rows(dataset, samples, units), len(samples), {"split": split} | facts
 
 
 def report(result: dict) -> str:
-    """Return one model's numbers for people, and how they were measured."""
+    """Return the result of one model as text: the metrics and how they were measured."""
     units = counted(result["units"], result["unit"])
     amounts = [f"{result[name]:,} {name.replace('_', ' ')}" for name in AMOUNTS if result.get(name)]
     how = [f"{name} {result[name]!r}" for name in HOW if result[name] is not None]
     run = f"{result['dtype']}, {result['processes']} × {result['device']}"
-    run += f", weights divided by ZeRO-{stage}" if (stage := result["zero_stage"]) else ""
+    if result["zero_stage"]:
+        run += f", weights divided by ZeRO-{result['zero_stage']}"
     rows = {
         "model": f"{result['model']} ({result['parameters'] / 1e6:.2f} million parameters)",
         "data": result["data"] + (f", {result['split']} split" if result["split"] else ""),
@@ -159,8 +163,9 @@ def report(result: dict) -> str:
     }
     for name, metric in result["metrics"].items():
         form, explanation = METRICS[name]
-        value, low, high = (metric[key] for key in ("value", "low", "high"))
-        interval = "" if low in (None, value) else f"  ({low:{form}} to {high:{form}})"
-        rows[name] = f"{value:{form}}{interval}  {explanation}".rstrip()
+        text = f"{metric['value']:{form}}"
+        if metric["low"] not in (None, metric["value"]):
+            text += f"  ({metric['low']:{form}} to {metric['high']:{form}})"
+        rows[name] = f"{text}  {explanation}".rstrip()
     rows["interval"] = f"95%, by the spread among {units}; none for fewer than {LEAST_UNITS}"
     return "\n".join(f"{name:>13}: {text}" for name, text in rows.items())

@@ -1,1 +1,1 @@
-"""Looking at runs: what they left, as one page or as a picture."""
+"""The page report.html: charts, numbers, samples and settings of runs."""

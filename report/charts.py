@@ -1,4 +1,4 @@
-"""Charts of losses and other numbers over steps, drawn by matplotlib."""
+"""Draw charts of losses and other numbers over steps, with matplotlib."""
 
 import io
 import re
@@ -7,55 +7,70 @@ from html import escape
 
 import numpy as np
 
-DOTS_UP_TO = 40  # points of a curve
+DOTS_UP_TO = 40  # a curve with at most this many points has a dot at each point
 COLORS = ("#1f5fbf", "#c2540a", "#1b7f46", "#8a3fc0", "#b8215c", "#0b7285", "#7d5a00", "#555b66")
-INK, RULE = "#5a5f68", "#dcdcd6"
+INK = "#5a5f68"  # text
+RULE = "#dcdcd6"  # lines of the grid and the axes
 STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "path.simplify_threshold": 0.5,  # in points: spikes stay, thousands of points between them go
-    "font.family": "DejaVu Sans",  # measured with it; the page shows its own font
+    "svg.fonttype": "none",  # write text as text, not as outlines
+    "path.simplify_threshold": 0.5,  # in points; keeps spikes and drops points between them
+    "font.family": "DejaVu Sans",  # for the layout only: the page sets its own font
     "font.size": 9,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
-    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), RULE),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
-    "axes.axisbelow": True,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": RULE,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": RULE,
+    "axes.axisbelow": True,  # the grid is behind the curves
 }
 
 
 @dataclass
 class Curve:
-    label: str
+    """One line of a chart."""
+
+    label: str  # name of the run, or "training" and "validation"
     points: list[tuple[float, float | None]]  # (step, value); None is a gap in the line
-    color: int
-    tokens_per_step: float | None  # of its run; None where nothing tells
+    color: int  # index into COLORS
+    tokens_per_step: float | None  # of the run; None if it is unknown
 
     @property
     def values(self) -> list[float]:
+        """The values of the points that are not gaps."""
         return [value for _, value in self.points if value is not None]
 
 
 @dataclass
 class Chart:
+    """A chart of one number of metrics.jsonl, with a curve per run."""
+
     title: str
-    unit: str
-    key: str  # its name in metrics.jsonl
-    from_zero: bool = True  # whether the axis of values has to begin there
-    curves: list[Curve] = field(default_factory=list)
-    size: tuple[float, float] = (5.5, 2.3)  # in inches, before the page scales it
+    unit: str  # shown beside the title
+    key: str  # name of the number in metrics.jsonl
+    from_zero: bool = True  # start the vertical axis at 0
+    curves: list[Curve] = field(default_factory=list)  # one per run
+    size: tuple[float, float] = (
+        5.5,
+        2.3,
+    )  # width and height in inches, before the page scales them
 
 
 def plot(chart: Chart):
-    """Return a matplotlib Figure: over steps, or over tokens if runs take steps of other sizes."""
-    from matplotlib.figure import Figure  # takes most of a second to load
+    """Return a matplotlib Figure over steps, or over tokens if step sizes differ."""
+    from matplotlib.figure import Figure  # loading it takes most of a second
 
     figure = Figure(chart.size, layout="constrained")
     axes = figure.add_subplot()
+    axes.spines[["top", "right", "left"]].set_visible(False)
     sizes = {curve.tokens_per_step for curve in chart.curves}
     over_tokens = len(sizes) > 1 and None not in sizes
     for curve in chart.curves:
-        steps, values = np.array(curve.points, float).T  # a gap is NaN
+        x, values = np.array(curve.points, float).T  # a gap becomes NaN
+        if over_tokens:
+            x = x * curve.tokens_per_step
         axes.plot(
-            steps * (curve.tokens_per_step if over_tokens else 1),
+            x,
             values,
             color=COLORS[curve.color % len(COLORS)],
             label=f"{curve.label} {show(curve.values[-1])}",
@@ -76,15 +91,16 @@ def plot(chart: Chart):
 
 
 def draw(chart: Chart) -> str:
-    """Return the chart as an HTML figure."""
+    """Return the chart as an HTML <figure> with an SVG picture."""
     from matplotlib import rc_context
 
     out = io.StringIO()
     with rc_context(STYLE):
         plot(chart).savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    drawn = re.sub(r'<g id="[^"]*">', "<g>", out.getvalue().partition("<defs")[2])
+    drawn = out.getvalue().partition("<defs")[2]
+    drawn = re.sub(r'<g id="[^"]*">', "<g>", drawn)  # ids must be unique on the page
     drawn = re.sub(r"(\.\d)\d+(?=[ \n\")])", r"\1", drawn)  # coordinates to a tenth of a point
-    box = f"0 0 {72 * chart.size[0]:g} {72 * chart.size[1]:g}"
+    box = f"0 0 {72 * chart.size[0]:g} {72 * chart.size[1]:g}"  # 72 points per inch
     legend = "".join(
         f'<li style="--color: {COLORS[curve.color % len(COLORS)]}">'
         f"<span>{escape(curve.label)}</span> <b>{show(curve.values[-1])}</b></li>"
@@ -98,7 +114,7 @@ def draw(chart: Chart) -> str:
 
 
 def show(value: float, digits: int = 4) -> str:
-    """Format a number for people: 0.0012, 2.906, 12,345, and 1.2M from a million on."""
+    """Format a number, such as 0.0012, 2.906, 12,345 or 1.2M."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if size <= abs(value) < 1e15:
             return f"{value / size:.{digits}g}{letter}"

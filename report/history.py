@@ -1,4 +1,4 @@
-"""Reading what a run has logged so far, also of a run under way or a killed one."""
+"""Read the metrics and samples of a run, which may be in progress."""
 
 import json
 import math
@@ -12,42 +12,44 @@ from storage.folder import RunFolder, read_settings
 
 @dataclass
 class History:
-    """Rows of the files in the order of steps; where a step comes twice, the last one."""
+    """The rows that a run has logged, one per step, sorted by step."""
 
     folder: RunFolder
     settings: dict  # empty if there is no readable settings.json
-    train: list[dict]
-    validation: list[dict]
-    samples: list[dict]
+    train: list[dict]  # rows of metrics.jsonl with a training loss
+    validation: list[dict]  # rows of metrics.jsonl with "val_loss"
+    samples: list[dict]  # rows of samples.jsonl
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Tokens of all processes per step; None if no row tells."""
+        """Tokens per optimizer step of all processes; None if unknown."""
         tokens = [row["tokens"] / row["step"] for row in self.train if row.get("tokens")]
         return tokens[0] if tokens else None
 
 
 def read_history(path: Path) -> History:
-    """Read a run folder. Raises UsageError: it is none, or nothing has been logged yet."""
+    """Read a run. Raises UsageError: `path` is not a run, or the run has not logged a step."""
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")
-    train, validation = {}, {}  # step → row
+    train, validation = {}, {}  # step → its last row
     for row in read_rows(folder.metrics):
-        if "forward_seconds" not in row:  # a profiled step, which also has a row of its own
-            (validation if "val_loss" in row else train)[row["step"]] = row
+        if "val_loss" in row:
+            validation[row["step"]] = row
+        elif "forward_seconds" not in row:  # a row of the profiler
+            train[row["step"]] = row
     if not (train or validation):
         raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")
     samples = {row["step"]: row for row in read_rows(folder.samples) if "text" in row}
-    ordered = ([kind[step] for step in sorted(kind)] for kind in (train, validation, samples))
-    return History(folder, read_settings(folder.settings), *ordered)
+    in_order = ([rows[step] for step in sorted(rows)] for rows in (train, validation, samples))
+    return History(folder, read_settings(folder.settings), *in_order)
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return the whole JSON lines of a file that have a step; none if there is no file."""
+    """Return the JSON lines of a file that have a step; return [] if there is no file."""
     rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, KeyError, TypeError):  # a killed run leaves half a line
             row = json.loads(line)
             if number(row["step"]) is not None:
                 rows.append(row)
@@ -61,5 +63,5 @@ def number(value) -> float | None:
 
 
 def series(rows: list[dict], key: str) -> list[tuple[float, float | None]]:
-    """Return (step, value) of the rows that have the key; None for a value that is not finite."""
+    """Return (step, value) of the rows that have the key; None if not finite."""
     return [(row["step"], number(row[key])) for row in rows if key in row]

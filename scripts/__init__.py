@@ -1,9 +1,9 @@
-"""Programs to be started as python -m scripts.NAME."""
+"""Programs of this project. Start one with python -m scripts.NAME."""
 
 import os
 
-import common  # noqa: F401  first of all: it makes Ctrl-C end a program in one line
+import common  # noqa: F401  first, to handle Ctrl-C during slow imports
 
-# Before PyTorch is loaded: its threads wait by spinning (GNU OpenMP), which makes writing text ten
-# times as slow where something else uses the cores. A thirtieth is as fast on free ones.
+# PyTorch's threads (GNU OpenMP) wait by spinning. On busy cores this makes generation ten times
+# slower. A thirtieth of the default is as fast on free cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,8 +1,8 @@
-"""Exit 0 if this Python has every package of a requirements file in exactly its pinned version.
+"""Exit with 0 if this Python has exactly the pinned versions of a requirements file.
 
     python scripts/check_pins.py requirements.txt
 
-It uses the standard library alone, so that any Python can be asked whether it will do.
+This program imports only the standard library, so any Python can run it.
 """
 
 import sys
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def unsatisfied(path: Path) -> list[str]:
-    """List what is missing or of another version, here and in the files that are included."""
+    """Return the packages that are missing or have another version, also of included files."""
     problems = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        line = line.partition("#")[0].strip()
+        line = line.partition("#")[0].strip()  # without comments
         if line.startswith("-r "):
             problems += unsatisfied(path.parent / line[3:].strip())
         elif line:

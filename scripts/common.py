@@ -1,6 +1,7 @@
-"""Stand in for `common` where a script is started by its path: `python PATH/scripts/generate.py`.
+"""Make `python PATH/scripts/generate.py` work like `python -m scripts.generate`.
 
-Python then looks for modules in this folder: make it look in the one above, and for the real one.
+Python then searches scripts/ for modules and finds this file instead of the real `common`. This
+file replaces scripts/ by the folder above in the search path.
 """
 
 import sys
@@ -8,4 +9,4 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 del sys.modules["common"]
-import scripts  # noqa: E402, F401  as `python -m scripts.NAME` does first; it imports `common`
+import scripts  # noqa: E402, F401  it imports the real `common`

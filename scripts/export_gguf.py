@@ -1,8 +1,8 @@
-"""Write a model and its tokenizer into one GGUF file, for llama.cpp and what is built on it.
+"""Export a model and its tokenizer to one GGUF file for llama.cpp.
 
 python -m scripts.export_gguf out/runs/NAME model.gguf --type q8_0
 
-llama.cpp gives the token ids of data.tokenizer, but takes U+2581 in a text for a space.
+llama.cpp computes the token ids of data.tokenizer, but reads U+2581 as a space.
 """
 
 from pathlib import Path
@@ -16,20 +16,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.export_gguf", description=__doc__)
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
-    add("out", type=Path, metavar="OUT", help="file to write, as in model.gguf")
-    what = "of the matrices: 4, 2 or about 1 byte per number; f32 is exact"
-    add("--type", choices=("f32", "f16", "q8_0"), default="f32", help=what)
-    add("--overwrite", action="store_true", help="replace OUT")
+    add("out", type=Path, metavar="OUT", help="file to write, such as model.gguf")
+    types = "type of the matrices: 4 (exact), 2 or about 1 byte per weight"
+    add("--type", choices=("f32", "f16", "q8_0"), default="f32", help=types)
+    add("--overwrite", action="store_true", help="replace OUT if it exists")
     args = parser.parse_args(argv)
     if args.out.exists() and not args.overwrite:
         parser.error(f"{args.out} exists: pass --overwrite to replace it")
 
-    from formats.gguf import export_gguf  # these import torch, which takes seconds
+    from formats.gguf import export_gguf  # importing torch takes seconds
     from storage.weights import load_trained
 
     trained = load_trained(args.run)
-    said = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)
-    print(f"{args.out}: {trained.folder} as {said}")
+    summary = export_gguf(trained.model, trained.tokenizer, args.out, args.type, trained.chats)
+    print(f"{args.out}: {trained.folder} as {summary}")
 
 
 if __name__ == "__main__":

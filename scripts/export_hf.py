@@ -1,4 +1,4 @@
-"""Write a folder that transformers loads as a Llama, with no code of ours.
+"""Export a model to a Hugging Face folder, which transformers loads as a Llama.
 
 python -m scripts.export_hf out/runs/NAME out/hf/NAME
 """
@@ -18,22 +18,23 @@ def main(argv: list[str] | None = None) -> None:
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
-    switch = argparse.BooleanOptionalAction
-    add("--tokenizer", action=switch, default=True, help="export the tokenizer too")
-    add("--overwrite", action="store_true", help="replace an older export")
+    on_or_off = argparse.BooleanOptionalAction
+    add("--tokenizer", action=on_or_off, default=True, help="also export the tokenizer")
+    add("--overwrite", action="store_true", help="replace an older export in OUT")
     args = parser.parse_args(argv)
 
-    from formats.hugging_face import is_export, write_model, write_tokenizer  # seconds, by torch
+    from formats.hugging_face import is_export, write_model, write_tokenizer  # slow import
     from storage.weights import load_trained
 
     with new_folder(args.out, "export", is_export, args.overwrite) as folder:
         trained = load_trained(args.run)
-        model, tokenizer, name = trained.model, trained.tokenizer, args.out.resolve().name
+        model, tokenizer = trained.model, trained.tokenizer
+        name = args.out.resolve().name
         write_model(folder, model, tokenizer, dtype=args.dtype, name=name, chat=trained.chats)
         if args.tokenizer:
             write_tokenizer(folder, tokenizer, model.config.max_seq_len, chat=trained.chats)
-    what = "model and tokenizer" if args.tokenizer else "model without tokenizer"
-    print(f"{args.out}: {what} of {trained.folder} in {args.dtype}")
+    content = "model and tokenizer" if args.tokenizer else "model without tokenizer"
+    print(f"{args.out}: {content} of {trained.folder} in {args.dtype}")
 
 
 if __name__ == "__main__":

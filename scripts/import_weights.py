@@ -1,9 +1,9 @@
-"""Turn a Llama of others into this project's weights.
+"""Import the weights of a Llama model from another project.
 
 python -m scripts.import_weights SOURCE out/imported/NAME
 
-SOURCE is a Hugging Face folder, or a state dict (.pth, .pt, .bin, .safetensors) with the names of
-Llama, llama2.c, MiniMind or Hugging Face.
+SOURCE is a Hugging Face folder, or a state dict (.pth, .pt, .bin, .safetensors) with the parameter
+names of Llama, llama2.c, MiniMind or Hugging Face.
 """
 
 from pathlib import Path
@@ -20,13 +20,13 @@ def main(argv: list[str] | None = None) -> None:
     add("out", type=Path, metavar="OUT", help="folder to write")
     add("--tokenizer", type=Path, help="tokenizer.model or .json (default: the one beside SOURCE)")
     add("--n_heads", type=int, help="query heads of a state dict")
-    add("--norm_eps", type=float, help="added in RMSNorm, of a state dict (default: 1e-5)")
-    add("--rope_theta", type=float, help="of the positions, of a state dict (default: 10000)")
-    add("--max_seq_len", type=int, help="context length (default: as the folder says, or 2048)")
-    add("--overwrite", action="store_true", help="replace an older import")
+    add("--norm_eps", type=float, help="epsilon of RMSNorm (state dict; default: 1e-5)")
+    add("--rope_theta", type=float, help="base of RoPE (state dict; default: 10000)")
+    add("--max_seq_len", type=int, help="context length (default: from config.json, or 2048)")
+    add("--overwrite", action="store_true", help="replace an older import in OUT")
     args = parser.parse_args(argv)
 
-    from formats.import_weights import import_weights  # imports torch, which takes seconds
+    from formats.import_weights import import_weights  # importing torch takes seconds
 
     print(import_weights(**vars(args)))
 

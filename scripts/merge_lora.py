@@ -1,4 +1,4 @@
-"""Merge an adapter (LoRA) in PEFT's form into its base, as weights that need neither any more.
+"""Merge a LoRA adapter in PEFT's format into its base model, and write the merged weights.
 
 python -m scripts.merge_lora out/runs/NAME/base out/runs/NAME/adapter out/merged/NAME
 """
@@ -17,14 +17,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.merge_lora", description=__doc__)
     add = parser.add_argument
     add("base", metavar="BASE", help="run folder, RUN@best, checkpoint or folder of weights")
-    add("adapter", type=Path, metavar="ADAPTER", help="folder that a run or peft wrote")
+    add("adapter", type=Path, metavar="ADAPTER", help="adapter folder of a run or of PEFT")
     add("out", type=Path, metavar="OUT", help="folder to write")
-    add("--overwrite", action="store_true", help="replace older weights")
+    add("--overwrite", action="store_true", help="replace older weights in OUT")
     args = parser.parse_args(argv)
 
     from data.chat_template import TEMPLATE_FILE
     from data.tokenizer import copy_tokenizer
-    from formats.import_weights import is_import  # these import torch, which takes seconds
+    from formats.import_weights import is_import  # importing torch takes seconds
     from formats.peft import load_adapter
     from formats.portable import save_portable
     from model.lora import Merged

@@ -1,4 +1,4 @@
-"""Flags of the programs in which a trained model writes, and the model that they name."""
+"""Flags that generate, chat and serve have in common, and loading the model for them."""
 
 import argparse
 import os
@@ -12,26 +12,26 @@ from storage.find import BEST
 
 
 def add_model_flags(add: Callable) -> None:
-    """Add the run, --device, --dtype and the fields of `Sampling` but the seed to a parser."""
-    runs = "run folder, RUN@best (at its lowest validation), checkpoint or weights; 'auto' is the "
-    add("run", metavar="RUN", help=runs + "newest run")
+    """Add RUN, --device, --dtype and a flag for each field of `Sampling` except the seed."""
+    runs = "run, RUN@best (lowest validation loss), checkpoint, weights, or 'auto' (newest run)"
+    add("run", metavar="RUN", help=runs)
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    dtypes = "of the weights (default: float32 on a CPU, bfloat16 on a GPU)"
-    add("--dtype", choices=("float32", "bfloat16"), help=dtypes)
+    add("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
     for field in fields(Sampling):
-        if help := MEANINGS.get(field.name):
-            add(f"--{field.name}", type=field.type, default=field.default, help=help)
+        if field.name in MEANINGS:
+            meaning = MEANINGS[field.name]
+            add(f"--{field.name}", type=field.type, default=field.default, help=meaning)
 
 
 def at_least_1(typed: str) -> int:
-    """Parse a flag's value."""
+    """Parse the value of a flag. Raises ArgumentTypeError: it is less than 1."""
     if int(typed) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {typed}")
     return int(typed)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Return what the flags describe. Raises UsageError: a value outside its limits."""
+    """Return the sampling settings of the flags. Raises UsageError: out of range."""
     names = {field.name for field in fields(Sampling)}
     try:
         return Sampling(**{name: value for name, value in vars(args).items() if name in names})
@@ -40,17 +40,17 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder and `Trained` that the flags name. Raises UsageError: there is none."""
+    """Return the Decoder and `Trained`. Raises UsageError: no such device or weights."""
     import torch
 
     from inference.decoder import Decoder
     from storage.weights import WeightsFolder, load_trained
     from training.engine.zero_inference import ZeroInference
 
-    zero = ZeroInference.of_launch(args.device, args.dtype)
+    zero = ZeroInference.of_launch(args.device, args.dtype)  # None without ZeRO-3
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.zeros(0, device=name).device
+        device = torch.zeros(0, device=name).device  # an error if it is not usable
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name} cannot be used here: {reason}") from error
@@ -63,10 +63,10 @@ def load(args: argparse.Namespace):
 
 
 def load_to_talk(args: argparse.Namespace):
-    """Do as `load` for a conversation; say so where the model has not learned to answer."""
+    """Call `load` for a chat; print a warning if the model has not learned to answer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UsageError("one process talks: start it without a launcher, with python -m")
+        raise UsageError("a chat needs one process: start it with python -m, no launcher")
     decoder, trained = load(args)
     if not trained.chats:
-        say("these weights have learned from no conversations: they write on where others answer")
+        say("this model was not trained on conversations: it may not answer")
     return decoder, trained

@@ -1,10 +1,11 @@
-"""Memory, bytes sent and hours of a training by each engine, before anything is started.
+r"""Estimate memory, network traffic and hours of a training with each engine.
 
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
 """
 
 import os
+from argparse import Namespace
 
 import torch
 
@@ -16,49 +17,53 @@ from training.arguments import as_arguments, build_parser
 from training.engine.device import GIB, available_memory, peak_flops
 from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
 
-TOKENS_PER_PARAMETER = 20  # https://arxiv.org/abs/2203.15556
+TOKENS_PER_PARAMETER = 20  # compute-optimal: https://arxiv.org/abs/2203.15556
+# The training flags that change the estimate, besides those of the model.
 TRAINING_FLAGS = "accumulation_steps", "batch_size", "compile", "dtype", "gradient_checkpointing"
 TRAINING_FLAGS += "max_steps", "optimizer", "tf32"
+PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens"
 
 
-def parse_options(argv: list[str] | None = None) -> dict:
-    """Return the flags that were typed; those of "plan" have their defaults."""
+@one_line_errors("plan", UsageError, ConfigError)
+def main(argv: list[str] | None = None) -> None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of a missing GPU
     parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
-    add("--num_processes", type=at_least_1, default=1, help="processes, one for each GPU")
+    add("--num_processes", type=at_least_1, default=1, help="one per GPU")
     add("--vocab_size", type=int, default=6400, help="pieces of the tokenizer")
-    add("--gpu_memory", type=float, help="GiB of a GPU (default: of this machine's, or its RAM)")
-    add("--device", help="GPU by whose peak hours are counted, such as 'H100' (default: this one)")
-    add("--mfu", type=float, default=0.4, help="share of that peak that training reaches")
+    add("--gpu_memory", type=float, help="GiB of a GPU (default: as on this machine)")
+    add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
+    add("--mfu", type=float, default=0.4, help="model FLOPs utilization, for the hours")
     add("--tokens", type=float, help="to train on (default: max_steps, else 20 per parameter)")
-    return vars(parser.parse_args(argv))
+    print(describe(vars(parser.parse_args(argv))))
 
 
 def describe(options: dict) -> str:
     """Return the table and the advice. Raises UsageError, ConfigError: a value cannot work."""
-    plan = ("num_processes", "vocab_size", "gpu_memory", "device", "mfu", "tokens")
-    processes, vocab_size, gpu_memory, name, mfu, tokens = (options.pop(key) for key in plan)
+    plan = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
+    processes = plan.num_processes
     has_gpu = torch.cuda.is_available()
-    if name and not gpu_memory and not has_gpu:
-        raise UsageError(f"--device {name}: say its --gpu_memory too, in GiB")
-    device = torch.device("cuda" if gpu_memory or has_gpu else "cpu")
-    name = name or (torch.cuda.get_device_name() if has_gpu else "this device")
+    if plan.device and not plan.gpu_memory and not has_gpu:
+        raise UsageError(f"--device {plan.device}: also pass --gpu_memory, in GiB")
+    device = torch.device("cuda" if plan.gpu_memory or has_gpu else "cpu")
+    name = plan.device or (torch.cuda.get_device_name() if has_gpu else "this device")
     peak = peak_flops(name, "tf32" if args.tf32 else args.mixed_precision.replace("no", "fp32"))
-    room = int(gpu_memory * GIB) if gpu_memory else available_memory(device, processes) or 0
-    with torch.device("meta"):
-        shapes = Transformer(LMConfig(**model_settings, vocab_size=vocab_size))
+    room = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes) or 0  # bytes
+    with torch.device("meta"):  # shapes without memory
+        shapes = Transformer(LMConfig(**model_settings, vocab_size=plan.vocab_size))
     compiled = args.compile == "on" or (args.compile == "auto" and device.type == "cuda")
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
-    seq_len = work.config.max_seq_len
-    step = args.global_batch(processes) * seq_len
-    tokens = tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
-    flops = tokens * work.shapes.flops_per_token(seq_len)
-    hours = f"{flops / (peak * mfu * processes) / 3600:.3g}" if peak else "?"
+    seq_len = work.config.max_seq_len  # tokens
+    step = args.global_batch(processes) * seq_len  # tokens
+    tokens = plan.tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
+    flops = tokens * shapes.flops_per_token(seq_len)  # of the whole training
+    hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"
     rows, advice = [], ""
-    takes = [k for k in engines(work.config.dim) if k.takes_muon or args.optimizer != "muon"]
-    for kind in takes:
+    for kind in engines(work.config.dim):
+        if args.optimizer == "muon" and not kind.takes_muon:
+            continue
         expected = estimate(kind, work)
         row = {
             "engine": kind.name,
@@ -69,23 +74,16 @@ def describe(options: dict) -> str:
             "hours": hours,
         }
         rows.append(row)
-        if not advice and fits(kind, work, room):
-            take = f"ENGINE={kind.config} bash run_accelerate.sh"
-            advice = f"Take {kind.name}, the first that fits:\n{take}"
+        if not advice and fits(kind, work, room):  # in order of preference
+            command = f"ENGINE={kind.config} bash run_accelerate.sh"
+            advice = f"Take {kind.name}, the first that fits:\n{command}"
+    advice = advice or "No engine fits: take a smaller --batch_size or more memory."
     return (
         f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
         f"{room / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
-        f"libraries; {name} at {mfu:.0%} MFU\n\n"
-        f"{columns(rows)}\n\n"
-        + (advice or "No engine fits with this --batch_size: take a smaller one, or more memory.")
+        f"libraries; {name} at {plan.mfu:.0%} MFU\n\n{columns(rows)}\n\n{advice}"
     )
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("plan", UsageError, ConfigError):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would warn that it found no GPU
-        print(describe(parse_options(argv)))
 
 
 if __name__ == "__main__":

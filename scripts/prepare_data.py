@@ -1,16 +1,15 @@
-"""Turn text into a tokenizer and packed token shards, or conversations into shards of their own.
+"""Prepare text or conversations: write token shards, and train a tokenizer for text.
 
 python -m scripts.prepare_data --data my.jsonl
 python -m scripts.prepare_data --conversations chat.jsonl --tokenizer out/runs/NAME/tokenizer.model
 
-The forms of conversations stand in data/conversations.py.
+data/conversations.py describes the formats of conversations.
 """
 
 import argparse
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -28,27 +27,25 @@ BY_SIZE = "default: by the size of the text"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m scripts.prepare_data",
-        description=__doc__,
-        allow_abbrev=False,  # other programs look for some of these flags in those they hand on
-    )
+    program = "python -m scripts.prepare_data"
+    # Other programs look for these flags and do not know abbreviations.
+    parser = OneLineParser(prog=program, description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    kinds = f"file, a folder of them, or '{BUILTIN}'"
-    add("--data", help=f"{', '.join(SUFFIXES)} {kinds} (default: {BUILTIN})")
-    kinds = f"{', '.join(CONVERSATION_SUFFIXES)} {kinds}"
-    add("--conversations", metavar="DATA", help=f"to learn to answer, in place of text: {kinds}")
-    add("--out", type=Path, help="folder to write (default: out/data/ and the data's name)")
+    source = f"file, a folder of files, or '{BUILTIN}'"
+    add("--data", help=f"{', '.join(SUFFIXES)} {source} (default: {BUILTIN})")
+    source = f"{', '.join(CONVERSATION_SUFFIXES)} {source}"
+    add("--conversations", metavar="DATA", help=f"conversations instead of text: {source}")
+    add("--out", type=Path, help="folder to write (default: out/data/NAME)")
     add("--vocab_size", type=int, help=f"pieces of the tokenizer ({BY_SIZE})")
-    add("--tokenizer", help="use this file, or the one in a folder, instead of training one")
+    add("--tokenizer", help="tokenizer file, or its folder (default: train a new one)")
     add("--val_fraction", type=float, help=f"share of documents for validation ({BY_SIZE})")
-    add("--text_column", help=f"name of the text in a row or line (default: {TEXT_COLUMN})")
-    add("--segmentations", type=int, help=f"ways to cut a training document ({BY_SIZE})")
-    add("--workers", type=int, default=available_cores(), help="encoding processes, one per core")
-    add("--skip_bad_lines", action="store_true", help="count unreadable documents, and go on")
-    add("--overwrite", action="store_true", help="replace data prepared from other text")
-    add("--reuse", action="store_true", help="take data of the same text with other settings")
-    add("--flags", default="", metavar="WORDS", help="more of these flags; those beside it win")
+    add("--text_column", help=f"name of the text in a row (default: {TEXT_COLUMN})")
+    add("--segmentations", type=int, help=f"tokenizations of each training document ({BY_SIZE})")
+    add("--workers", type=int, default=available_cores(), help="number of encoding processes")
+    add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
+    add("--overwrite", action="store_true", help="replace data of other text")
+    add("--reuse", action="store_true", help="accept data with other settings")
+    add("--flags", default="", metavar="WORDS", help="more flags; flags outside win")
     typed = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(typed).flags
     try:
@@ -57,14 +54,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise UsageError(f"--flags {flags!r}: {error}") from error
     if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
-    if min(args.workers, 1 if args.segmentations is None else args.segmentations) < 1:
+    segmentations = 1 if args.segmentations is None else args.segmentations
+    if min(args.workers, segmentations) < 1:
         parser.error("--segmentations and --workers must be at least 1")
     if args.conversations is not None:
         for name in ("data", "vocab_size", "text_column", "segmentations"):
             if getattr(args, name) is not None:
-                parser.error(f"--{name} is for text, and does not go with --conversations")
+                parser.error(f"--{name} is not for --conversations")
         if args.tokenizer is None:
-            parser.error("--conversations takes the tokenizer of its model: pass --tokenizer")
+            parser.error("--conversations needs the tokenizer of the model: pass --tokenizer")
     args.data = args.conversations or args.data or BUILTIN
     args.kind = TEXT if args.conversations is None else CONVERSATIONS
     args.out = args.out or default_out(args.data, kind=args.kind)
@@ -72,9 +70,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(description: dict, options: PackingOptions, files: list[str], seconds: float) -> str:
-    """Describe both splits, and what the size of the text has chosen."""
-    splits, made = description["splits"], description["prepared_from"]
-    ways = {"train": made["segmentations"], "val": 1}
+    """Return size, speed, both splits, and the settings that the size of the text chose."""
+    splits, made_from = description["splits"], description["prepared_from"]
+    ways = {"train": made_from["segmentations"], "val": 1}
     of_text = options.kind == TEXT
     kind, documents = ("text", "documents") if of_text else ("answers", CONVERSATIONS)
     n_bytes = sum(split["bytes"] // ways[name] for name, split in splits.items())
@@ -83,7 +81,8 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     for name, split in splits.items():
         n, word = counted(split["documents"] // ways[name], documents).split()
         line = f"  {name:5} {n:>9} {word:{len(documents)}} {split['tokens']:>13,} tokens"
-        line += f", {split['answers']['tokens']:,} of them in answers" if "answers" in split else ""
+        if "answers" in split:
+            line += f", {split['answers']['tokens']:,} of them in answers"
         lines.append(line)
     tokens = sum(split.get("answers", split)["tokens"] for split in splits.values())
     per_token = sum(split["bytes"] for split in splits.values()) / tokens
@@ -91,8 +90,8 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
-    if made["val_fraction"] and not splits["val"]["documents"]:
-        lines.append(f"  WARNING: no validation split: that takes two different {documents}")
+    if made_from["val_fraction"] and not splits["val"]["documents"]:
+        lines.append(f"  WARNING: no validation split: it needs two different {documents}")
     chosen, taken = suited_to(files), []
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")
@@ -105,34 +104,37 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     return "\n".join([*lines, f"  by the size of the text: {', '.join(taken) or 'nothing'}"])
 
 
+@one_line_errors("prepare_data", UsageError, OSError)
 def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("prepare_data", UsageError, OSError):
-        args = parse_arguments(argv)
-        of_text = args.kind == TEXT
-        files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
-        if args.text_column and all(path.endswith((".txt", ".py")) for path in files):
-            raise UsageError(f"{args.data} has no columns: leave out --text_column")
-        options = PackingOptions(
-            kind=args.kind,
-            vocab_size=args.vocab_size,
-            val_fraction=args.val_fraction,
-            workers=args.workers,
-            skip_bad_lines=args.skip_bad_lines,
-            tokenizer=args.tokenizer,
-            text_column=args.text_column or TEXT_COLUMN,
-            segmentations=args.segmentations if of_text else 1,
-        )
-        find = partial(find_prepared, args.out, files, options, args.reuse, args.overwrite)
-        said = find()
-        with nullcontext() if said else one_at_a_time(args.out):
-            if not (said := said or find()):  # another process may have prepared it meanwhile
-                start = time.perf_counter()
-                # Of the built-in conversations' source, little is asked about.
-                total = None if args.conversations == BUILTIN else text_size(files)
-                with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
-                    description = prepare(files, args.out, options, bar.update)
-                said = report(description, options, files, time.perf_counter() - start)
-            print(f"{args.out}: {said}")
+    args = parse_arguments(argv)
+    of_text = args.kind == TEXT
+    files = find_files(args.data, SUFFIXES if of_text else CONVERSATION_SUFFIXES)
+    if args.text_column and all(path.endswith((".txt", ".py")) for path in files):
+        raise UsageError(f"{args.data} has no columns: leave out --text_column")
+    options = PackingOptions(
+        kind=args.kind,
+        vocab_size=args.vocab_size,
+        val_fraction=args.val_fraction,
+        workers=args.workers,
+        skip_bad_lines=args.skip_bad_lines,
+        tokenizer=args.tokenizer,
+        text_column=args.text_column or TEXT_COLUMN,
+        segmentations=args.segmentations if of_text else 1,
+    )
+    find = partial(find_prepared, args.out, files, options, args.reuse, args.overwrite)
+    if found := find():
+        print(f"{args.out}: {found}")
+        return
+    with one_at_a_time(args.out):
+        found = find()  # another process may have prepared the data in the meantime
+        if not found:
+            start = time.perf_counter()
+            # The built-in conversations use only a part of their source.
+            total = None if args.conversations == BUILTIN else text_size(files)
+            with progress_bar(total, desc="encoding", unit="B", scale=True) as bar:
+                description = prepare(files, args.out, options, bar.update)
+            found = report(description, options, files, time.perf_counter() - start)
+        print(f"{args.out}: {found}")
 
 
 if __name__ == "__main__":

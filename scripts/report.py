@@ -1,4 +1,4 @@
-"""Draw what runs have done: one page to open in a browser, at any time, also of a run under way.
+"""Write a page with charts of one or several runs. The runs may still be in progress.
 
 python -m scripts.report RUN [RUN ...]
 """
@@ -16,9 +16,9 @@ from storage.folder import RunFolder
 def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.report", description=__doc__)
     add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="run folder, or 'auto' for the newest one")
+    add("runs", nargs="+", metavar="RUN", help="run folder, or 'auto' for the newest run")
     add("--out", type=Path, help="page to write (default: RUN/report.html, or out/report.html)")
-    add("--picture", type=Path, help="also draw the losses into this file, .png or .svg")
+    add("--picture", type=Path, help="also draw the losses into a .png or .svg file")
     args = parser.parse_args(argv)
     if args.picture and args.picture.suffix not in (".png", ".svg"):
         parser.error(f"--picture must end in .png or .svg, not {args.picture}")

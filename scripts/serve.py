@@ -1,36 +1,27 @@
-"""Serve a trained model: OpenAI's interface under /v1, and a page to talk to it.
+"""Serve a trained model with a chat page, and with OpenAI's API under /v1.
 
 python -m scripts.serve RUN --port 9000 --temperature 0
 """
-
-import argparse
 
 from common.errors import UsageError, one_line_errors
 from common.parser import OneLineParser
 from inference.prompts import say
 from scripts.model_flags import add_model_flags, at_least_1, load_to_talk, sampling_of
 
-LOCAL = ("127.0.0.1", "localhost")
+LOCAL = ("127.0.0.1", "localhost")  # hosts that only this machine can reach
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+@one_line_errors("serve", UsageError)
+def main(argv: list[str] | None = None) -> None:
     parser = OneLineParser(prog="python -m scripts.serve", description=__doc__)
     add = parser.add_argument
     add_model_flags(add)
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine's")
-    add("--port", type=int, default=8000, help="port to listen on; 0: any free one")
-    add("--name", help="what requests call the model (default: that of its run)")
-    add("--batch_size", type=at_least_1, default=16, help="answers written together; others wait")
-    add("--max_request_kb", type=at_least_1, default=1024, help="size of a request, at most")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    with one_line_errors("serve", UsageError):
-        serve(parse_arguments(argv))
-
-
-def serve(args: argparse.Namespace) -> None:
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all addresses")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
+    add("--name", help="name of the model in requests (default: the name of its run)")
+    add("--batch_size", type=at_least_1, default=16, help="answers computed together; others wait")
+    add("--max_request_kb", type=at_least_1, default=1024, help="largest request in KiB")
+    args = parser.parse_args(argv)
     sampling = sampling_of(args)
     try:
         from inference.server.app import Served, Server, bind
@@ -38,7 +29,7 @@ def serve(args: argparse.Namespace) -> None:
         raise UsageError(f"{error}: python -m pip install fastapi uvicorn") from error
     from inference.worker import Worker
 
-    bound = bind(args.host, args.port)
+    bound = bind(args.host, args.port)  # fails before the model is loaded
     decoder, trained = load_to_talk(args)
     served = Served(
         worker=Worker(decoder, together=args.batch_size),
@@ -52,7 +43,7 @@ def serve(args: argparse.Namespace) -> None:
     address = f"http://{args.host}:{bound.getsockname()[1]}"
     say(f"{served.name} at {address} (a page), {address}/v1 (OpenAI's interface)")
     if args.host not in LOCAL:
-        say("whoever reaches this machine can use it: it asks for no key")
+        say("WARNING: anyone who can reach this machine can use it: there is no API key")
     Server(served).run(sockets=[bound])
 
 

@@ -1,1 +1,1 @@
-"""A run on disk: its folder, checkpoints, lock and weights, and how a run is found again."""
+"""A run on disk: its folder, lock, checkpoints and weights, and the search for a run."""

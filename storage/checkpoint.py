@@ -1,16 +1,17 @@
-"""Checkpoints on disk, in checkpoints/step-N: all that the next step depends on, or nothing at all.
+"""Write, verify and read checkpoints.
+
+A checkpoint is the folder checkpoints/step-N of a run. It is complete, or it is absent:
 
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
-                           name.momentum_buffer → Muon's
-    random.safetensors     per process, the state of its random generators and of its log line
-    state.json             step, loss scale, shapes of model and adapters, and what a run that
-                           resumes must have in common
-    manifest.json          size and SHA-256 of each of these files, by which damage is found
+                           name.momentum_buffer → Muon's momentum
+    random.safetensors     states of random generators and log line of each process
+    state.json             step, loss scale, shape of the model, settings of the adapters, and
+                           "identity": the settings that a run must keep when it resumes
+    manifest.json          size and SHA-256 of each file above
 
-Nothing in it depends on the engine or the number of processes, and nothing can execute. The frozen
-weights of a run with adapters are in the folder base/ of the run: portable weights with a tokenizer
-and a manifest.
+A checkpoint depends neither on the engine nor on the number of processes. It contains no code.
+The frozen weights of a run with adapters are in its folder base/.
 """
 
 import hashlib
@@ -23,16 +24,8 @@ from torch import Tensor
 from common.atomic import whole_folder, write_whole
 from common.errors import UsageError
 from data.tokenizer import copy_tokenizer
-from formats.portable import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    WeightsError,
-    load_tensors,
-    read_json,
-    save_portable,
-    save_tensors,
-    write_json,
-)
+from formats import portable
+from formats.portable import WeightsError
 from model.config import LMConfig
 from model.lora import LoRA
 from storage.folder import RunFolder
@@ -43,25 +36,23 @@ MANIFEST = "manifest.json"
 
 
 def write_checkpoint(run: RunFolder, tensors: dict[str, dict[str, Tensor]], state: dict) -> int:
-    """Write the checkpoint of state["step"], with the tensors of each file by its name, and make
-    `latest` name it; return its size in bytes."""
+    """Write the checkpoint of state["step"] and return its size in bytes.
+    `tensors` maps the name of each file to its tensors by name."""
     path = run.checkpoint(state["step"])
     with whole_folder(path) as partial:
         for name, content in tensors.items():
-            save_tensors(partial / name, content)
-        write_json(partial / STATE, state)
+            portable.save_tensors(partial / name, content)
+        portable.write_json(partial / STATE, state)
         size = _write_manifest(partial)
     write_whole(run.latest, path.name + "\n")
     return size
 
 
-def write_base(
-    run: RunFolder, config: LMConfig, weights: dict[str, Tensor], tokenizer: Path
-) -> None:
-    """Keep the weights that adapters begin with. Raises UsageError: it cannot be written."""
+def write_base(run: RunFolder, config: LMConfig, weights: dict, tokenizer: Path) -> None:
+    """Write frozen weights and tokenizer of a run with adapters into its folder base/."""
     try:
         with whole_folder(run.base) as folder:
-            save_portable(folder, config, weights)
+            portable.save_portable(folder, config, weights)
             _write_manifest(folder)
             copy_tokenizer(tokenizer, folder)
     except OSError as error:
@@ -69,9 +60,9 @@ def write_base(
 
 
 def _write_manifest(folder: Path) -> int:
-    """Record size and SHA-256 of the folder's files; return their size in bytes."""
+    """Write the manifest of all files in the folder; return their total size in bytes."""
     files = {file.name: _facts_of(file) for file in sorted(folder.iterdir())}
-    write_json(folder / MANIFEST, {"files": files})
+    portable.write_json(folder / MANIFEST, {"files": files})
     return sum(file["size"] for file in files.values())
 
 
@@ -84,11 +75,11 @@ def _facts_of(path: Path) -> dict:
 
 
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint or the base of its adapters; None if nothing is."""
+    """Describe the damage to a checkpoint or its base; None if both are sound."""
     try:
         _compare(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE})
         if saved_lora(path):
-            _compare(run_of(path).base, {CONFIG_FILE, WEIGHTS_FILE})
+            _compare(run_of(path).base, {portable.CONFIG_FILE, portable.WEIGHTS_FILE})
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         kind = "" if isinstance(error, WeightsError) else f"{type(error).__name__}: "
         return f"{kind}{error}"
@@ -96,8 +87,8 @@ def damage(path: Path) -> str | None:
 
 
 def _compare(folder: Path, names: set[str]) -> None:
-    """Raise some error where a folder differs from its manifest, which must name these files."""
-    files = read_json(folder / MANIFEST)["files"]
+    """Raise an error if the folder's manifest does not list and match exactly these files."""
+    files = portable.read_json(folder / MANIFEST)["files"]
     if files.keys() != names:
         raise WeightsError(f"{MANIFEST} names other files")
     for name, facts in files.items():
@@ -106,7 +97,7 @@ def _compare(folder: Path, names: set[str]) -> None:
 
 
 def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
-    """Return the run's newest sound checkpoint or None, and the damage of each newer one."""
+    """Return the newest sound checkpoint or None, and the damage of each newer checkpoint."""
     problems = {}
     for checkpoint in reversed(run.all_checkpoints()):
         problem = damage(checkpoint)
@@ -117,13 +108,13 @@ def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
 
 
 def best(checkpoints: Iterable[Path]) -> Path | None:
-    """Return the checkpoint with the lowest validation loss; None if none has one."""
-    losses = {path: loss for path in checkpoints if (loss := val_loss(path)) is not None}
-    return min(losses, key=losses.get, default=None)
+    """Return the checkpoint with the lowest validation loss; None if there is none."""
+    measured = [path for path in checkpoints if val_loss(path) is not None]
+    return min(measured, key=val_loss, default=None)
 
 
 def val_loss(path: Path) -> float | None:
-    """Return the validation loss at a checkpoint, sound or not; None if it has none."""
+    """Return the validation loss in state.json; None if it is missing or cannot be read."""
     try:
         return read_state(path)["val_loss"]
     except (OSError, ValueError, LookupError, TypeError):
@@ -131,32 +122,34 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of a sound checkpoint."""
-    state = read_json(path / STATE)
-    identity = {"optimizer": "adamw"} | state["identity"]  # which older ones do not name
-    if "model" not in state:  # older ones have its shape in "identity"
+    """Read state.json of a sound checkpoint, also in the forms of older versions."""
+    state = portable.read_json(path / STATE)
+    identity = {"optimizer": "adamw"} | state["identity"]  # for older versions
+    if "model" not in state:  # older versions keep the shape of the model in "identity"
         fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
         state["model"] = {name: identity.pop(name) for name in fields}
     return state | {"identity": identity}
 
 
 def saved_lora(checkpoint: Path) -> LoRA | None:
-    """Return the adapters' settings in a checkpoint, None without adapters."""
+    """Return the settings of the adapters in a checkpoint; None if it has no adapters."""
     settings = read_state(checkpoint).get("lora")
     return settings and LoRA(**settings)
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return all parameters by name, adapters apart. Raises ConfigError: damaged."""
-    trained = load_tensors(checkpoint / WEIGHTS)
+    """Return parameters and adapters of a checkpoint by name. Raises ConfigError: damaged."""
+    trained = portable.load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 
 
-def with_base(
-    run: RunFolder, trained: Mapping[str, Tensor], lora: LoRA | None
-) -> Mapping[str, Tensor]:
-    """Add the run's base to trained weights with adapters."""
-    return ChainMap(trained, load_tensors(run.base / WEIGHTS_FILE)) if lora else trained
+def with_base(run: RunFolder, trained: Mapping, lora: LoRA | None) -> Mapping[str, Tensor]:
+    """Return the trained weights; with adapters, also the frozen weights of the run."""
+    return (
+        ChainMap(trained, portable.load_tensors(run.base / portable.WEIGHTS_FILE))
+        if lora
+        else trained
+    )
 
 
 def run_of(checkpoint: Path) -> RunFolder:

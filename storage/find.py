@@ -1,4 +1,4 @@
-"""Finding a run again: by its path, or the newest one."""
+"""Find a run by its path, or find the newest run."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -10,35 +10,34 @@ from storage.folder import RunFolder, read_settings
 RUNS = Path("out/runs")
 PRETRAINING = "train_pretrain_accelerate.py"
 DISTILLATION = "train_distillation_accelerate.py"
-BEST = "@best"  # behind a run: as it was at its lowest validation
+BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation loss
 
 
-def newest_run(
-    paths: Iterable[Path], program: str | None, sign: Callable[[RunFolder], Path | None]
-) -> RunFolder | None:
-    """Return the run of this program whose sign of life, a path that it writes, is the youngest."""
-    ages = {}
+def newest_run(paths: Iterable[Path], program: str | None, sign: Callable) -> RunFolder | None:
+    """Return the run of this training program that was written to last, or None.
+    `sign` returns the path in a run whose time of modification is compared."""
+    times = {}
     for run in map(RunFolder, paths):
         path = sign(run)
         if path and path.exists() and program in (None, program_of(run)):
-            ages[run] = path.stat().st_mtime
-    return max(ages, key=ages.get, default=None)
+            times[run] = path.stat().st_mtime
+    return max(times, key=times.get, default=None)
 
 
 def program_of(run: RunFolder) -> str:
-    """Return the training program that made a run; old settings name none."""
+    """Return the training program of a run. Settings of older runs name no program."""
     return read_settings(run.settings).get("program", PRETRAINING)
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run of this program in `out` that saved last, or the one with this name."""
+    """Return the run `out`/`name`, or without a name the run that saved last, or None."""
     paths = [out / name] if name else out.glob("*")
     return newest_run(paths, program, lambda run: max(run.all_checkpoints(), default=None))
 
 
 def data_of(name: str) -> str:
-    """Return --data of a run, or of the run of these weights or this checkpoint; 'auto' is the
-    newest pretraining run. Raises UsageError: the data is unknown or gone."""
+    """Return the data folder of a run or of a checkpoint or weights in it; 'auto' is the newest
+    pretraining run. Raises UsageError: the run names no data, or the data is gone."""
     path = Path(name).resolve()
     if not path.exists():
         path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
@@ -46,17 +45,20 @@ def data_of(name: str) -> str:
         data = read_settings(RunFolder(folder).settings).get("arguments", {}).get("data")
         if data and Path(data).exists():
             return data
-    raise UsageError(f"what {name} was trained on is not here: pass --data, prepared text")
+    raise UsageError(f"the training data of {name} was not found: pass --data FOLDER")
 
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
-    """Return the folder that was named; 'auto' is the run, of this program, written to last. Raises
-    UsageError: there is no such folder; names one that is spelled like it."""
+    """Return the folder with this name; 'auto' is the run of this program that logged last.
+
+    Raises UsageError: there is no such folder. The message suggests a similar name.
+    """
     if name == "auto":
-        if newest := newest_run(runs.glob("*"), program, lambda run: run.metrics):
-            return newest.path
-        where = runs.absolute()
-        raise UsageError(f"there is no run in {where} yet: bash run_accelerate.sh makes one")
+        newest = newest_run(runs.glob("*"), program, lambda run: run.metrics)
+        if newest is None:
+            where = runs.absolute()
+            raise UsageError(f"there is no run in {where} yet: start one, bash run_accelerate.sh")
+        return newest.path
     if not Path(name).is_dir():
         names = {"auto": "auto"} | {path.name: str(path) for path in runs.glob("*")}
         close = difflib.get_close_matches(Path(name).name, names, n=1)

@@ -1,4 +1,4 @@
-"""The folder that holds all of a run: the names of everything in it, and its lock."""
+"""The folder of a run: the paths of its files, its settings and its lock."""
 
 import json
 import os
@@ -12,24 +12,24 @@ from data.tokenizer import tokenizer_in
 
 
 class RunFolder:
-    """The paths in a run folder; nothing has to be there yet."""
+    """The paths in a run folder. The folder and its files need not exist."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.settings = path / "settings.json"
-        self.template = path / TEMPLATE_FILE  # only of a run that learns to answer
-        self.metrics = path / "metrics.jsonl"
-        self.lock = path / "lock"
-        self.checkpoints = path / "checkpoints"
+        self.settings = path / "settings.json"  # flags, command and versions
+        self.template = path / TEMPLATE_FILE  # only in a run that trains on conversations
+        self.metrics = path / "metrics.jsonl"  # a JSON line for each log line
+        self.lock = path / "lock"  # held while a process trains here
+        self.checkpoints = path / "checkpoints"  # see storage/checkpoint.py
         self.latest = self.checkpoints / "latest"  # holds the name of the newest checkpoint
-        self.profile = path / "profile"
-        self.weights = path / "weights"
+        self.profile = path / "profile"  # traces of --profile
+        self.weights = path / "weights"  # portable weights, written at the end of the run
         self.base = path / "base"  # the frozen weights of a run with adapters
-        self.adapter = path / "adapter"  # the adapters alone, in PEFT's form
-        self.loss_picture = path / "loss.png"
-        self.report = path / "report.html"
-        self.sample = path / "sample.txt"
-        self.samples = path / "samples.jsonl"  # written during training
+        self.adapter = path / "adapter"  # the adapters without the base, in PEFT's format
+        self.loss_picture = path / "loss.png"  # loss curves
+        self.report = path / "report.html"  # see report/page.py
+        self.sample = path / "sample.txt"  # text of the finished model
+        self.samples = path / "samples.jsonl"  # text that the model wrote during training
 
     @property
     def tokenizer(self) -> Path:
@@ -39,17 +39,17 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def all_checkpoints(self) -> list[Path]:
-        """List the checkpoints with their final names, oldest first."""
+        """List the complete checkpoints, oldest first."""
         return sorted(p for p in self.checkpoints.glob("step-*") if p.name[5:].isdigit())
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint was saved after, by its name."""
+    """Return the number of steps before the checkpoint, from its name."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_settings(path: Path) -> dict:
-    """Read settings.json; {} if it is missing or damaged, for a run does not need it."""
+    """Read settings.json; return {} if it is missing or damaged."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -57,12 +57,14 @@ def read_settings(path: Path) -> dict:
     return settings if isinstance(settings, dict) else {}
 
 
-_held: list[int] = []  # descriptors of the lock files
+_held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Hold the folder of this lock file until `release_locks`; the system drops the lock of a
-    killed process. Raises UsageError: a live process holds it; `otherwise` names another one."""
+    """Lock the folder of this lock file until `release_locks`, or until the process ends.
+
+    Raises UsageError: another process holds the lock. `otherwise` is in its advice.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not try_lock(descriptor):
         os.close(descriptor)
@@ -76,10 +78,10 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
 
 
 def release_locks() -> None:
-    """Let go of every run folder, in a process that lives on after its runs."""
+    """Release every lock of this process, so that it can start another run."""
     while _held:
         os.close(_held.pop())
 
 
-# Processes forked off to read data outlive a killed parent by seconds.
+# Data loader processes may outlive a killed parent by seconds. They must not keep its locks.
 os.register_at_fork(after_in_child=release_locks)

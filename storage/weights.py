@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer, from whatever a run has left."""
+"""Load a trained model and its tokenizer from a run, a checkpoint or a folder of weights."""
 
 import hashlib
 import json
@@ -12,49 +12,32 @@ from common.errors import UsageError
 from data.chat_template import TEMPLATE_FILE
 from data.errors import DataError
 from data.tokenizer import Tokenizer, open_tokenizer, tokenizer_in
+from formats import portable
 from formats.hugging_face import read_llama_config, read_llama_weights
-from formats.portable import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    build_config,
-    build_model,
-    load_config,
-    load_tensors,
-    read_json,
-    require_fit,
-    without_memory,
-)
 from model import LMConfig, Transformer
 from model.lora import merged_weights
-from storage.checkpoint import (
-    STATE,
-    best,
-    damage,
-    newest_sound,
-    read_state,
-    run_of,
-    saved_lora,
-    saved_weights,
-)
+from storage import checkpoint
 from storage.find import BEST, find_run
 from storage.folder import RunFolder
 
 
 @dataclass
 class Trained:
-    model: Transformer  # in evaluation mode, on the CPU, in fp32, unless loaded in another way
-    tokenizer: Tokenizer
-    folder: Path  # where the weights come from
-    chats: bool = False  # it has learned to answer, in the template of data/chat_template
+    """A trained model with its tokenizer."""
+
+    model: Transformer  # in evaluation mode; on the CPU and in fp32 unless `load` differs
+    tokenizer: Tokenizer  # the tokenizer that it was trained with
+    folder: Path  # the folder that the weights were read from
+    chats: bool = False  # trained on conversations, in the template of data/chat_template
 
     @property
     def n_parameters(self) -> int:
-        """Number of parameters by the model's shape: a process may hold a share only."""
-        return without_memory(self.model.config).num_parameters()
+        """Parameters of the whole model; under ZeRO-3 a process holds a share."""
+        return portable.without_memory(self.model.config).num_parameters()
 
     @property
     def name(self) -> str:
-        """NAME of out/runs/NAME/weights, NAME@step-N of a checkpoint, else the folder's name."""
+        """Name of the run, NAME@step-N for a checkpoint, else name of the folder."""
         folder = self.folder.resolve()
         if folder.parent.name == "checkpoints":
             return f"{folder.parent.parent.name}@{folder.name}"
@@ -63,60 +46,70 @@ class Trained:
 
 @dataclass
 class WeightsFolder:
-    """Weights, and the tokenizer that belongs to them."""
+    """A folder of weights, and the path of its tokenizer."""
 
     path: Path  # portable weights, a checkpoint, or a Hugging Face folder
-    tokenizer: Path  # it may be missing
-    is_foreign: bool = False  # a Hugging Face folder with a Llama
+    tokenizer: Path  # the file may be missing
+    is_foreign: bool = False  # `path` is a Hugging Face folder with a Llama
 
     @classmethod
     def find(cls, name: str, program: str | None = None, foreign: bool = False) -> "WeightsFolder":
-        """Find a finished run's weights, else its newest sound checkpoint, or RUN@best's. Raises
-        UsageError: nothing sound there, or a Hugging Face folder without `foreign`."""
+        """Find the weights of a finished run, or else its newest sound checkpoint.
+
+        Args:
+            name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
+            program: 'auto' considers only runs of this training program.
+            foreign: accept a Hugging Face folder.
+        Raises UsageError: no sound weights there.
+        """
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name, program=program)
-        if at_best and not (path := best(RunFolder(path).all_checkpoints())):
-            raise UsageError(f"{name}: none of its checkpoints was saved at a validation")
+        if at_best:
+            path = checkpoint.best(RunFolder(path).all_checkpoints())
+            if path is None:
+                raise UsageError(f"{name}: no checkpoint of this run was saved at a validation")
         if (path / "weights").is_dir():
             path = path / "weights"
-        config = path / CONFIG_FILE
-        if config.exists() or (path / WEIGHTS_FILE).exists():
-            is_foreign = config.exists() and "model_type" in read_json(config)
+        config = path / portable.CONFIG_FILE
+        if config.exists() or (path / portable.WEIGHTS_FILE).exists():
+            is_foreign = config.exists() and "model_type" in portable.read_json(config)
             if is_foreign and not foreign:
-                raise UsageError(f"{path}: python -m scripts.import_weights {path} OUT reads it")
+                raise UsageError(f"{path}: first run python -m scripts.import_weights {path} OUT")
             return cls(path, tokenizer_in(path), is_foreign)
         path = find_checkpoint(path)
-        run = run_of(path)
+        run = checkpoint.run_of(path)
         return cls(path, run.tokenizer if run.tokenizer.exists() else tokenizer_in(run.weights))
 
     @property
     def is_checkpoint(self) -> bool:
-        return (self.path / STATE).exists()
+        return (self.path / checkpoint.STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights, with adapters added. Raises ConfigError: damaged, or no Llama."""
+        """Return the weights, with adapters merged. Raises ConfigError: damaged, or no Llama."""
         if self.is_foreign:
             return read_llama_weights(self.path)
         if self.is_checkpoint:
-            return merged_weights(saved_weights(self.path), saved_lora(self.path))
-        return load_tensors(self.path / WEIGHTS_FILE)
+            weights = checkpoint.saved_weights(self.path)
+            return merged_weights(weights, checkpoint.saved_lora(self.path))
+        return portable.load_tensors(self.path / portable.WEIGHTS_FILE)
 
     def config(self) -> LMConfig:
-        """Return the shape of the model. Raises ConfigError: it cannot be read or built."""
+        """Return the shape of the model. Raises ConfigError: it is damaged or invalid."""
         if self.is_foreign:
             return read_llama_config(self.path)
         if self.is_checkpoint:
-            return build_config(read_state(self.path)["model"], self.path / STATE)
-        return load_config(self.path)
+            state = checkpoint.read_state(self.path)
+            return portable.build_config(state["model"], self.path / checkpoint.STATE)
+        return portable.load_config(self.path)
 
     def sound_tensors(self) -> Mapping[str, Tensor]:
-        """Return `tensors` after a look at all of them. Raises ConfigError: they do not fit."""
+        """Return `tensors`. Raises ConfigError: names or shapes do not fit the model."""
         weights = self.tensors()
-        require_fit(without_memory(self.config()), weights, str(self.path))
+        portable.require_fit(portable.without_memory(self.config()), weights, str(self.path))
         return weights
 
     def sha256(self) -> str:
-        """Hash shape and weights, whatever file they are in."""
+        """Return a hash of shape and weights that does not depend on the file format."""
         weights = self.sound_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):
@@ -125,15 +118,14 @@ class WeightsFolder:
         return digest.hexdigest()
 
     def load(self) -> Transformer:
-        """Return the model, see `build_model`."""
-        return build_model(self.config(), self.tensors(), str(self.path))
+        """Return the model in evaluation mode, on the CPU and in fp32."""
+        return portable.build_model(self.config(), self.tensors(), str(self.path))
 
 
-def load_trained(
-    name: str, load: Callable[[WeightsFolder], Transformer] = WeightsFolder.load
-) -> Trained:
-    """Load model and tokenizer from whatever `WeightsFolder.find` takes. Raises UsageError,
-    ConfigError: nothing there, damaged, or they do not belong together."""
+def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
+    """Load a model and its tokenizer; `name` is as in `WeightsFolder.find`.
+    Raises UsageError, ConfigError: nothing there, damaged, or not matching.
+    """
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
@@ -144,14 +136,17 @@ def load_trained(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a checkpoint, or the newest sound one of a run. Raises UsageError: none."""
-    if (path / STATE).exists():
-        if problem := damage(path):
+    """Return `path` if it is a checkpoint, or the newest sound checkpoint of the run `path`.
+    Raises UsageError: there is none."""
+    if (path / checkpoint.STATE).exists():
+        if problem := checkpoint.damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
-    checkpoint, problems = newest_sound(RunFolder(path))
-    if not checkpoint:
-        damaged = f"every checkpoint of {path} is damaged: {', '.join(problems.values())}"
-        nothing = f"{path} has neither {WEIGHTS_FILE} nor checkpoints: give a run folder"
-        raise UsageError(damaged if problems else nothing)
-    return checkpoint
+    newest, problems = checkpoint.newest_sound(RunFolder(path))
+    if newest:
+        return newest
+    if problems:
+        raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")
+    raise UsageError(
+        f"{path} has neither {portable.WEIGHTS_FILE} nor checkpoints: give a run folder"
+    )

@@ -152,4 +152,4 @@ def test_the_program_answers_what_comes_by_a_pipe(
     main([str(tmp_path), *flags, BRIEF.content])
     out, err = capsys.readouterr()
     assert answers(out) == [expected(model, tokenizer, turns("1 + 1"))]
-    assert ("have learned from no conversations" in err) == (not fine_tuned)
+    assert ("was not trained on conversations" in err) == (not fine_tuned)

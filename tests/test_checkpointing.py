@@ -231,7 +231,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.checkpoint.save_tensors", refuse)
+        patch.setattr("formats.portable.save_tensors", refuse)
         checkpointer.save(2, None)
         assert not checkpointer.wait()
     assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")

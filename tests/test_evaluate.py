@@ -133,7 +133,7 @@ def test_questions_are_answered_with_the_delimiter_or_as_turns(
     assert (result["task"], result["units"], result["truncated"]) == ("choice", 3, 1)
     assert (result["template"], result["delimiter"]) == (False, " ")
     assert "scored: 3 questions, 1 truncated" in out
-    assert "chance: 44.44%  what guessing gives" in out
+    assert "chance: 44.44%  with random answers" in out
     chats = tmp_path / "chats"
     shutil.copytree(trained_run / "weights", chats)
     (chats / "chat_template.jinja").write_text("{{ messages }}")
@@ -227,4 +227,4 @@ def test_weights_alone_need_data_and_broken_ones_give_no_number(refused, packed,
     weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
     assert "pass --data" in refused(run=weights)
     line = refused("--data", packed, run=weights)
-    assert "what the model says is not a number: its weights are broken" in line
+    assert "the scores are not finite: the weights of the model are broken" in line

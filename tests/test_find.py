@@ -29,7 +29,7 @@ def test_auto_is_the_run_written_to_last_and_of_the_program_asked_for(run, tmp_p
     (tmp_path / "runs" / "file").touch()
     assert find_run("auto", tmp_path / "runs") == run
     assert find_run("auto", tmp_path / "runs", program="train_sft_accelerate.py") == older.path
-    with pytest.raises(UsageError, match=r"no run in .* yet: bash run_accelerate.sh"):
+    with pytest.raises(UsageError, match=r"no run in .* yet: start one, bash run_accelerate.sh"):
         find_run("auto", tmp_path / "none")
 
 
@@ -52,7 +52,7 @@ def test_the_data_of_a_run_is_that_of_its_weights_and_checkpoints_too(run, tmp_p
     named = [run, run / "weights", run / "checkpoints" / "step-00000001"]
     for path in named:
         path.mkdir(parents=True, exist_ok=True)
-        with pytest.raises(UsageError, match=f"what {path} was .* is not here: pass --data"):
+        with pytest.raises(UsageError, match=f"training data of {path} was not found: pass --data"):
             data_of(str(path))
     data.mkdir()
     assert {data_of(str(path)) for path in named} == {data_of(f"{run}@best")} == {str(data)}

@@ -177,7 +177,7 @@ def test_processes_that_would_share_a_user_are_refused(weights, capsys, monkeypa
     name, *flags = program.split()
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"scripts.{name}").main([str(weights), *flags])
-    assert re.search("share stdin|one process talks", capsys.readouterr().err)
+    assert re.search("share stdin|needs one process", capsys.readouterr().err)
 
 
 def test_of_several_processes_the_first_one_speaks(call, monkeypatch):

@@ -198,7 +198,7 @@ REFUSED = {
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
     f"{SUMS} --flags='": "No closing quotation",
     "--conversations sums.jsonl": "pass --tokenizer",
-    f"{CHAT_MODEL} --data sums.jsonl": "--data is for text",
+    f"{CHAT_MODEL} --data sums.jsonl": "--data is not for --conversations",
     CHAT_MODEL: "sums.jsonl, line 1: no conversation",
 }
 

@@ -84,7 +84,7 @@ def test_it_has_the_name_of_its_run_and_says_where_it_comes_from(run, weights, t
 
 
 def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, monkeypatch):
-    with pytest.raises(UsageError, match="none of its checkpoints was saved at a validation"):
+    with pytest.raises(UsageError, match="no checkpoint of this run was saved at a validation"):
         load_trained(f"{run}@best")
     for step, loss in ((10, 2.5), (20, 2.6), (30, None)):
         save(run, step, val_loss=loss)
@@ -116,7 +116,7 @@ def config_with(weights: Path, **values) -> None:
         (lambda w: (w / "config.json").unlink(), ConfigError, "no readable config.json"),
         (lambda w: (w / "tokenizer.model").unlink(), DataError, "no such tokenizer file"),
         (lambda w: config_with(w, dim=32), ConfigError, r"is \(.*\), the model has \("),
-        (lambda w: config_with(w, model_type="llama"), UsageError, "import_weights .* reads it"),
+        (lambda w: config_with(w, model_type="llama"), UsageError, "first run .*import_weights"),
     ],
 )
 def test_damaged_weights_are_not_passed_over_for_a_checkpoint(run, weights, harm, error, says):
