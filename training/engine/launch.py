@@ -1,4 +1,4 @@
-"""Who trains, as launched; what Accelerate would silently ignore is refused."""
+"""Start the engine that the launcher asked for; refuse settings that Accelerate would ignore."""
 
 import logging
 import os
@@ -19,41 +19,34 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import (
-    file_of,
-    fill_by_width,
-    offload_device,
-    read_config,
-    resolve,
-)
+from training.engine.deepspeed_config import file_of, fill_by_width, read_config, resolve
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
-# What holds a process group. gloo's waits for its thread when it is deleted, and the
-# thread may wait for the interpreter's lock: the process would never end.
+# Objects with a process group, kept until the process ends. A deleted group of gloo waits for its
+# thread, which may wait for the interpreter's lock, and the process would never end.
 KEPT: list = []
-# The environment of one process that has nobody to meet: port 0 is any that is free.
+# The environment of a single process without a launcher. Port 0 is any free port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
-# Warnings of libraries that call each other; a user can do nothing about them.
+# One library calls another in an old way, about which a user can do nothing.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# DeepSpeed knows no optimizers but its own; ours are tested under it.
-logging.getLogger("DeepSpeed").addFilter(
-    lambda record: "untested optimizer" not in record.getMessage()
-)
+# DeepSpeed warns of every optimizer but its own. The tests run ours under DeepSpeed.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record.getMessage())
 
 
 @dataclass
 class Engine:
-    """Who trains. Several models have an engine each, with one process group."""
+    """The processes that train a model: DeepSpeed, DDP or a single process. When several models
+    train side by side, each has an engine, all on the same processes."""
 
     accelerator: Accelerator
-    name: str  # for people, e.g. "DeepSpeed ZeRO-2"
-    deepspeed: dict | None  # its configuration, filled; None without DeepSpeed
+    name: str  # for the start block, e.g. "DeepSpeed ZeRO-2"
+    deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
     plugin: str | None = None  # the key of this configuration in Accelerate's state
-    # A group on the CPU: asking there neither waits for the GPU nor disturbs it.
-    cpu_group: ProcessGroup | None = None  # None with a single process
+    # Processes exchange numbers here without waiting for the GPU. None with a single process.
+    cpu_group: ProcessGroup | None = None
 
     @property
     def kind(self) -> Kind:
@@ -61,7 +54,7 @@ class Engine:
 
     @property
     def divides_model(self) -> bool:
-        """True under ZeRO-3: every forward pass needs all processes."""
+        """True under ZeRO-3. Then every forward pass needs all processes."""
         return self.kind.stage == 3
 
     @property
@@ -73,7 +66,7 @@ class Engine:
         return self.accelerator.is_main_process
 
     def set_accumulation(self, steps: int) -> None:
-        """Change the micro-batches per step; only before `prepare`."""
+        """Change the micro-batches per step. Call it before Accelerate's `prepare`."""
         self.accelerator.gradient_accumulation_steps = steps
         if self.deepspeed is not None:
             micro_batch = self.deepspeed["train_micro_batch_size_per_gpu"]
@@ -81,35 +74,35 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Fill in the width, and limit buckets; only before `prepare`."""
+        """Fill in values that depend on the model's size. Call it before Accelerate's `prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
+            # DeepSpeed allocates the whole bucket, however few gradients there are.
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
     def largest(self, value: int) -> int:
-        """Return the largest of all processes' values. All must call this."""
+        """Return the largest value of all processes. Every process must call this."""
         return self.total(value, ReduceOp.MAX)
 
     def total(self, value: int, operation=ReduceOp.SUM) -> int:
-        """Return the sum of all processes' values. All must call this."""
-        everyone = torch.tensor([value])
+        """Return the sum of the values of all processes. Every process must call this."""
+        result = torch.tensor([value])
         if self.cpu_group is not None:
-            torch.distributed.all_reduce(everyone, operation, self.cpu_group)
-        return int(everyone)
+            torch.distributed.all_reduce(result, operation, self.cpu_group)
+        return int(result)
 
 
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
-    """Return an engine for each of several models on the same processes.
-
-    Precision and accumulation are the same for all. Raises UsageError: launcher,
-    configuration file, flags and machine do not go together.
-    """
+    """Return one engine for each model, all on the same processes. Precision and accumulation must
+    be the same for all models. Raises UsageError: launcher, DeepSpeed file, flags and machine
+    contradict each other."""
     take_launch(*models)
     name_interface()
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpu()
-    args, has_gpu = models[0], torch.cuda.is_available()
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    has_gpu = torch.cuda.is_available()
+    args = models[0]
     check_precision(args, has_gpu)
     _check_launch(args, deepspeed)
     if has_gpu:
@@ -117,23 +110,23 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     else:
         keep_freed_memory()
     plugins = {}
-    # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
+    # Only rank 0 checks the checksums of a checkpoint, and the others wait.
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
     if deepspeed:
         plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
-        # It may be "auto", but Accelerate wants a number.
+        # "auto" is allowed there, but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
-            # Without a backend named, every rank would take itself for rank 0 of 1.
+            # Without this, every rank would believe to be rank 0 of 1.
             process_group.backend = "gloo"
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # DDP's gradients are not copied into its buckets.
+    # Gradients lie in DDP's buckets instead of being copied there.
     ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     try:
         accelerators = [
             Accelerator(
-                deepspeed_plugin=plugin,  # the first takes all
+                deepspeed_plugin=plugin,  # the first Accelerator gets the plugins of all models
                 mixed_precision=args.mixed_precision,
                 gradient_accumulation_steps=args.accumulation_steps,
                 kwargs_handlers=[process_group, ddp],
@@ -146,13 +139,14 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
-    if (seen := accelerators[0].num_processes) != world_size:
+    seen = accelerators[0].num_processes
+    if seen != world_size:
         raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
     use_all_cores()
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
-    name = "DDP, not DeepSpeed" if world_size > 1 else "single process, no engine"
     if not deepspeed:
+        name = "DDP, not DeepSpeed" if world_size > 1 else "single process, no engine"
         return [Engine(each, name, None, None, group) for each in accelerators]
     engines = []
     for each, (key, plugin) in zip(accelerators, plugins.items(), strict=True):
@@ -162,35 +156,32 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 
 
 def take_launch(*models: TrainingArguments) -> None:
-    """Make the environment of any launcher, or none, that of `accelerate launch`.
+    """Set the environment variables that `accelerate launch` would set, under any launcher or none.
 
-    Of several models each may name a DeepSpeed file; the launcher's is for the others.
+    --deepspeed names a model's DeepSpeed file. When several models train side by side, a model
+    without the flag uses the launcher's file.
     Raises UsageError: --deepspeed contradicts the launcher, or a model has no file.
     """
-    if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
+    if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     files = [args.deepspeed for args in models]
     if not any(files):
         return
     if len(files) == 1:
+        file = files[0]
         named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        if named != "none" and Path(named).resolve() != Path(files[0]).resolve():
-            raise UsageError(
-                f"--deepspeed is {files[0]}, but the launcher's DeepSpeed file is {named}: name one"
-            )
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = files[0]
+        if named != "none" and Path(named).resolve() != Path(file).resolve():
+            raise UsageError(f"drop --deepspeed {file}: the launcher's DeepSpeed file is {named}")
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
     elif not all(files) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
-        raise UsageError(
-            "DeepSpeed trains all models or none, and some name no file: add "
-            '"deepspeed": "ds_config.json" to them'
-        )
+        raise UsageError('DeepSpeed trains all models or none: give each a "deepspeed" file')
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
-    """Raise UsageError if this machine does not compute in --dtype or --tf32."""
+    """Raise UsageError if this machine cannot compute in --dtype, or has no --tf32."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
     if args.dtype == "bfloat16" and has_gpu and not has_bf16():
@@ -201,24 +192,26 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
-    """Raise UsageError if Accelerate would ignore what the launcher said."""
+    """Raise UsageError if Accelerate would ignore a setting of the launcher."""
     in_use = {
         "MIXED_PRECISION": args.mixed_precision,
         "GRADIENT_ACCUMULATION_STEPS": args.accumulation_steps,
     }
     _check_flags(in_use, "--dtype and --accumulation_steps give")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if deepspeed and wants_cpu:
         raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out")
     if deepspeed and "RANK" not in os.environ:
         raise UsageError("DeepSpeed without a launcher: use accelerate launch, or --deepspeed")
-    if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and processes > gpus:
         raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
 
 
 def _check_flags(in_use: dict, source: str) -> None:
-    """Raise UsageError for a flag of Accelerate's launcher that it would ignore."""
+    """Raise UsageError if a flag of Accelerate's launcher differs from the value in use. `in_use`:
+    name of the launcher's variable without "ACCELERATE_" → value. `source`: where from."""
     for name, value in in_use.items():
         launched = os.environ.get(f"ACCELERATE_{name}", "auto")
         if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
@@ -227,24 +220,24 @@ def _check_flags(in_use: dict, source: str) -> None:
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
-    Raises UsageError: they contradict each other, or Accelerate rejects the file."""
+    """Return Accelerate's plugin for the DeepSpeed file in use, with "auto" filled by the flags.
+    Raises UsageError: file, flags and launcher contradict each other, or Accelerate rejects
+    them."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
+        kind = kind_of(config)
+        clip = config["gradient_clipping"]
         in_use = {
-            "GRADIENT_CLIPPING": config["gradient_clipping"],
-            "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
-            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
-            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
+            "GRADIENT_CLIPPING": clip,
+            "DEEPSPEED_ZERO_STAGE": kind.stage,
+            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": kind.optimizer_on,
+            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": kind.parameters_on,
         }
         _check_flags(in_use, f"{source} says")
-        return DeepSpeedPlugin(
-            config,
-            gradient_accumulation_steps=args.accumulation_steps,
-            gradient_clipping=config["gradient_clipping"],
-        )
+        steps = args.accumulation_steps
+        return DeepSpeedPlugin(config, gradient_accumulation_steps=steps, gradient_clipping=clip)
     except UsageError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
@@ -253,28 +246,27 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the module in a wrapper. (`unwrap_model` imports DeepSpeed.)"""
+    """Return the model without its wrapper. Accelerate's own function imports DeepSpeed."""
     return getattr(model, "module", model)
 
 
 def skip_compiled_communication() -> None:
-    """Keep DeepSpeed from compiling an operation that its inference alone calls."""
+    """Keep DeepSpeed from compiling an operation that only its own inference uses."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def name_interface() -> None:
-    """Have gloo listen at the network interface that reaches the first machine.
-
-    By itself it takes the address of the host name: on Debian and Ubuntu 127.0.1.1.
-    """
-    total, name = os.environ.get("WORLD_SIZE", "1"), "GLOO_SOCKET_IFNAME"
-    if os.environ.get("LOCAL_WORLD_SIZE", total) == total or name in os.environ:
+    """Make gloo listen on the network interface that reaches the first machine. Without this, gloo
+    takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
+    total = os.environ.get("WORLD_SIZE", "1")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", total) == total
+    if is_one_machine or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: this sends nothing
         here = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
             if here in {each.address for each in addresses}:
-                os.environ[name] = interface
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
