@@ -22,10 +22,7 @@ set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exec sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
 fi
-wrong() {
-  echo "run_accelerate.sh: error: $1" >&2
-  exit 2
-}
+wrong() { echo "run_accelerate.sh: error: $1" >&2; exit 2; }
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
 [[ $machines$machine$port != *[^0-9]* ]] && ((machine < machines && port < 65536)) ||
   wrong "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536) cannot be $machines, $machine and $port"

@@ -22,7 +22,7 @@ class Compilation(NamedTuple):
     """The decision whether to compile, and its reason for the start block."""
 
     on: bool
-    why: str
+    why: str  # for people
 
     def __str__(self) -> str:
         return f"{'yes' if self.on else 'no'} ({self.why})"
@@ -33,9 +33,10 @@ def decide_compilation(
 ) -> Compilation:
     """Decide whether to compile, the same on every process. Every process must call this.
 
-    `wanted` is --compile. `recorded` says whether a resumed run compiled before, None for a new run:
-    "auto" decides as before, because compiled kernels round differently. `run_flops` are the model
-    FLOPs of the run on one process. Raises UsageError: --compile on, but compiling fails here.
+    `wanted` is --compile. `recorded` says what a resumed run did, None for a new run: "auto"
+    does the same again, because compiled kernels round differently.
+    `run_flops`: model FLOPs of the run on one process.
+    Raises UsageError: --compile on, but compiling fails here.
     """
     device = engine.accelerator.device
     if wanted == "off":

@@ -59,8 +59,7 @@ ONLY_STAGE_3 = (
     "leaf_module memory_efficient_linear offload_param override_module_apply sub_group_size "
     "zero_hpz_partition_size"
 )
-# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) and ours. DeepSpeed reaches each
-# learning rate two steps later.
+# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → the values of --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
 IGNORED = ("warmup_type", "last_batch_iteration")
@@ -68,9 +67,9 @@ ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # the warm-up here is linear 
 
 
 def read_config(path: str) -> dict:
-    """Return the contents of a DeepSpeed file. For the path "none", return the configuration that
-    the flags of `accelerate launch` describe. Raises UsageError: the file cannot be read, or is not
-    a DeepSpeed configuration."""
+    """Return the contents of a DeepSpeed file.
+    The path "none" means the flags of `accelerate launch` instead of a file.
+    Raises UsageError: the file cannot be read, or is not a DeepSpeed configuration."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
@@ -90,13 +89,13 @@ def file_of(args: TrainingArguments) -> str:
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """Return a copy of the configuration without "scheduler", with "auto" filled by the flags.
+    """Return a copy of the configuration, with "auto" filled by the flags.
 
-    An "auto" that depends on the model's width remains for `fill_by_width`. `source` names the
-    configuration in messages. Raises UsageError: all values that contradict a flag, have no effect
-    or cannot be filled.
+    "scheduler" is left out, see `take_schedule`. An "auto" for `fill_by_width` remains.
+    `source` names the configuration in messages.
+    Raises UsageError: lists all values that contradict, have no effect or cannot be filled.
     """
-    config = json.loads(json.dumps(config))
+    config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
     if zero.get("stage") not in (1, 2, 3):
         raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3')
@@ -117,8 +116,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
     has_compiler = shutil.which("ninja") and shutil.which("c++")
     if offload_device(config, "optimizer") and not has_compiler:
-        # PyTorch's AdamW then runs on the CPU. The start block reports it.
-        config["zero_force_ds_cpu_optimizer"] = False
+        config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's AdamW runs on the CPU
         if "optimizer" in config:
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
     return config
@@ -176,8 +174,8 @@ def _check_stage(config: dict) -> Iterator[str]:
 
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
-    """Fill "auto" and missing values; return a message for every contradiction. Accelerate would
-    leave some values out, and clip gradients at 1.0 whatever the flags say."""
+    """Fill "auto" and missing values; return a message for every contradiction.
+    Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
     problems = []
     batch = "--batch_size × --accumulation_steps × processes"
     wanted = {  # key → (where its value comes from, value)
@@ -188,8 +186,7 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         "bf16.enabled": (f"--dtype {args.dtype}", args.dtype == "bfloat16"),
         "fp16.enabled": (f"--dtype {args.dtype}", args.dtype == "float16"),
     }
-    if "optimizer" in config:
-        # AdamW has two names in DeepSpeed's files.
+    if "optimizer" in config:  # DeepSpeed has two names for AdamW
         if config["optimizer"].setdefault("type", "AdamW") not in ("Adam", "AdamW"):
             problems.append('the optimizer must be Adam or AdamW; or remove "optimizer"')
         wanted |= {
@@ -203,7 +200,7 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         section = config
         for parent in parents:
             section = section.setdefault(parent, {})
-        given = section.setdefault(name, value)
+        given = section.setdefault(name, value)  # what the file says, if anything
         if given == "auto":
             section[name] = value
         elif given != value:
@@ -221,9 +218,11 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
 def take_schedule(
     config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
 ) -> tuple[TrainingArguments, str | None]:
-    """Return the arguments with the schedule of a DeepSpeed file, and a sentence about it. Without
-    a "scheduler" the default is a cosine and the sentence is None. Raises UsageError: a flag
-    contradicts the file, or there is no such schedule here."""
+    """Return the arguments with the file's schedule, and a sentence for the start block.
+
+    Without a "scheduler" the default is a cosine, and there is no sentence.
+    Raises UsageError: a flag contradicts the file, or the schedule is not supported.
+    """
     section = (config or {}).get("scheduler")
     if section is None:
         return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
@@ -236,17 +235,15 @@ def take_schedule(
         begins_at_0 = key in ONLY_ZERO and value in (0, "auto")
         if key not in FOLLOWED and key not in IGNORED and not begins_at_0:
             problems.append(f'remove "scheduler.params.{key}": the warm-up here begins at 0')
-    values = {"lr_schedule": SCHEDULES[kind]}
-    wanted = values | {
-        "warmup_steps": params.get("warmup_num_steps", 1000),
-        "learning_rate": params.get("warmup_max_lr", "auto"),
-    }
+    values = {"lr_schedule": SCHEDULES[kind]}  # the flags that the file sets
+    wanted = {"warmup_steps": params.get("warmup_num_steps", 1000)}  # DeepSpeed's default
+    wanted["learning_rate"] = params.get("warmup_max_lr", "auto")
     if kind != "WarmupLR":
         wanted["max_steps"] = params.get("total_num_steps", "auto")
         is_cosine = kind == "WarmupCosineLR"
         wanted["min_lr_ratio"] = params.get("cos_min_ratio", 0.0001) if is_cosine else 0
-    for flag, value in wanted.items():
-        typed = getattr(args, flag)
+    for flag, value in (values | wanted).items():
+        typed = getattr(args, flag)  # the default if the flag was not typed
         default = TrainingArguments.min_lr_ratio if flag == "min_lr_ratio" else None
         if typed == default and value != "auto":
             values[flag] = value

@@ -11,9 +11,9 @@ from training.engine.main_process import on_every_process
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """Return a context in which to build a model; under ZeRO-3 it divides each layer at once.
-    DeepSpeed's own context would draw the initial weights in 16 bits and on the GPU, which gives
-    other random numbers than the other engines."""
+    """Return a context in which to build a model; ZeRO-3 divides each layer at once.
+    DeepSpeed's own context draws initial weights in 16 bits and on the GPU, which gives other
+    random numbers than the other engines."""
     if not engine.divides_model:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import Init  # importing it takes seconds
@@ -28,7 +28,7 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
 
 
 def set_up_deepspeed(engine: Engine) -> None:
-    """Lock the folders on NVMe and compile DeepSpeed's operations. Every process must call this.
+    """Lock folders on NVMe and compile operations. Every process must call this.
     Raises UsageError: a folder cannot be used, or an operation cannot be compiled."""
 
     def attempt() -> None:
@@ -67,12 +67,13 @@ def own_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one of DeepSpeed's operations, and print a line if it must be compiled first. Raises
-    UsageError: it cannot be compiled."""
+    """Load one of DeepSpeed's operations; print a line if it is compiled first.
+    Raises UsageError: it cannot be compiled."""
     from deepspeed.ops import op_builder  # importing it takes seconds
     from torch.utils import cpp_extension  # importing it changes sys.path
 
     builder = getattr(op_builder, name)()
+    # PyTorch compiles the operation in this folder.
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     if not (folder / f"{builder.name}.so").exists():
         print(

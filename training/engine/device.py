@@ -48,14 +48,9 @@ PEAKS = {
 # Words after which a name of PEAKS means another device: a laptop chip, a variant, a MIG slice.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
 # The keys are the values of torch.nn.attention.SDPBackend.
-KERNELS = {
-    0: "all T × T scores: no fused kernel of PyTorch takes these shapes here",
-    1: "flash attention",
-    2: "memory-efficient attention",
-    3: "cuDNN attention",
-}
-# M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc's malloc.h: keep every freed block, and get new
-# memory from the system in pieces of 256 MiB.
+KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
+KERNELS[0] = "all T × T scores: no fused kernel of PyTorch takes these shapes here"
+# M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc's malloc.h.
 KEEP_FREED = {-4: 0, -1: -1, -2: 256 * 2**20}
 
 
@@ -63,7 +58,7 @@ def require_usable_gpu() -> None:
     """Raise UsageError if this machine has a GPU that this PyTorch cannot use."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-        try:
+        try:  # a computation fails if this PyTorch has no code for the GPU
             torch.ones(1, device=f"cuda:{index}").sum().item()
             return
         except RuntimeError as error:
@@ -90,8 +85,8 @@ def has_bf16() -> bool:
 
 
 def matrix_precision(mixed_precision: str) -> str:
-    """Return the precision of matrix products, one of PRECISIONS. `mixed_precision` is
-    Accelerate's: "no", "bf16" or "fp16"."""
+    """Return the precision of matrix products, one of PRECISIONS.
+    `mixed_precision` is Accelerate's: "no", "bf16" or "fp16"."""
     if mixed_precision != "no":
         return mixed_precision
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
@@ -119,8 +114,8 @@ def peak_flops(name: str, precision: str) -> float | None:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
 ) -> float | None:
-    """Return the model FLOPs utilization, a share of `devices` times `peak`; None without a peak.
-    Source: Chowdhery et al., PaLM, appendix B (https://arxiv.org/abs/2204.02311)."""
+    """Return the model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B).
+    It is None without a peak."""
     if peak is None:
         return None
     return tokens_per_second * flops_per_token / (peak * devices)
@@ -137,13 +132,10 @@ def attention_kernel(
             return "plain: all T × T scores (blocks of rows have no dropout)", True
         return "blocks of rows", False
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
-
-    def some(heads: int) -> torch.Tensor:
-        # With gradients, because not every kernel has a backward pass for every shape.
-        shape = (1, heads, config.max_seq_len, config.head_dim)
-        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-
-    q, k = some(config.n_heads), some(n_kv_heads)
+    shape = (config.max_seq_len, config.head_dim)
+    # With gradients, because not every kernel has a backward pass for every shape.
+    q = torch.empty(1, config.n_heads, *shape, dtype=dtype, device=device, requires_grad=True)
+    k = torch.empty(1, n_kv_heads, *shape, dtype=dtype, device=device, requires_grad=True)
     grouped = n_kv_heads != config.n_heads
     choice = torch._fused_sdp_choice(
         q, k, k, dropout_p=config.dropout, is_causal=True, enable_gqa=grouped
@@ -160,29 +152,29 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can use, with what it uses now; None without /proc. The
-    processes of a machine share its RAM, or the RAM that their container may use. Before a launch,
-    `processes` tells how many they will be."""
+    """Return the bytes that this process can use in all; None without /proc.
+    The processes of a machine share its RAM, or the RAM of their container.
+    `processes` is their number before a launch."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
-    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # from kB
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip() != "max":
         stat = limit.with_name("memory.stat").read_text().split()
-        used = int(stat[stat.index("anon") + 1])
+        used = int(stat[stat.index("anon") + 1])  # without caches
         free = min(free, int(limit.read_text()) - used)
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])  # in pages
     return free // sharing + (resident - shared) * resource.getpagesize()
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's allocator keep freed memory for reuse; return False without glibc. By default
-    glibc gives large blocks back to the system. The next block then has a page fault for each of
-    its pages, which took a third of the time on a CPU (docs/performance.md)."""
+    """Make glibc's allocator keep freed memory; return False without glibc.
+    By default glibc gives large blocks back to the system. Each page of the next block is then a
+    page fault, which took a third of the time on a CPU (docs/performance.md)."""
     libc = ctypes.CDLL(None)
     if sys.platform != "linux" or not hasattr(libc, "gnu_get_libc_version"):
         return False
@@ -190,8 +182,8 @@ def keep_freed_memory() -> bool:
 
 
 def use_all_cores() -> None:
-    """Divide this machine's cores among its processes, unless OMP_NUM_THREADS says otherwise.
-    Launchers set OMP_NUM_THREADS to 1, so a 1 from a launcher is not the user's choice."""
+    """Divide this machine's cores among its processes, unless OMP_NUM_THREADS is set.
+    A launcher sets it to 1, so a 1 under a launcher is not the user's choice."""
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None or (launched and asked == "1"):

@@ -21,12 +21,11 @@ from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_config
 from training.engine.device import GIB
 
-GPU, CPU, NVME = "gpu", "cpu", "nvme"
+GPU, CPU, NVME = "gpu", "cpu", "nvme"  # places of tensors
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # for activations and buffers on a GPU
 CPU_KEEPS = 1.5  # the same on a CPU, where some freed blocks fit no later tensor
-# Copies of the weights that DeepSpeed holds when it trains on a CPU: at stages 1 and 2, at stage 3.
-CPU_COPIES, CPU_COPIES_3 = 7, 9
+CPU_COPIES, CPU_COPIES_3 = 7, 9  # of weights, on a CPU: at stages 1 and 2, at stage 3
 NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
 # NAME of configs/NAME.yaml → its DeepSpeed file, in the order in which to try the engines.
@@ -40,8 +39,8 @@ class Kind:
 
     config: str = ""  # configs/NAME.yaml, or "" if there is none
     stage: int | None = None  # of ZeRO; None for DDP, and for a single process
-    optimizer_on: str = GPU
-    parameters_on: str = GPU
+    optimizer_on: str = GPU  # or CPU or NVME
+    parameters_on: str = GPU  # elsewhere only at stage 3
     fp32_sums: bool = True  # whether gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
     reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again within this distance
@@ -68,8 +67,8 @@ DDP = Kind("ddp")
 
 
 def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return the engine of a DeepSpeed configuration, or DDP for None. `dim`, the model's width,
-    decides a bucket size of "auto"."""
+    """Return the engine of a DeepSpeed configuration, or DDP for None.
+    `dim` is the model's width, which decides a bucket size of "auto"."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
@@ -90,7 +89,7 @@ def kind_of(config: dict | None, dim: int = 0) -> Kind:
 @cache
 def engines(dim: int) -> tuple[Kind, ...]:
     """Return DDP and the engines of FILES, for a model of width `dim`."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[2]  # the repository
     found = ((name, read_config(str(root / file))) for name, file in FILES.items())
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
@@ -156,7 +155,8 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return the memory and traffic of one process under an engine."""
     if work.on_cpu:  # offloaded tensors stay in the same RAM
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
-    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
+    n, t, h = work.total, work.trained, work.itemsize  # used in all formulas of this file
+    share = 1 / work.processes
     moments = 8 * t
     if work.args.optimizer == "muon":  # one moment for each matrix of a block, AdamW has two
         layers = work.shapes.layers.parameters()
@@ -173,7 +173,8 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
         places[kind.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
     if kind.parameters_on == NVME:
         places[CPU] += h * NVME_BUFFERS
-    held, working = places[GPU], _activations(kind, work) + _buffers(kind, work)
+    held = places[GPU]
+    working = _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = work.teacher
         if divided.stage == 3:
@@ -212,9 +213,9 @@ def _gathered(kind: Kind, shapes: Transformer) -> int:
 
 
 def _activations(kind: Kind, work: Workload) -> float:
-    """Return the peak bytes of activations and logits of a micro-batch. They are the tensors that
-    autograd saves in model/ (compiled code saves fewer), and the temporary tensors of one block or
-    of the loss."""
+    """Return the peak bytes of activations and logits of a micro-batch.
+    These are the tensors that autograd saves in model/ (compiled code saves fewer), and the
+    temporary tensors of one block or of the loss."""
     config, h = work.config, work.itemsize
     compiled = work.compiled and kind.stage != 3
     # On a GPU this assumes that PyTorch has a fused attention kernel.
@@ -253,13 +254,14 @@ def _activations(kind: Kind, work: Workload) -> float:
 def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
-    In a ring of P processes each sends (P - 1) / P of the bytes that are gathered or scattered, and
-    twice as many for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 in each
-    micro-batch. ZeRO-3 gathers weights in forward and backward, ZeRO-1 and 2 once per step. On a
-    CPU, gloo scatters by an all-reduce.
+    In a ring of P processes each sends (P - 1) / P of what is gathered or scattered, and
+    twice as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2
+    and 3 in each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward
+    and backward. On a CPU, gloo scatters by an all-reduce.
     """
     n, t, h = work.total, work.trained, work.itemsize
-    ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps
+    ring = (work.processes - 1) / work.processes
+    micro_batches = work.args.accumulation_steps
     if kind.stage is None:
         return 2 * ring * 4 * t
     if kind.stage < 3:

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 
-# Parts of the messages of PyTorch, NCCL and cuBLAS.
+# Parts of error messages: of PyTorch, NCCL and cuBLAS, then of gloo and NCCL.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-# Parts of the messages of gloo and NCCL.
 ENDED = ("Connection closed", "Connection reset", "Broken pipe", "remote process exited")
 SILENT = ("Connection timed out", "Timed out waiting")
 
@@ -25,8 +24,8 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
-    """Turn two kinds of error inside this context into a message of one line. Raises UsageError:
-    memory ran out, or another process ended or does not answer."""
+    """Turn two kinds of failure in this context into one line.
+    Raises UsageError: memory ran out, or another process ended or does not answer."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

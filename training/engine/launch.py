@@ -26,10 +26,6 @@ from training.engine.estimate import Kind, kind_of
 # Objects with a process group, kept until the process ends. A deleted group of gloo waits for its
 # thread, which may wait for the interpreter's lock, and the process would never end.
 KEPT: list = []
-# The environment of a single process without a launcher. Port 0 is any free port.
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
 # One library calls another in an old way, about which a user can do nothing.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 # DeepSpeed warns of every optimizer but its own. The tests run ours under DeepSpeed.
@@ -38,15 +34,13 @@ logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record
 
 @dataclass
 class Engine:
-    """The processes that train a model: DeepSpeed, DDP or a single process. When several models
-    train side by side, each has an engine, all on the same processes."""
+    """The processes that train a model. Several models have one engine each, on the same ones."""
 
     accelerator: Accelerator
     name: str  # for the start block, e.g. "DeepSpeed ZeRO-2"
     deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
     plugin: str | None = None  # the key of this configuration in Accelerate's state
-    # Processes exchange numbers here without waiting for the GPU. None with a single process.
-    cpu_group: ProcessGroup | None = None
+    cpu_group: ProcessGroup | None = None  # exchanges do not wait for the GPU; None: one process
 
     @property
     def kind(self) -> Kind:
@@ -74,11 +68,10 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Fill in values that depend on the model's size. Call it before Accelerate's `prepare`."""
+        """Fill in what depends on the model's size. Call it before Accelerate's `prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
-            # DeepSpeed allocates the whole bucket, however few gradients there are.
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
     def largest(self, value: int) -> int:
@@ -94,9 +87,8 @@ class Engine:
 
 
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
-    """Return one engine for each model, all on the same processes. Precision and accumulation must
-    be the same for all models. Raises UsageError: launcher, DeepSpeed file, flags and machine
-    contradict each other."""
+    """Return one engine for each model. All have the same precision and accumulation.
+    Raises UsageError: launcher, DeepSpeed file, flags and machine contradict each other."""
     take_launch(*models)
     name_interface()
     require_usable_gpu()
@@ -109,20 +101,18 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
     else:
         keep_freed_memory()
-    plugins = {}
-    # Only rank 0 checks the checksums of a checkpoint, and the others wait.
+    # An hour, because the other ranks wait while rank 0 verifies a checkpoint.
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
+    plugins = {}
     if deepspeed:
         plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
         # "auto" is allowed there, but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
-            # Without this, every rank would believe to be rank 0 of 1.
-            process_group.backend = "gloo"
+            process_group.backend = "gloo"  # without it every rank would be rank 0 of 1
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # Gradients lie in DDP's buckets instead of being copied there.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # saves a copy of gradients
     try:
         accelerators = [
             Accelerator(
@@ -130,12 +120,12 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
                 mixed_precision=args.mixed_precision,
                 gradient_accumulation_steps=args.accumulation_steps,
                 kwargs_handlers=[process_group, ddp],
-                cpu=not has_gpu and not deepspeed,
-                step_scheduler_with_optimizer=False,
+                cpu=not has_gpu and not deepspeed,  # True would switch DeepSpeed off
+                step_scheduler_with_optimizer=False,  # the loop sets the learning rate
             )
             for plugin in [plugins or None] + [None] * (len(models) - 1)
         ]
-    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+    except torch.distributed.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
@@ -156,10 +146,9 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
 
 
 def take_launch(*models: TrainingArguments) -> None:
-    """Set the environment variables that `accelerate launch` would set, under any launcher or none.
+    """Set the environment variables that `accelerate launch` would set.
 
-    --deepspeed names a model's DeepSpeed file. When several models train side by side, a model
-    without the flag uses the launcher's file.
+    Of several models, those without --deepspeed use the launcher's DeepSpeed file.
     Raises UsageError: --deepspeed contradicts the launcher, or a model has no file.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
@@ -176,8 +165,9 @@ def take_launch(*models: TrainingArguments) -> None:
     elif not all(files) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
         raise UsageError('DeepSpeed trains all models or none: give each a "deepspeed" file')
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if "RANK" not in os.environ:
-        os.environ.update(ALONE)
+    if "RANK" not in os.environ:  # no launcher, a single process
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
@@ -193,11 +183,8 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     """Raise UsageError if Accelerate would ignore a setting of the launcher."""
-    in_use = {
-        "MIXED_PRECISION": args.mixed_precision,
-        "GRADIENT_ACCUMULATION_STEPS": args.accumulation_steps,
-    }
-    _check_flags(in_use, "--dtype and --accumulation_steps give")
+    _check_flag("MIXED_PRECISION", args.mixed_precision, "--dtype")
+    _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if deepspeed and wants_cpu:
         raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out")
@@ -209,33 +196,28 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
         raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
 
 
-def _check_flags(in_use: dict, source: str) -> None:
-    """Raise UsageError if a flag of Accelerate's launcher differs from the value in use. `in_use`:
-    name of the launcher's variable without "ACCELERATE_" → value. `source`: where from."""
-    for name, value in in_use.items():
-        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
-        if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
-            flag = name.removeprefix("DEEPSPEED_").lower()
-            raise UsageError(f"the launcher says --{flag} {launched}, but {source} {value}")
+def _check_flag(name: str, value, source: str) -> None:
+    """Raise UsageError if a launcher's flag differs from the value in use.
+    `name` is that of the launcher's variable without "ACCELERATE_"."""
+    launched = os.environ.get(f"ACCELERATE_{name}", "auto")
+    if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
+        flag = name.removeprefix("DEEPSPEED_").lower()
+        raise UsageError(f"the launcher says --{flag} {launched}, but {source} gives {value}")
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
-    """Return Accelerate's plugin for the DeepSpeed file in use, with "auto" filled by the flags.
-    Raises UsageError: file, flags and launcher contradict each other, or Accelerate rejects
-    them."""
+    """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
+    Raises UsageError: file, flags and launcher contradict each other."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
         kind = kind_of(config)
         clip = config["gradient_clipping"]
-        in_use = {
-            "GRADIENT_CLIPPING": clip,
-            "DEEPSPEED_ZERO_STAGE": kind.stage,
-            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": kind.optimizer_on,
-            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": kind.parameters_on,
-        }
-        _check_flags(in_use, f"{source} says")
+        _check_flag("GRADIENT_CLIPPING", clip, source)
+        _check_flag("DEEPSPEED_ZERO_STAGE", kind.stage, source)
+        _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", kind.optimizer_on, source)
+        _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", kind.parameters_on, source)
         steps = args.accumulation_steps
         return DeepSpeedPlugin(config, gradient_accumulation_steps=steps, gradient_clipping=clip)
     except UsageError:
@@ -258,8 +240,8 @@ def skip_compiled_communication() -> None:
 
 
 def name_interface() -> None:
-    """Make gloo listen on the network interface that reaches the first machine. Without this, gloo
-    takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
+    """Make gloo listen on the network interface that reaches the first machine.
+    By default it takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
     total = os.environ.get("WORLD_SIZE", "1")
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", total) == total
     if is_one_machine or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -268,5 +250,5 @@ def name_interface() -> None:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: this sends nothing
         here = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
-            if here in {each.address for each in addresses}:
+            if any(each.address == here for each in addresses):
                 os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -14,11 +14,11 @@ Answer = TypeVar("Answer")
 
 
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
-    """Call `decide` on the main process and return its answer on every process. Every process must
-    call this. Raises UsageError, ConfigError: `decide` raised it."""
+    """Call `decide` on the main process and return its answer on every process.
+    Every process must call this. Raises UsageError, ConfigError: `decide` raised it."""
     if engine is None or engine.cpu_group is None:
         return decide()
-    mine = _tried(decide) if engine.is_main else None
+    mine = _tried(decide) if engine.is_main else None  # (answer, error)
     (answer, error), _ = _gather(engine, mine)[0]
     if error:
         raise error
@@ -26,9 +26,9 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` on every process and return each process its own answer. Every process must
-    call this. Raises UsageError, ConfigError: `attempt` raised it on at least one process. The
-    message names these ranks and hosts if not all processes failed."""
+    """Call `attempt` on every process and return its answer there.
+    Every process must call this. Raises UsageError, ConfigError: `attempt` raised it on at least
+    one process. The message names the ranks, unless all failed."""
     if engine is None or engine.cpu_group is None:
         return attempt()
     answer, error = _tried(attempt)

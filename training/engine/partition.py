@@ -33,17 +33,17 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """Return a context in which the parameters are whole, on every process that enters it. With
-    `writes`, all processes keep the values that the first process leaves in them."""
+    """Return a context in which the parameters are whole. Every process must enter it.
+    With `writes`, all processes keep the values that rank 0 leaves in them."""
     import deepspeed  # importing it takes seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
 
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
-    """Yield the partitions of a DeepSpeed optimizer that this process updates. A partition on NVMe
-    is in memory until the next one is requested. `writes` says that the caller changes the
-    partitions; the changes are copied to the model under ZeRO-3, not under ZeRO-1 and 2."""
+    """Yield the partitions of a DeepSpeed optimizer that this process updates.
+    A partition on NVMe is in memory until the next one is requested.
+    `writes`: the caller changes the partitions. Only under ZeRO-3 this changes the model too."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:
@@ -51,9 +51,9 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
-    """Yield one partition for each parameter group. The parameters of a group lie end to end, and
-    every process has an equal part of that line. DeepSpeed's own table, `_hp_mapping`, is wrong
-    with "round_robin_gradients"."""
+    """Yield one partition for each parameter group.
+    The parameters of a group lie end to end, and every process has an equal part of that line.
+    DeepSpeed's own table, `_hp_mapping`, is wrong with "round_robin_gradients"."""
     if hasattr(zero, "single_partition_of_fp32_groups"):
         partitions_fp32 = zero.single_partition_of_fp32_groups
         groups = zero.round_robin_bit16_groups
@@ -64,7 +64,7 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
         offsets = [accumulate((p.numel() for p in group[:-1]), initial=0) for group in groups]
     layout = zip(partitions_fp32, groups, offsets, strict=True)
     for index, (fp32, group, group_offsets) in enumerate(layout):
-        size = fp32.numel()
+        size = fp32.numel()  # the same on every process
         here = rank * size  # where this process's partition begins in the line
         parts = []
         for parameter, first in zip(group, group_offsets, strict=True):
@@ -79,9 +79,9 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one partition for each sub-group: at most "sub_group_size" elements of a group. Every
-    process has an equal share of each parameter. The last shares may be padded, or hold nothing but
-    padding. Written values reach the model as in DeepSpeed's own step."""
+    """Yield one partition for each sub-group: "sub_group_size" elements of a group.
+    Every process has an equal share of each parameter; the last shares may contain padding.
+    Written values reach the model as in DeepSpeed's own step."""
     if writes:
         zero._partition_all_parameters()  # some may be gathered now
     for index, group in enumerate(zero.fp16_groups):
@@ -91,10 +91,10 @@ def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
         parts = []
         here = 0  # where the parameter's share begins in the partition
         for parameter in group:
-            share = parameter.partition_numel()
+            share = parameter.partition_numel()  # with padding
             numel = shape_of(parameter).numel()
             start = min(rank * share, numel)
-            held = min(share, numel - start)
+            held = min(share, numel - start)  # without padding
             in_parameter = slice(start, start + held)
             in_partition = slice(here, here + held)
             parts.append(Part(parameter, in_parameter, in_partition, held, share < numel))

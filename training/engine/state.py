@@ -14,8 +14,8 @@ from training.engine.partition import gathered, partitions, shape_of
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of a tensor that it steps; zeros before the first step. The
-    keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
+    """Return what the optimizer keeps of a tensor; zeros before the first step.
+    The keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
     state = optimizer.state[stepped]
     by_muon = group.get("algorithm") == "muon"
     keys = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
@@ -29,24 +29,25 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Bring the bias correction of DeepSpeed's CPU AdamW to a step, equal to the bit. It multiplies
-    the betas up step by step and cannot be set, so this takes empty steps."""
+    """Bring the bias correction of DeepSpeed's CPU AdamW to a step, to the bit.
+    It cannot be set: it multiplies the betas up at each step. So this takes empty steps."""
     group = optimizer.param_groups[0]
-    no_lr = no_decay = 0.0
-    settings = (no_lr, *group["betas"], group["eps"], no_decay, group["bias_correction"])
-    nothing = torch.zeros(4, 1)  # weight, gradient and moments of one element
+    betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
+    settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
+    nothing = torch.zeros(4, 1)  # one weight, its gradient, its moments
     for past in range(1, step + 1):
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, past, *settings, *nothing)
 
 
 class TrainingState:
-    """The weights and optimizer state of a model in training. Every process must call each method.
-    The main process gets whole tensors on its CPU, and the other processes get an empty dict."""
+    """The weights and optimizer state of a model in training.
+    Every process must call each method. Rank 0 gets whole tensors on its CPU, the others {}."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.accelerator = engine.accelerator
         self.divides_model = engine.divides_model
         self.model = plain_module(model)
+        # DeepSpeed's wrapper, which divides the weights, and the optimizer inside it.
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
@@ -70,7 +71,7 @@ class TrainingState:
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # draws no numbers from the run's generator
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
@@ -87,8 +88,8 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Restore what `weights`, `moments` and `scalars` returned, and frozen weights. Raises
-        ConfigError: names or shapes do not fit the model. `source` names the checkpoint."""
+        """Restore what `weights`, `moments` and `scalars` returned, and frozen weights.
+        Raises ConfigError: names or shapes do not fit the model."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
@@ -97,10 +98,7 @@ class TrainingState:
         step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
             if "step" in state:
-                if isinstance(state["step"], Tensor):
-                    state["step"].fill_(step)
-                else:
-                    state["step"] = step
+                state["step"] += step - int(state["step"])  # a tensor, or DeepSpeed's int
         if hasattr(self.optimizer, "ds_opt_adam"):
             catch_up(self.optimizer, step)
         scale = scalars["loss_scale"] if self.accelerator.mixed_precision == "fp16" else None
@@ -110,8 +108,8 @@ class TrainingState:
             self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Restore fp32 weights; those of adapters may be missing. Raises ConfigError: names or
-        shapes do not fit the model."""
+        """Restore fp32 weights; those of adapters may be missing.
+        Raises ConfigError: names or shapes do not fit the model."""
         if self.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
@@ -146,9 +144,9 @@ class TrainingState:
         return whole
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
-        """Yield (name, parameter, slice, view) for the weights or moments of this process. The
-        slice of the flat parameter is what this process holds; the view is the optimizer's memory
-        of it. The order is the same on all processes."""
+        """Yield (name, parameter, slice, view) of the weights or moments of this process.
+        The slice of the flat parameter is what this process holds; the view is the optimizer's
+        memory of it. The order is the same on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
 
         def flat(group: dict, stepped: Tensor) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
 """Run a trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
 Every process holds a share of each parameter, on its device or where "offload_param" says. The
-weights of a layer are gathered while it computes (ZeRO-Inference,
-https://arxiv.org/abs/2207.00032).
+weights of a layer are gathered while it computes (https://arxiv.org/abs/2207.00032).
 """
 
 import os
@@ -25,9 +24,9 @@ class ZeroInference:
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """Return ZeRO-3 if the launcher asked for it, and None for every other engine. A `dtype` of
-        None is bfloat16 on a GPU and float32 on a CPU. Raises UsageError: the DeepSpeed file or
-        --device cannot be used."""
+        """Return ZeRO-3 if the launcher asked for it, and None for every other engine.
+        `dtype` None means bfloat16 on a GPU and float32 on a CPU.
+        Raises UsageError: the DeepSpeed file or --device cannot be used."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -41,8 +40,8 @@ class ZeroInference:
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return ZeRO-3 with the part of a configuration that does not concern training. Raises
-        UsageError: training would refuse the file too, or it keeps parameters on NVMe."""
+        """Return ZeRO-3 with those settings that do not concern training.
+        Raises UsageError: training refuses the file too, or it keeps parameters on NVMe."""
         if deepspeed_config.offload_device(config, "param") == "nvme":
             raise UsageError(f"{source}: only training keeps parameters on NVMe")
         zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
@@ -52,7 +51,7 @@ class ZeroInference:
         problems = deepspeed_config.refuse_keys(config)
         if problems:
             raise UsageError(f"{source}: {'; '.join(problems)}")
-        zero.pop("offload_optimizer", None)
+        zero.pop("offload_optimizer", None)  # there is no optimizer
         deepspeed_config.check_by_deepspeed(config, source)
         return cls(config)
 
@@ -70,5 +69,5 @@ class ZeroInference:
             with gathered(parameter, writes=True):
                 parameter.data.copy_(weights[name])
         engine, *_ = deepspeed.initialize(model=model, config=self.config)
-        KEPT.append(engine)
+        KEPT.append(engine)  # with its process group
         return engine.module.eval()
