@@ -33,9 +33,8 @@ def decide_compilation(
 ) -> Compilation:
     """Decide whether to compile, the same on every process. Every process must call this.
 
-    `wanted` is --compile. `recorded` says what a resumed run did, None for a new run: "auto"
-    does the same again, because compiled kernels round differently.
-    `run_flops`: model FLOPs of the run on one process.
+    `wanted` is --compile. `recorded` says what a resumed run did, None for a new run: "auto" does
+    the same again, because compiled kernels round differently. `run_flops` counts model FLOPs.
     Raises UsageError: --compile on, but compiling fails here.
     """
     device = engine.accelerator.device

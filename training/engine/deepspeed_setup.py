@@ -73,7 +73,6 @@ def load_operation(name: str) -> None:
     from torch.utils import cpp_extension  # importing it changes sys.path
 
     builder = getattr(op_builder, name)()
-    # PyTorch compiles the operation in this folder.
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     if not (folder / f"{builder.name}.so").exists():
         print(

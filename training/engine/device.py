@@ -85,8 +85,7 @@ def has_bf16() -> bool:
 
 
 def matrix_precision(mixed_precision: str) -> str:
-    """Return the precision of matrix products, one of PRECISIONS.
-    `mixed_precision` is Accelerate's: "no", "bf16" or "fp16"."""
+    """Return the one of PRECISIONS in which matrix products are computed."""
     if mixed_precision != "no":
         return mixed_precision
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
@@ -114,8 +113,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
 ) -> float | None:
-    """Return the model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B).
-    It is None without a peak."""
+    """Return the model FLOPs utilization, a share of the peak; None without a peak."""
     if peak is None:
         return None
     return tokens_per_second * flops_per_token / (peak * devices)

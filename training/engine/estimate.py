@@ -155,7 +155,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     """Return the memory and traffic of one process under an engine."""
     if work.on_cpu:  # offloaded tensors stay in the same RAM
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
-    n, t, h = work.total, work.trained, work.itemsize  # used in all formulas of this file
+    n, t, h = work.total, work.trained, work.itemsize
     share = 1 / work.processes
     moments = 8 * t
     if work.args.optimizer == "muon":  # one moment for each matrix of a block, AdamW has two
@@ -254,10 +254,9 @@ def _activations(kind: Kind, work: Workload) -> float:
 def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
-    In a ring of P processes each sends (P - 1) / P of what is gathered or scattered, and
-    twice as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2
-    and 3 in each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward
-    and backward. On a CPU, gloo scatters by an all-reduce.
+    In a ring of P processes each sends (P - 1) / P of what is gathered or scattered, and twice
+    as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3 in
+    each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes
@@ -267,7 +266,8 @@ def _sent(kind: Kind, work: Workload) -> float:
     if kind.stage < 3:
         return ring * h * t * (2 * (micro_batches if kind.stage == 2 else 1) + 1)
     gathered = 2 * n - min(n, kind.reuse_distance // 2)
-    return ring * h * micro_batches * ((2 if work.on_cpu else 1) * t + gathered)
+    scattered = 2 * t if work.on_cpu else t  # gloo scatters by an all-reduce
+    return ring * h * micro_batches * (scattered + gathered)
 
 
 def fits(kind: Kind, work: Workload, room: int) -> bool:

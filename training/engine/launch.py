@@ -23,8 +23,8 @@ from training.engine.deepspeed_config import file_of, fill_by_width, read_config
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
-# Objects with a process group, kept until the process ends. A deleted group of gloo waits for its
-# thread, which may wait for the interpreter's lock, and the process would never end.
+# Objects with a process group. They are kept, because a group of gloo that is deleted waits for its
+# thread, the thread may wait for the interpreter's lock, and the process would never end.
 KEPT: list = []
 # One library calls another in an old way, about which a user can do nothing.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -120,7 +120,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
                 mixed_precision=args.mixed_precision,
                 gradient_accumulation_steps=args.accumulation_steps,
                 kwargs_handlers=[process_group, ddp],
-                cpu=not has_gpu and not deepspeed,  # True would switch DeepSpeed off
+                cpu=not has_gpu and not deepspeed,
                 step_scheduler_with_optimizer=False,  # the loop sets the learning rate
             )
             for plugin in [plugins or None] + [None] * (len(models) - 1)
@@ -141,7 +141,8 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     engines = []
     for each, (key, plugin) in zip(accelerators, plugins.items(), strict=True):
         config = plugin.deepspeed_config
-        engines.append(Engine(each, f"DeepSpeed {kind_of(config).name}", config, key, group))
+        name = f"DeepSpeed {kind_of(config).name}"
+        engines.append(Engine(each, name, config, key, group))
     return engines
 
 

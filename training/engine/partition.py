@@ -41,9 +41,9 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
-    """Yield the partitions of a DeepSpeed optimizer that this process updates.
-    A partition on NVMe is in memory until the next one is requested.
-    `writes`: the caller changes the partitions. Only under ZeRO-3 this changes the model too."""
+    """Yield the partitions of a DeepSpeed optimizer that this process updates. A partition on NVMe
+    is in memory until the next one is requested. `writes`: the caller changes the partitions. Under
+    ZeRO-3 the model changes too, under ZeRO-1 and 2 it does not."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:
@@ -80,8 +80,7 @@ def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
     """Yield one partition for each sub-group: "sub_group_size" elements of a group.
-    Every process has an equal share of each parameter; the last shares may contain padding.
-    Written values reach the model as in DeepSpeed's own step."""
+    Every process has an equal share of each parameter; the last shares may contain padding."""
     if writes:
         zero._partition_all_parameters()  # some may be gathered now
     for index, group in enumerate(zero.fp16_groups):
@@ -101,7 +100,7 @@ def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
             here += share
         fp32 = zero.fp32_partitioned_groups_flat[index]
         yield Partition(fp32, parts, zero.sub_group_to_group_id[index])
-        if writes:
+        if writes:  # copies the values to the model, as DeepSpeed's own step does
             zero._reassign_or_swap_out_partitioned_parameters(index)
         if on_nvme and writes:
             zero._optimizer_states_and_gradient_swap_out(index)

@@ -71,7 +71,7 @@ class TrainingState:
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
-        with torch.random.fork_rng(devices=[]):  # draws no numbers from the run's generator
+        with torch.random.fork_rng(devices=[]):  # keeps the run's random state
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
