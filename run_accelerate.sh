@@ -4,28 +4,25 @@
 #   bash run_accelerate.sh                          the Python standard library as text
 #   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .csv, .parquet or a folder of them)
 #   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
-#   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model on questions, so that it answers
+#   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model to answer questions
 #   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  on your own conversations
-#   STAGE=distill bash run_accelerate.sh            teach a smaller model what that one (or TEACHER=out/runs/NAME) expects
+#   STAGE=distill bash run_accelerate.sh            distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
 #
-# PREPARE_FLAGS=... how to prepare it, as in PREPARE_FLAGS="--vocab_size 2000 --skip_bad_lines"
-# NUM_PROCESSES=N   how many processes (default: one per GPU, or a single one on a CPU)
-# ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md); or CONFIG=file.yaml, one of your own
+# PREPARE_FLAGS=... flags of the text preparation, such as "--vocab_size 2000 --skip_bad_lines"
+# NUM_PROCESSES=N   number of processes (default: one per GPU, or one on a CPU)
+# ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md), or CONFIG=file.yaml for your own file
 # MASTER_PORT=N     port at which the processes meet (default: any free one)
 #
 # On each of several machines, from a folder that all of them see:
-# NUM_MACHINES=N    how many; NUM_PROCESSES counts those of all of them
-# MACHINE_RANK=R    which of them this is, from 0
-# MASTER_ADDR=HOST  where the others reach machine 0, at MASTER_PORT (default: 29500)
+# NUM_MACHINES=N    number of machines; NUM_PROCESSES counts the processes of all machines
+# MACHINE_RANK=R    number of this machine, from 0
+# MASTER_ADDR=HOST  address of machine 0; its port is MASTER_PORT (default: 29500)
 # Training flags: python train_pretrain_accelerate.py --help, or README.md
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exec sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"
 fi
-wrong() {
-  echo "run_accelerate.sh: error: $1" >&2
-  exit 2
-}
+wrong() { echo "run_accelerate.sh: error: $1" >&2; exit 2; }
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
 [[ $machines$machine$port != *[^0-9]* ]] && ((machine < machines && port < 65536)) ||
   wrong "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536) cannot be $machines, $machine and $port"
@@ -45,7 +42,7 @@ for name in $unused; do
   [ -z "${!name:-}" ] || wrong "STAGE=$stage does not use $name: see bash run_accelerate.sh --help"
 done
 folder=$(dirname "${BASH_SOURCE[0]}")
-for name in DATA CHAT TEACHER; do # are found from where they are typed
+for name in DATA CHAT TEACHER; do # relative paths begin in the folder where the command was typed
   [ "$folder" -ef . ] || [ ! -e "${!name:-}" ] || printf -v "$name" '%s' "$(realpath "${!name}")"
 done
 cd "$folder"
@@ -59,12 +56,12 @@ source scripts/environment.sh requirements.txt
 ((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
   wrong "MASTER_ADDR must be the address of machine 0, which '${MASTER_ADDR:-}' is not here"
 
-# Text is prepared here; conversations by the training program, with the tokenizer of its model.
+# This script prepares text. The training program prepares conversations, with the tokenizer of its model.
 data=${DATA:-builtin}
 if [ "$stage" = pretrain ]; then
   packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
   how=(--overwrite "--flags=${PREPARE_FLAGS:-}")
-  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse) # data prepared by hand
+  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse) # also data that was prepared by hand
   if [[ " $* " != *" --data"[=\ ]* ]]; then
     "$python" -m scripts.prepare_data --data "$data" --out "$packed" "${how[@]}"
   elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
@@ -76,12 +73,12 @@ gpus=0
 ! command -v nvidia-smi rocm-smi >/dev/null ||
   gpus=$("$python" -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')
 ((gpus > 0)) || export DS_ACCELERATOR=cpu # DeepSpeed would warn that it found no GPU
-# SHARE: sequences of a process and step, to be divided into micro-batches that fit into a GPU's memory; 0: as the
-# flags say; cpu: preflight adds the steps and the optimizer that suit a CPU.
+# share: sequences per process and step, which preflight divides into micro-batches that fit into a GPU's memory;
+# 0: the flags decide; cpu: preflight adds the steps and the optimizer that suit a CPU.
 text=(--data "${packed:-}")
 [ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}")
 if [ "$stage" = sft ]; then
-  text=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}") # with =: it may begin with --
+  text=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}") # with "=", because the value may begin with --
   flags=(--dtype bfloat16 --batch_size 16) share=16
   ((gpus > 0)) || { flags+=(--epochs 2 --learning_rate 2e-3) share=0; } # a small model takes a higher rate
 elif ((gpus > 0)); then
@@ -97,20 +94,20 @@ else # a small model that two cores train in a few minutes
 fi
 flags+=("${text[@]}")
 [[ $stage != pretrain || $data != builtin ]] || flags+=(--sample_prompt "def")
-[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # weights have their own
+[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # --init_from has its own shape
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
 ((gpus == 0)) || [[ " $*" != *" --batch_size"* && " $*" != *" --accumulation_steps"* ]] || share=0
 flags+=("$@")
 
 processes=${NUM_PROCESSES:-$((machines * (gpus > 0 ? gpus : 1)))}
 [[ $processes =~ [^0-9] ]] || ((10#$processes % machines == 0)) ||
-  wrong "NUM_PROCESSES counts those of all machines: $processes cannot be divided among $machines"
-echo "starting $processes process(es); loading PyTorch and DeepSpeed, to check the flags and then to train, takes a while"
-# Whatever is wrong with flags, data or configuration is said here in one line, before any process is launched.
+  wrong "NUM_PROCESSES counts the processes of all machines: $processes cannot be divided among $machines"
+echo "starting $processes process(es); PyTorch and DeepSpeed load twice, to check the flags and to train, which takes a while"
+# Preflight reports a mistake in flags, data or configuration in one line, before any process is launched.
 decided=$("$python" -m training.preflight "$program" "$config" "$processes" "$share" "${flags[@]}")
 flags+=($decided)
-# The launcher runs in a session of its own, so that a signal reaches it once, from here. Processes that have saved and
-# stopped leave a note, which is a good end.
+# The launcher runs in its own session, so that it gets each signal once, from this script. Processes that were told to
+# stop leave a note when they have saved, and the exit code is then 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"
@@ -124,7 +121,7 @@ trap 'kill -TERM "$launcher"' INT TERM HUP USR1
 while :; do
   code=0
   wait "$launcher" || code=$?
-  kill -0 "$launcher" 2>/dev/null || break # else a trapped signal has ended `wait`, not the launcher
+  kill -0 "$launcher" 2>/dev/null || break # otherwise a trapped signal ended `wait`, not the launcher
 done
 [ ! -e "$STOP_NOTE" ] || { rm "$STOP_NOTE" && code=0; }
 exit "$code"

@@ -5,5 +5,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh requirements-dev.txt
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet .
-# Three at a time, the long ones first; -n 0 after the command for one, with its output as it comes.
+# Three files at a time, long ones first. "bash run_tests.sh -n 0" runs one at a time and shows its output at once.
 "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

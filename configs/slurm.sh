@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Several machines under SLURM, from the repository's folder, which all of them see:
 #
-#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      what run_accelerate.sh takes
+#   DATA=my.jsonl sbatch --nodes 4 configs/slurm.sh --dim 1024 --n_layers 32      flags of run_accelerate.sh
 #
-# Not run yet. Five minutes before the end of its time it saves and ends: submit it again, with the --run_name of
-# before (job-NUMBER, unless you gave one), and it goes on, as it does by itself when a machine has failed.
+# Not run yet. Five minutes before the end of its time the job saves and ends. To continue, submit it again with the
+# same --run_name (default: job-NUMBER). After the failure of a machine SLURM does this by itself.
 #SBATCH --job-name=pretrain
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -16,7 +16,7 @@
 set -euo pipefail
 export NUM_MACHINES=$SLURM_NNODES
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${names%%$'\n'*} # of the first one
+export MASTER_ADDR=${names%%$'\n'*} # the first machine
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # two jobs may share a machine
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that a save may take, instead of 30; before PyTorch 2.12 it stays 30
 name=()

@@ -1,5 +1,5 @@
-# Sourced by run_accelerate.sh and run_tests.sh, with a requirements file as argument: afterwards "$python" has every
-# package in it. An active environment that has them already is used as it is; otherwise they go into .venv, once.
+# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. Afterwards "$python" has all
+# its packages: from the active environment if it has them, otherwise from .venv, where they are installed once.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1
@@ -8,18 +8,18 @@ for python in python python3 .venv/bin/python ""; do
 done
 if [ -z "$python" ]; then
   [ "${NUM_MACHINES:-1}" = 1 ] ||
-    fail "several machines would install over each other: once, python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
+    fail "several machines would install over each other; run once: python3 -m venv .venv && .venv/bin/python -m pip install -r $requirements"
   for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10 ""; do
     [ -n "$base" ] || break
     "$base" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null && break
   done
-  [ -n "$base" ] || fail "needs Python 3.10 to 3.13; name one with PYTHON=/path/to/python"
-  echo "installing $requirements into .venv, once (on Linux PyTorch brings several GB of CUDA along)"
+  [ -n "$base" ] || fail "Python 3.10 to 3.13 is needed; name one with PYTHON=/path/to/python"
+  echo "installing $requirements into .venv, once (on Linux PyTorch includes several GB of CUDA)"
   "$base" -m venv .venv ||
     fail "$base cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)"
   python=.venv/bin/python
   "$python" -m pip install --quiet --disable-pip-version-check -r "$requirements" ||
-    fail "pip could not install $requirements; its reason stands above"
+    fail "pip could not install $requirements; see its message above"
 fi
 python=$(command -v "$python")
 # DeepSpeed looks for the tools it compiles with, such as ninja, on PATH.

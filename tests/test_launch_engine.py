@@ -177,7 +177,7 @@ def test_only_another_file_of_the_launchers_is_a_contradiction(environ):
         take_launch(NAMED)
         assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "other.json"
-    with pytest.raises(UsageError, match=r"--deepspeed is .* file is other.json: name one"):
+    with pytest.raises(UsageError, match=r"drop --deepspeed .* file is other.json"):
         take_launch(NAMED)
 
 

@@ -1,4 +1,4 @@
-"""`accelerate launch` for run_accelerate.sh, with one line where a process or the meeting fails."""
+"""`accelerate launch` for run_accelerate.sh, which reports a failure in one line."""
 
 import logging
 import os
@@ -16,12 +16,11 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """Launch and wait; return the exit code, of the first process that failed."""
+    """Launch the processes and wait; return the exit code of the first one that failed, or 0."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # A launcher on another machine that was told to stop never comes to this barrier, at which
-    # this launcher would wait five minutes.
+    # Here PyTorch waits five minutes for the launchers of other machines, even for stopped ones.
     SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()
@@ -33,7 +32,7 @@ def launch() -> int:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        name = failure.signal_name()  # SIGKILL where memory runs out
+        name = failure.signal_name()  # SIGKILL if memory ran out
         say(
             f"error: process {rank} was ended by {name}; to go on from what it has saved:\n"
             f"  {how_to_resume('auto')}"
@@ -46,6 +45,7 @@ def launch() -> int:
 
 
 def say(text: str) -> None:
+    """Print a line to stderr in the name of run_accelerate.sh."""
     print(f"run_accelerate.sh: {text}", file=sys.stderr, flush=True)
 
 

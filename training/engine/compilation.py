@@ -1,4 +1,4 @@
-"""torch.compile where it pays, block by block: one is compiled for all."""
+"""torch.compile: when it pays, and the parts of the model that it compiles."""
 
 import os
 import warnings
@@ -12,15 +12,17 @@ from model import Transformer
 from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
-CACHE = Path("out/compiled")  # where the next run finds compiled code again
-# Model FLOPs of a run from which compiling is faster in sum (docs/performance.md);
-# a guess for a GPU: 40 s at 200 TFLOP/s.
+CACHE = Path("out/compiled")  # later runs load compiled code from here
+# Compiling shortens a run of at least this many model FLOPs per process. The number for a CPU was
+# measured (docs/performance.md). The number for a GPU is a guess: 40 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
 class Compilation(NamedTuple):
+    """The decision whether to compile, and its reason for the start block."""
+
     on: bool
-    why: str
+    why: str  # for people
 
     def __str__(self) -> str:
         return f"{'yes' if self.on else 'no'} ({self.why})"
@@ -29,17 +31,17 @@ class Compilation(NamedTuple):
 def decide_compilation(
     wanted: str, recorded: bool | None, run_flops: float, engine: Engine
 ) -> Compilation:
-    """Decide whether to compile, the same on every process; all must call this.
+    """Decide whether to compile, the same on every process. Every process must call this.
 
-    "auto" keeps to what a resumed run did (`recorded`, None for a new run): compiled
-    kernels round differently. `run_flops`: model FLOPs of the run on one process.
-    Raises UsageError: --compile on, but compiling does not work here.
+    `wanted` is --compile. `recorded` says what a resumed run did, None for a new run: "auto" does
+    the same again, because compiled kernels round differently. `run_flops` counts model FLOPs.
+    Raises UsageError: --compile on, but compiling fails here.
     """
     device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
     why = None
-    if engine.divides_model:  # weights that come and go look like new code
+    if engine.divides_model:  # gathered weights look new each time, and code is compiled again
         why = "under ZeRO-3 it costs more than it gains"
     elif recorded is False:
         why = "as before the run was stopped"
@@ -56,23 +58,23 @@ def decide_compilation(
 
 
 def compile_blocks(model: Transformer) -> None:
-    """Compile the blocks, the final norm and the loss in place."""
+    """Compile the blocks, the final norm and the loss in place. All blocks share one code."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
-    # Said of the rotation table, which is read as pairs of real numbers.
+    # PyTorch warns about the rotation table, which the model reads as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")
-    # DDP would split graphs where its buckets end; blocks are small already.
+    # DDP would split graphs where its buckets end. A block is small enough to be one graph.
     torch._dynamo.config.optimize_ddp = False
-    torch._dynamo.config.recompile_limit += 8  # for several models
+    torch._dynamo.config.recompile_limit += 8  # several models share one limit
     for module in (*model.layers, model.norm, model.token_loss):
         module.compile(dynamic=False)
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Compile a line; return why that does not work here, None if it does."""
+    """Compile a one-line function; return why compiling fails on this machine, or None."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
-    except Exception as error:  # whatever a compiler or its absence brings about
+    except Exception as error:  # a compiler that is missing or broken can raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return f"torch.compile fails here: {reason[:200]}"
     return None

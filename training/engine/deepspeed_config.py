@@ -1,6 +1,6 @@
-"""DeepSpeed's JSON file and the flags, made one.
+"""Merge DeepSpeed's JSON file and the training flags into one configuration.
 
-Flags fill "auto". A contradiction, or a key that would be ignored, is an error.
+Flags fill each "auto". A value that contradicts a flag is an error, and so is a key without effect.
 """
 
 import json
@@ -8,27 +8,27 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 
-# "auto" in "zero_optimization" that no flag fills: as in ds_config.json.
+# Values of "auto" in "zero_optimization" that no flag decides: the values of ds_config.json.
 AUTO_DEFAULTS = {
     "overlap_comm": True,
     "allgather_bucket_size": 50_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
 }
-# In elements, by the model's width: as the Hugging Face Trainer fills them
-# (transformers/integrations/deepspeed.py).
+# Values of "auto" in "zero_optimization" that the model's width decides, in elements. The Hugging
+# Face Trainer uses the same formulas (transformers/integrations/deepspeed.py).
 BY_WIDTH = {
     "reduce_bucket_size": lambda dim: dim * dim,
     "stage3_prefetch_bucket_size": lambda dim: int(0.9 * dim * dim),
     "stage3_param_persistence_threshold": lambda dim: 10 * dim,
 }
 ADAM_EPS = 1e-8
-# By section; DeepSpeed itself checks the others.
+# The next two tables: prefix of a section → its keys, separated by spaces.
+# All keys that have an effect. DeepSpeed itself checks the sections that are not listed.
 KNOWN = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
     "gradient_clipping gradient_allreduce_op gradient_predivide_factor prescale_gradients "
@@ -36,45 +36,42 @@ KNOWN = {
     "zero_force_ds_cpu_optimizer aio optimizer scheduler steps_per_print wall_clock_breakdown "
     "memory_breakdown dump_state disable_python_gc log_level timers flops_profiler comms_logger "
     "tensorboard wandb csv_monitor comet",
-    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
-    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
-    "optimizer": "type params legacy_fusion",
-    "timers": "throughput",
+    "aio.": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+    "data_types.": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
+    "optimizer.": "type params legacy_fusion",
+    "timers.": "throughput",
 }
-# Keys without effect here, or whose state checkpoints would miss (docs/engines.md).
-# They are dropped where they are switched off.
-REFUSED = [
-    *("activation_checkpointing", "autotuning", "checkpoint", "compile", "data_efficiency"),
-    *("dataloader_drop_last", "hybrid_engine", "pipeline", "sequence_parallel_size"),
-    *("tensor_parallel", "torch_autocast", "weight_quantization"),
-    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-    *("fp16.fp16_master_weights_and_grads", "zero_optimization.legacy_stage1"),
-    *("zero_optimization.zenflow", "zero_optimization.offload_optimizer.super_offload"),
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_optimization.zero_quantized_gradients",
-    # Old names, which Accelerate does not read.
-    *("bfloat16", "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-]
-# Keys of "zero_optimization" that need stage 3, besides stage3_...
-OF_STAGE_3 = [
-    *("leaf_module", "memory_efficient_linear", "offload_param", "override_module_apply"),
-    *("sub_group_size", "zero_hpz_partition_size"),
-]
-# deepspeed/runtime/lr_schedules.py, by our own names. DeepSpeed's curve is two steps behind.
+# Keys that are refused unless they are switched off: some have no effect here, some have state
+# that checkpoints would miss, and some are old names that Accelerate does not read.
+REFUSED = {
+    "": "activation_checkpointing autotuning checkpoint compile data_efficiency "
+    "dataloader_drop_last hybrid_engine pipeline sequence_parallel_size tensor_parallel "
+    "torch_autocast weight_quantization bfloat16",
+    "bf16.": "bf16_master_weights_and_grads bf16_optimizer_states",
+    "fp16.": "fp16_master_weights_and_grads",
+    "zero_optimization.": "legacy_stage1 zenflow zero_quantized_weights zero_quantized_gradients "
+    "zero_quantized_nontrainable_weights cpu_offload cpu_offload_param "
+    "stage3_gather_fp16_weights_on_model_save",
+    "zero_optimization.offload_optimizer.": "super_offload",
+}
+# Keys of "zero_optimization" that need stage 3, besides those that begin with "stage3_".
+ONLY_STAGE_3 = (
+    "leaf_module memory_efficient_linear offload_param override_module_apply sub_group_size "
+    "zero_hpz_partition_size"
+)
+# DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → the values of --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
-# Parameters that may stand there; the warm-up begins at 0 here, in a straight line.
-AT_0 = ("warmup_min_lr", "warmup_min_ratio")
-WITHOUT_EFFECT = ("warmup_type", "last_batch_iteration")
+IGNORED = ("warmup_type", "last_batch_iteration")
+ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # the warm-up here is linear and begins at 0
 
 
 def read_config(path: str) -> dict:
-    """Return a DeepSpeed file's contents; "none": of the flags of Accelerate's launcher.
-    Raises UsageError: this is no such file."""
+    """Return the contents of a DeepSpeed file.
+    The path "none" means the flags of `accelerate launch` instead of a file.
+    Raises UsageError: the file cannot be read, or is not a DeepSpeed configuration."""
     if path == "none":
-        from accelerate.utils import DeepSpeedPlugin  # seconds to import
+        from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
         return DeepSpeedPlugin().deepspeed_config
     try:
@@ -87,17 +84,18 @@ def read_config(path: str) -> dict:
 
 
 def file_of(args: TrainingArguments) -> str:
-    """Return the path of the DeepSpeed file in use, "none" without a file."""
+    """Return the path of the DeepSpeed file in use, or "none" if there is no file."""
     return args.deepspeed or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
 
 
 def resolve(config: dict, args: TrainingArguments, world_size: int, source: str) -> dict:
-    """Return a copy of the configuration, filled by the flags, without "scheduler".
+    """Return a copy of the configuration, with "auto" filled by the flags.
 
-    `fill_by_width` fills each "auto" that is left.
-    Raises UsageError: lists all that contradicts, is ignored, or cannot be filled.
+    "scheduler" is left out, see `take_schedule`. An "auto" for `fill_by_width` remains.
+    `source` names the configuration in messages.
+    Raises UsageError: lists all values that contradict, have no effect or cannot be filled.
     """
-    config = json.loads(json.dumps(config))
+    config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
     if zero.get("stage") not in (1, 2, 3):
         raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3')
@@ -112,66 +110,75 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     check_by_deepspeed(config, source)
     if None in nvme_folders(config):
         raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
-    if world_size == 1:  # nothing to overlap with: it would only wait for the GPU
+    if world_size == 1:  # DeepSpeed would wait for the GPU, with no communication to overlap
         zero["overlap_comm"] = False
-    # It would wait for the GPU at every forward pass.
+    # DeepSpeed's throughput timer would wait for the GPU at every forward pass.
     config.setdefault("timers", {}).setdefault("throughput", {"enabled": False})
-    if offload_device(config, "optimizer") and not all(map(shutil.which, ("ninja", "c++"))):
-        # PyTorch's AdamW for the CPU instead; the start block says so.
-        config["zero_force_ds_cpu_optimizer"] = False
+    has_compiler = shutil.which("ninja") and shutil.which("c++")
+    if offload_device(config, "optimizer") and not has_compiler:
+        config["zero_force_ds_cpu_optimizer"] = False  # PyTorch's AdamW runs on the CPU
         if "optimizer" in config:
             config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
     return config
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Drop keys that are switched off; return the problems of the others."""
-    problems, aio = [], config.get("aio") or {}
-    if "thread_count" in aio:  # as the guides call it still
+    """Remove keys of REFUSED that are switched off; return a message for every other bad key."""
+    problems = []
+    aio = config.get("aio") or {}
+    if "thread_count" in aio:  # the old name, which DeepSpeed's guides still use
         aio.setdefault("intra_op_parallelism", aio.pop("thread_count"))
-    for path in REFUSED:
-        *parents, name = path.split(".")
-        section = reduce(lambda found, key: found.get(key) or {}, parents, config)
-        if not _is_off(section.pop(name, None)):
-            problems.append(f'remove "{path}": this script does not follow it (docs/engines.md)')
-    problems += _check_stage(config["zero_optimization"])
-    for name, known in KNOWN.items():
-        section, prefix = (config.get(name) or {}, f"{name}.") if name else (config, "")
-        unknown = [key for key in section if key not in known.split()]
+    for prefix, keys in REFUSED.items():
+        section = _section(config, prefix)
+        for key in keys.split():
+            if not _is_off(section.pop(key, None)):
+                problems.append(f'remove "{prefix}{key}": not supported here (docs/engines.md)')
+    problems += _check_stage(config)
+    for prefix, keys in KNOWN.items():
+        unknown = [key for key in _section(config, prefix) if key not in keys.split()]
         problems += [f'"{prefix}{key}" does nothing here: remove it' for key in unknown]
     return problems
 
 
+def _section(config: dict, prefix: str) -> dict:
+    """Return the section of a prefix such as "fp16.", or {}; "" is the whole configuration."""
+    for name in prefix.split(".")[:-1]:
+        config = config.get(name) or {}
+    return config
+
+
 def _is_off(value) -> bool:
+    """Return whether the value switches a feature off, or is missing (None)."""
     if isinstance(value, dict):
         off = value.get("enabled") is False or value.get("device") == "none"
         return off or all(map(_is_off, value.values()))
     return value is None or value is False
 
 
-def _check_stage(zero: dict) -> Iterator[str]:
-    """Yield what DeepSpeed would ignore without a word."""
-    stage, offload = zero["stage"], zero.get("offload_optimizer") or {}
-    if offload.get("ratio", 1) != 1:
+def _check_stage(config: dict) -> Iterator[str]:
+    """Yield a message for every key that DeepSpeed ignores at this stage without a warning."""
+    zero = config["zero_optimization"]
+    stage = zero["stage"]
+    if _section(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
         yield 'remove "ratio" of "offload_optimizer": checkpoints would miss some of its state'
     if stage == 3:
-        on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"
-        if on_nvme and zero.get("stage3_max_reuse_distance", 1):
+        if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
             yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
         return
     for key, value in zero.items():
-        if (key.startswith("stage3_") or key in OF_STAGE_3) and not _is_off(value):
+        needs_3 = key.startswith("stage3_") or key in ONLY_STAGE_3.split()
+        if needs_3 and not _is_off(value):
             yield f'remove "zero_optimization.{key}": it does nothing at stage {stage}, only at 3'
-    if offload.get("device") == "nvme":
+    if offload_device(config, "optimizer") == "nvme":
         yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or take stage 3'
 
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
-    """Fill "auto" and what is missing; return what contradicts or cannot be filled.
-    (Accelerate fills not all values, and clips at 1.0 whatever the script asked.)"""
+    """Fill "auto" and missing values; return a message for every contradiction.
+    Accelerate would leave some values out, and clip gradients at 1.0 whatever the flags say."""
     problems = []
     batch = "--batch_size × --accumulation_steps × processes"
-    wanted = {
+    wanted = {  # key → (where its value comes from, value)
         "train_micro_batch_size_per_gpu": ("--batch_size", args.batch_size),
         "gradient_accumulation_steps": ("--accumulation_steps", args.accumulation_steps),
         "train_batch_size": (batch, args.global_batch(world_size)),
@@ -179,10 +186,9 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         "bf16.enabled": (f"--dtype {args.dtype}", args.dtype == "bfloat16"),
         "fp16.enabled": (f"--dtype {args.dtype}", args.dtype == "float16"),
     }
-    if "optimizer" in config:
-        # AdamW by its names in DeepSpeed's files.
+    if "optimizer" in config:  # DeepSpeed has two names for AdamW
         if config["optimizer"].setdefault("type", "AdamW") not in ("Adam", "AdamW"):
-            problems.append("the optimizer must be Adam or AdamW, or not stand there")
+            problems.append('the optimizer must be Adam or AdamW; or remove "optimizer"')
         wanted |= {
             "optimizer.params.lr": ("--learning_rate", args.learning_rate),
             "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
@@ -191,8 +197,10 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         }
     for key, (flag, value) in wanted.items():
         *parents, name = key.split(".")
-        section = reduce(lambda found, parent: found.setdefault(parent, {}), parents, config)
-        given = section.setdefault(name, value)
+        section = config
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        given = section.setdefault(name, value)  # what the file says, if anything
         if given == "auto":
             section[name] = value
         elif given != value:
@@ -201,43 +209,41 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
     zero |= {key: value for key, value in AUTO_DEFAULTS.items() if zero.get(key) == "auto"}
     if config["bf16"].get("check_grad_overflow") is False:
         problems.append('"check_grad_overflow": false would let NaN into the weights')
-    return problems + [
-        f'"{key}": "auto" is nothing this script can fill in, write a value'
-        for key in _autos(config)
-        if key.removeprefix("zero_optimization.") not in BY_WIDTH
-    ]
+    for key in _autos(config):
+        if key.removeprefix("zero_optimization.") not in BY_WIDTH:
+            problems.append(f'"{key}": "auto" cannot be filled in here, write a value')
+    return problems
 
 
 def take_schedule(
     config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
 ) -> tuple[TrainingArguments, str | None]:
-    """Return the arguments with the schedule of a file, and a sentence that says so.
+    """Return the arguments with the file's schedule, and a sentence for the start block.
 
-    Without a scheduler the default is a cosine, and there is no sentence.
-    Raises UsageError: a flag contradicts the file, or its curve is another one.
+    Without a "scheduler" the default is a cosine, and there is no sentence.
+    Raises UsageError: a flag contradicts the file, or the schedule is not supported.
     """
     section = (config or {}).get("scheduler")
     if section is None:
         return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
-    kind, params = section.get("type"), section.get("params", {})
+    kind = section.get("type")
+    params = section.get("params", {})
     if kind not in SCHEDULES:
         raise UsageError(f'{source}: "scheduler" must be {" or ".join(SCHEDULES)}, not {kind!r}')
-    problems = [
-        f'remove "scheduler.params.{key}": it is not followed here, the warm-up begins at 0'
-        for key, value in params.items()
-        if key not in (*FOLLOWED, *WITHOUT_EFFECT) and not (key in AT_0 and value in (0, "auto"))
-    ]
-    wanted = {
-        "lr_schedule": SCHEDULES[kind],
-        "warmup_steps": params.get("warmup_num_steps", 1000),
-        "learning_rate": params.get("warmup_max_lr", "auto"),
-    }
+    problems = []
+    for key, value in params.items():
+        begins_at_0 = key in ONLY_ZERO and value in (0, "auto")
+        if key not in FOLLOWED and key not in IGNORED and not begins_at_0:
+            problems.append(f'remove "scheduler.params.{key}": the warm-up here begins at 0')
+    values = {"lr_schedule": SCHEDULES[kind]}  # the flags that the file sets
+    wanted = {"warmup_steps": params.get("warmup_num_steps", 1000)}  # DeepSpeed's default
+    wanted["learning_rate"] = params.get("warmup_max_lr", "auto")
     if kind != "WarmupLR":
-        floor = params.get("cos_min_ratio", 0.0001) if kind == "WarmupCosineLR" else 0
-        wanted |= {"max_steps": params.get("total_num_steps", "auto"), "min_lr_ratio": floor}
-    values = {"lr_schedule": SCHEDULES[kind]}
-    for flag, value in wanted.items():
-        typed = getattr(args, flag)
+        wanted["max_steps"] = params.get("total_num_steps", "auto")
+        is_cosine = kind == "WarmupCosineLR"
+        wanted["min_lr_ratio"] = params.get("cos_min_ratio", 0.0001) if is_cosine else 0
+    for flag, value in (values | wanted).items():
+        typed = getattr(args, flag)  # the default if the flag was not typed
         default = TrainingArguments.min_lr_ratio if flag == "min_lr_ratio" else None
         if typed == default and value != "auto":
             values[flag] = value
@@ -250,30 +256,30 @@ def take_schedule(
 
 
 def fill_by_width(config: dict, dim: int) -> None:
-    """Replace each "auto" that the width of the model decides."""
+    """Replace each "auto" that depends on the model's width."""
     zero = config["zero_optimization"]
     zero |= {key: fill(dim) for key, fill in BY_WIDTH.items() if zero.get(key) == "auto"}
 
 
 def offload_device(config: dict | None, what: str) -> str | None:
-    """Return where the "optimizer" or "param" is moved: "cpu", "nvme" or None."""
+    """Return where the "optimizer" or "param" is offloaded to: "cpu", "nvme" or None."""
     zero = config["zero_optimization"] if config else {}
     device = (zero.get(f"offload_{what}") or {}).get("device", "none")
     return None if device == "none" else device
 
 
 def nvme_folders(config: dict) -> set[str | None]:
-    """Return the folders of tensors on NVMe; None is a name left out."""
+    """Return the folders for tensors on NVMe. None is in the set if a path is missing."""
     zero = config["zero_optimization"]
     on_nvme = [what for what in ("optimizer", "param") if offload_device(config, what) == "nvme"]
     return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
 
 
 def check_by_deepspeed(config: dict, source: str) -> None:
-    """Raise UsageError for what DeepSpeed would refuse below a traceback."""
+    """Raise UsageError, in one line, if DeepSpeed rejects the configuration."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
-    # It cannot know yet how many processes there are.
+    # DeepSpeed would compare the global batch with a number of processes that it cannot know yet.
     config = json.loads(json.dumps(config | {"train_batch_size": None}))
     try:
         DeepSpeedConfig(config)
@@ -283,7 +289,7 @@ def check_by_deepspeed(config: dict, source: str) -> None:
 
 
 def _leave_to_muon(config: dict) -> Iterator[str]:
-    """Have DeepSpeed take the optimizer that this script makes; yield why it cannot."""
+    """Make DeepSpeed accept the optimizer of this script; yield a message if it cannot."""
     if config["zero_optimization"]["stage"] == 3:
         yield '--optimizer muon steps whole matrices: take "stage": 2, or --optimizer adamw'
     if offload_device(config, "optimizer"):
@@ -293,6 +299,7 @@ def _leave_to_muon(config: dict) -> Iterator[str]:
 
 
 def _autos(config: dict, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every value that is still "auto"."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _autos(value, f"{prefix}{key}.")

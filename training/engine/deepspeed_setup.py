@@ -1,4 +1,4 @@
-"""Before DeepSpeed trains: folders on NVMe, compiled operations, a divided model."""
+"""What DeepSpeed needs before training: NVMe folders, compiled operations, a divided model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,31 +11,30 @@ from training.engine.main_process import on_every_process
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """Build a model in here. ZeRO-3 divides each layer as soon as it is there.
-
-    DeepSpeed's own context draws other random numbers, in 16 bits and on the GPU.
-    """
+    """Return a context in which to build a model; ZeRO-3 divides each layer at once.
+    DeepSpeed's own context draws initial weights in 16 bits and on the GPU, which gives other
+    random numbers than the other engines."""
     if not engine.divides_model:
         return nullcontext()
-    from deepspeed.runtime.zero.partition_parameters import Init  # seconds to import
+    from deepspeed.runtime.zero.partition_parameters import Init  # importing it takes seconds
 
-    class AsWithout(Init):
+    class SameWeightsInit(Init):
         def _post_init_method(self, module):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.to(self.dtype)
             super()._post_init_method(module)
 
-    return AsWithout(config_dict_or_path=engine.deepspeed, tensor_overrides=())
+    return SameWeightsInit(config_dict_or_path=engine.deepspeed, tensor_overrides=())
 
 
 def set_up_deepspeed(engine: Engine) -> None:
-    """Claim the folders on NVMe and compile operations; all must call this.
-    Raises UsageError: one of these cannot be done."""
+    """Lock folders on NVMe and compile operations. Every process must call this.
+    Raises UsageError: a folder cannot be used, or an operation cannot be compiled."""
 
     def attempt() -> None:
         if engine.accelerator.is_local_main_process:
-            for folder in map(Path, nvme_folders(engine.deepspeed)):
-                claim(folder)
+            for folder in nvme_folders(engine.deepspeed):
+                claim(Path(folder))
             for name in own_operations(engine.deepspeed):
                 load_operation(name)
 
@@ -44,7 +43,7 @@ def set_up_deepspeed(engine: Engine) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Lock a folder on NVMe: DeepSpeed gives the files of all runs the same names."""
+    """Lock a folder on NVMe for this run; DeepSpeed's files have the same names in every run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder / "lock", otherwise='"nvme_path"')
@@ -54,33 +53,36 @@ def claim(folder: Path) -> None:
 
 def own_operations(config: dict) -> list[str]:
     """Return the builders of DeepSpeed's own operations that a configuration needs."""
+    names = []
     offload = offload_device(config, "optimizer")
-    adam = config.get("optimizer")
-    if adam is None:  # the script's, which is exchanged for DeepSpeed's
+    if "optimizer" in config:
+        own_adam = not config["optimizer"]["params"].get("torch_adam")
+    else:  # Accelerate replaces the script's AdamW by DeepSpeed's if it is offloaded
         own_adam = offload and config.get("zero_force_ds_cpu_optimizer", True)
-    else:
-        own_adam = not adam["params"].get("torch_adam")
-    names = ["CPUAdamBuilder" if offload else "FusedAdamBuilder"] if own_adam else []
-    return names + (["PinMemoryBuilder", "AsyncIOBuilder"] if nvme_folders(config) else [])
+    if own_adam:
+        names.append("CPUAdamBuilder" if offload else "FusedAdamBuilder")
+    if nvme_folders(config):
+        names += ["PinMemoryBuilder", "AsyncIOBuilder"]
+    return names
 
 
 def load_operation(name: str) -> None:
-    """Load one operation; say so if it is compiled now.
+    """Load one of DeepSpeed's operations; print a line if it is compiled first.
     Raises UsageError: it cannot be compiled."""
-    from deepspeed.ops import op_builder  # seconds to import
-    from torch.utils import cpp_extension  # it changes sys.path
+    from deepspeed.ops import op_builder  # importing it takes seconds
+    from torch.utils import cpp_extension  # importing it changes sys.path
 
     builder = getattr(op_builder, name)()
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     if not (folder / f"{builder.name}.so").exists():
         print(
-            f"DeepSpeed compiles {builder.name} in {folder}: minutes, once (if it was killed "
-            "before, delete the file lock in there, or it waits for ever)",
+            f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If an "
+            "earlier compilation was killed, delete the file lock there, or it waits forever",
             flush=True,
         )
     try:
         builder.load()
-    except Exception as error:  # whatever a compiler or its absence brings about
+    except Exception as error:  # a compiler that is missing or broken can raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(
             f"DeepSpeed's {builder.name} cannot be compiled: {reason}; Adam needs ninja and a "

@@ -1,4 +1,4 @@
-"""This machine: precisions, peak FLOP/s, attention kernel, memory and cores."""
+"""What this machine can do: precisions, peak FLOP/s, attention kernel, memory and cores."""
 
 import ctypes
 import os
@@ -16,8 +16,9 @@ from model import LMConfig
 from model.attention import takes_grouped_heads
 
 GIB = 2**30
-# TFLOP/s of dense matrix products that are summed in fp32, from the makers' data sheets: in bf16,
-# fp16, TF32 and fp32. First match wins: longer names first.
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
+# Parts of a GPU's name → its TFLOP/s in each of PRECISIONS, for dense matrix products with sums in
+# fp32, from the manufacturers' data sheets. The first match counts, so longer names stand first.
 PEAKS = {
     "GB200": (2500, 2500, 1250, 80),
     "B300, B200": (2250, 2250, 1125, 75),
@@ -44,36 +45,34 @@ PEAKS = {
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
 }
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32")  # the columns
-# Parts of names that mean another device: laptop chips, chips cut down or not, MIG slices.
+# Words after which a name of PEAKS means another device: a laptop chip, a variant, a MIG slice.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
-# By the numbers of torch.nn.attention.SDPBackend.
-KERNELS = {
-    0: "all T × T scores: no fused kernel of PyTorch takes these shapes here",
-    1: "flash attention",
-    2: "memory-efficient attention",
-    3: "cuDNN attention",
-}
-# glibc's M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD (malloc.h).
+# The keys are the values of torch.nn.attention.SDPBackend.
+KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
+KERNELS[0] = "all T × T scores: no fused kernel of PyTorch takes these shapes here"
+# M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of glibc's malloc.h.
 KEEP_FREED = {-4: 0, -1: -1, -2: 256 * 2**20}
 
 
 def require_usable_gpu() -> None:
-    """Raise UsageError if there is a GPU that this PyTorch cannot use."""
+    """Raise UsageError if this machine has a GPU that this PyTorch cannot use."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-        try:
+        try:  # a computation fails if this PyTorch has no code for the GPU
             torch.ones(1, device=f"cuda:{index}").sum().item()
             return
         except RuntimeError as error:
-            name, why = torch.cuda.get_device_name(index), str(error).splitlines()[0]
+            name = torch.cuda.get_device_name(index)
+            why = str(error).splitlines()[0]
     else:
-        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if hidden or not shutil.which("nvidia-smi"):
             return
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
         if not listed.startswith("GPU"):
             return
-        name, why = listed.splitlines()[0], f"it is built for CUDA {torch.version.cuda}"
+        name = listed.splitlines()[0]
+        why = f"it is built for CUDA {torch.version.cuda}"
     raise UsageError(
         f"PyTorch {torch.__version__} cannot use {name} ({why}): update the driver, or install "
         "another PyTorch; CUDA_VISIBLE_DEVICES= in front trains on the CPU"
@@ -81,32 +80,32 @@ def require_usable_gpu() -> None:
 
 
 def has_bf16() -> bool:
-    """Return whether the GPU computes in bfloat16, as GPUs from Ampere on do."""
+    """Return whether the GPU computes in bfloat16. NVIDIA's do since Ampere."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def matrix_precision(mixed_precision: str) -> str:
-    """Return the precision of matrix products, one of PRECISIONS."""
+    """Return the one of PRECISIONS in which matrix products are computed."""
     if mixed_precision != "no":
         return mixed_precision
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the number of threads on a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {counted(torch.get_num_threads(), 'threads')} per process"
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Return a device's peak in FLOP/s in one of PRECISIONS, None if unknown."""
+    """Return the peak FLOP/s of the device with this name, or None if it is not in PEAKS."""
     words = f" {name} ".replace("-", " ")
     for keys, peaks in PEAKS.items():
         for key in keys.split(", "):
-            before, found, after = words.partition(f" {key} ")
-            if found:
-                others = set(f"{before} {after}".split())
+            if f" {key} " in words:
                 peak = peaks[PRECISIONS.index(precision)]
+                others = set(words.split()) - set(key.split())
                 return None if others & RELATIVES or peak is None else peak * 1e12
     return None
 
@@ -114,7 +113,7 @@ def peak_flops(name: str, precision: str) -> float | None:
 def mfu(
     tokens_per_second: float, flops_per_token: float, peak: float | None, devices: int
 ) -> float | None:
-    """Return the share of the devices' peak that model FLOPs use, None if unknown."""
+    """Return the model FLOPs utilization, a share of the peak; None without a peak."""
     if peak is None:
         return None
     return tokens_per_second * flops_per_token / (peak * devices)
@@ -123,7 +122,7 @@ def mfu(
 def attention_kernel(
     config: LMConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, bool]:
-    """Return the attention that runs, and whether it keeps all T × T scores."""
+    """Return the name of the attention that will run, and whether it keeps all T × T scores."""
     if not config.use_flash_attn:
         return "plain: all T × T scores (--use_flash_attn for the fast paths)", True
     if device.type == "cpu":
@@ -131,11 +130,10 @@ def attention_kernel(
             return "plain: all T × T scores (blocks of rows have no dropout)", True
         return "blocks of rows", False
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
-    shape = config.max_seq_len, config.head_dim
-    q, k = (  # with gradients: not every kernel has a backward pass for every shape
-        torch.empty(1, heads, *shape, dtype=dtype, device=device, requires_grad=True)
-        for heads in (config.n_heads, n_kv_heads)
-    )
+    shape = (config.max_seq_len, config.head_dim)
+    # With gradients, because not every kernel has a backward pass for every shape.
+    q = torch.empty(1, config.n_heads, *shape, dtype=dtype, device=device, requires_grad=True)
+    k = torch.empty(1, n_kv_heads, *shape, dtype=dtype, device=device, requires_grad=True)
     grouped = n_kv_heads != config.n_heads
     choice = torch._fused_sdp_choice(
         q, k, k, dropout_p=config.dropout, is_causal=True, enable_gqa=grouped
@@ -144,47 +142,48 @@ def attention_kernel(
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has had so far."""
+    """Return the largest memory that this process has used so far: on its GPU, or in RAM."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes or kilobytes
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS gives bytes, Linux kB
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can have in all; None without /proc.
-    The processes of a machine share its RAM, within a container's limit."""
+    """Return the bytes that this process can use in all; None without /proc.
+    The processes of a machine share its RAM, or the RAM of their container.
+    `processes` is their number before a launch."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    meminfo, cgroup = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
-    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    limit = cgroup / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        stat = (cgroup / "memory.stat").read_text().split()
-        free = min(free, int(text) - int(stat[stat.index("anon") + 1]))
-    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # from kB
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and limit.read_text().strip() != "max":
+        stat = limit.with_name("memory.stat").read_text().split()
+        used = int(stat[stat.index("anon") + 1])  # without caches
+        free = min(free, int(limit.read_text()) - used)
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])  # in pages
     return free // sharing + (resident - shared) * resource.getpagesize()
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's allocator keep what is freed; return False without glibc.
-
-    By default it gives large blocks back, and gets zeroed pages one fault at a
-    time: a third of the time on a CPU (docs/performance.md).
-    """
-    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
+    """Make glibc's allocator keep freed memory; return False without glibc.
+    By default glibc gives large blocks back to the system. Each page of the next block is then a
+    page fault, which took a third of the time on a CPU (docs/performance.md)."""
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "gnu_get_libc_version"):
         return False
     return all(libc.mallopt(name, value) for name, value in KEEP_FREED.items())
 
 
 def use_all_cores() -> None:
-    """Divide this machine's cores among its processes; launchers give each one."""
-    environ = os.environ
-    launched = "LOCAL_WORLD_SIZE" in environ or "ACCELERATE_MIXED_PRECISION" in environ
-    asked = environ.get("OMP_NUM_THREADS")
+    """Divide this machine's cores among its processes, unless OMP_NUM_THREADS is set.
+    A launcher sets it to 1, so a 1 under a launcher is not the user's choice."""
+    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+    asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None or (launched and asked == "1"):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))

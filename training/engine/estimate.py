@@ -1,10 +1,10 @@
-"""Memory that a training process needs, and bytes that it sends, under each engine.
+"""Estimate the memory of a training process, and the bytes that it sends, under each engine.
 
-State (weights, gradients, optimizer) follows from the engine: 4 + 4 + 8 bytes per parameter in
-fp32; DeepSpeed in 16 bits has weights of 2 bytes, and 4 + 8 bytes of fp32 weights and moments that
-ZeRO-1 divides among the processes. ZeRO-2 divides the sums of the gradients too, ZeRO-3 the weights
-as well (Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is within 20%
-of what is used (docs/engines.md); on a GPU it has not been measured, and `fits` adds a margin.
+Bytes per parameter in fp32: 4 for the weight, 4 for the gradient, 8 for AdamW's moments. In 16 bits
+DeepSpeed holds a weight of 2 bytes, and the optimizer an fp32 copy of 4. ZeRO-1 divides this copy
+and the moments among the processes, ZeRO-2 also the sums of gradients, ZeRO-3 also the weights
+(Rajbhandari et al., https://arxiv.org/abs/1910.02054). On a CPU the estimate is within 20% of the
+memory in use (docs/engines.md). On a GPU it has not been measured, and `fits` adds a margin.
 """
 
 from bisect import bisect_right
@@ -21,34 +21,33 @@ from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import BY_WIDTH, offload_device, read_config
 from training.engine.device import GIB
 
-GPU, CPU, NVME = "gpu", "cpu", "nvme"
+GPU, CPU, NVME = "gpu", "cpu", "nvme"  # places of tensors
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
-MARGIN = 4 / 3  # of what comes and goes on a GPU
-CPU_KEEPS = 1.5  # on a CPU: freed blocks that suit no later tensor
-# Copies of the weights that DeepSpeed leaves on a CPU, below stage 3 and at it.
-CPU_COPIES, CPU_COPIES_3 = 7, 9
+MARGIN = 4 / 3  # for activations and buffers on a GPU
+CPU_KEEPS = 1.5  # the same on a CPU, where some freed blocks fit no later tensor
+CPU_COPIES, CPU_COPIES_3 = 7, 9  # of weights, on a CPU: at stages 1 and 2, at stage 3
 NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
-LARGEST_BATCH = 4096  # sequences of a micro-batch that are tried
-# DeepSpeed's files by configs/NAME.yaml, in the order in which to try them.
-NAMES = "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity"
+LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
+# NAME of configs/NAME.yaml → its DeepSpeed file, in the order in which to try the engines.
+NAMES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero_infinity")
 FILES = {name: f"configs/{name}.json" for name in NAMES} | {"zero2": "ds_config.json"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an engine's file says of memory and traffic. Sizes are in elements."""
+    """The settings of an engine that decide memory and traffic. Sizes are in elements."""
 
-    config: str = ""  # configs/NAME.yaml; "" if it has no such file
-    stage: int | None = None  # of ZeRO; None is DDP, or a single process without engine
-    optimizer_on: str = GPU
-    parameters_on: str = GPU
-    fp32_sums: bool = True  # gradients are added up in fp32
+    config: str = ""  # configs/NAME.yaml, or "" if there is none
+    stage: int | None = None  # of ZeRO; None for DDP, and for a single process
+    optimizer_on: str = GPU  # or CPU or NVME
+    parameters_on: str = GPU  # elsewhere only at stage 3
+    fp32_sums: bool = True  # whether gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
-    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again so soon
+    reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again within this distance
 
     @property
     def name(self) -> str:
-        """The name for people, such as "ZeRO-3, optimizer on the CPU"."""
+        """The name in tables and messages, such as "ZeRO-3, optimizer on the CPU"."""
         if self.stage is None:
             return "DDP"
         places = {"optimizer": self.optimizer_on, "parameters": self.parameters_on}
@@ -60,7 +59,7 @@ class Kind:
 
     @property
     def takes_muon(self) -> bool:
-        """True if a process has whole matrices to step, on its device."""
+        """True if Muon can run: the optimizer is on the device, and matrices are not divided."""
         return self.stage != 3 and self.optimizer_on == GPU
 
 
@@ -68,43 +67,48 @@ DDP = Kind("ddp")
 
 
 def kind_of(config: dict | None, dim: int = 0) -> Kind:
-    """Return a configuration's engine; DDP for None. "auto" depends on `dim`."""
+    """Return the engine of a DeepSpeed configuration, or DDP for None.
+    `dim` is the model's width, which decides a bucket size of "auto"."""
     if config is None:
         return DDP
     zero = config["zero_optimization"]
     bucket = zero.get("reduce_bucket_size", Kind.reduce_bucket)
+    if bucket == "auto":
+        bucket = BY_WIDTH["reduce_bucket_size"](dim)
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     return Kind(
         stage=zero["stage"],
         optimizer_on=offload_device(config, "optimizer") or GPU,
         parameters_on=offload_device(config, "param") or GPU,
         fp32_sums=sums in ("fp32", "float32"),
-        reduce_bucket=int(BY_WIDTH["reduce_bucket_size"](dim) if bucket == "auto" else bucket),
+        reduce_bucket=int(bucket),
         reuse_distance=int(zero.get("stage3_max_reuse_distance", Kind.reuse_distance)),
     )
 
 
 @cache
 def engines(dim: int) -> tuple[Kind, ...]:
-    """Return DDP and the engines of FILES, in the order of the advice."""
-    root = Path(__file__).parents[2]
+    """Return DDP and the engines of FILES, for a model of width `dim`."""
+    root = Path(__file__).parents[2]  # the repository
     found = ((name, read_config(str(root / file))) for name, file in FILES.items())
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
 
-class Beside(NamedTuple):  # a teacher
+class Beside(NamedTuple):
+    """A teacher, which is in memory beside its student."""
+
     shapes: Transformer  # on the meta device
-    kind: Kind  # the engine that divides it
+    kind: Kind  # the engine that divides the teacher's weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The work of a process in a step, as far as memory and traffic depend on it."""
+    """The work of a process in one optimizer step."""
 
     args: TrainingArguments
-    shapes: Transformer  # on the meta device, with adapters
+    shapes: Transformer  # the trained model with its adapters, on the meta device
     processes: int
-    device: torch.device  # where it trains; a GPU need not be here
+    device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
     teacher: Beside | None = None
 
@@ -118,26 +122,28 @@ class Workload:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the precision of forward and backward."""
+        """Bytes per number in the precision of forward and backward."""
         return 4 if self.args.dtype == "float32" else 2
 
     @property
     def total(self) -> int:
+        """Parameters of the model."""
         return self.shapes.num_parameters()
 
     @property
     def trained(self) -> int:
+        """Parameters that are trained: all of them, or those of adapters."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process where it trains: on a GPU, or in RAM where there is none."""
+    """Bytes of one process. The first three are on the GPU, or in RAM if it trains on a CPU."""
 
-    held: int  # weights, gradients and optimizer
+    held: int  # weights, gradients and optimizer state
     teacher: int
-    working: int  # what comes and goes, at most: activations, logits, buffers
-    ram: int  # besides, of what is offloaded
-    nvme: int
+    working: int  # the peak of activations, logits and buffers
+    ram: int  # offloaded to RAM
+    nvme: int  # offloaded to NVMe
     sent: int  # to other processes, in one optimizer step
 
     @property
@@ -146,16 +152,17 @@ class Estimate(NamedTuple):
 
 
 def estimate(kind: Kind, work: Workload) -> Estimate:
-    """Return what one process needs and sends under an engine."""
-    if work.on_cpu:  # there is no other memory to move anything to
+    """Return the memory and traffic of one process under an engine."""
+    if work.on_cpu:  # offloaded tensors stay in the same RAM
         kind = replace(kind, optimizer_on=GPU, parameters_on=GPU)
-    n, t, h, share = work.total, work.trained, work.itemsize, 1 / work.processes
+    n, t, h = work.total, work.trained, work.itemsize
+    share = 1 / work.processes
     moments = 8 * t
-    if work.args.optimizer == "muon":  # which has one for a matrix, AdamW has two
+    if work.args.optimizer == "muon":  # one moment for each matrix of a block, AdamW has two
         layers = work.shapes.layers.parameters()
         moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
     weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, moments
-    if kind.stage:  # see the docstring of this file
+    if kind.stage:  # formulas: docstring of this file
         weights = h * n * (share if kind.stage == 3 else 1)
         gradients = (4 if kind.fp32_sums else h) * t * (share if kind.stage > 1 else 1)
         optimizer = (4 * t + moments) * share
@@ -163,10 +170,11 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     places[kind.parameters_on] += weights
     places[kind.optimizer_on] += optimizer
     if kind.optimizer_on != GPU:
-        places[kind.optimizer_on] += 4 * t * share  # gradients, as it takes them
+        places[kind.optimizer_on] += 4 * t * share  # fp32 gradients for the optimizer
     if kind.parameters_on == NVME:
         places[CPU] += h * NVME_BUFFERS
-    held, working = places[GPU], _activations(kind, work) + _buffers(kind, work)
+    held = places[GPU]
+    working = _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
         shapes, divided = work.teacher
         if divided.stage == 3:
@@ -184,9 +192,9 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
 
 
 def _buffers(kind: Kind, work: Workload) -> float:
-    """Return the bytes through which gradients and weights are exchanged."""
+    """Return the bytes of the buffers for the exchange of gradients and weights."""
     n, t, h = work.total, work.trained, work.itemsize
-    if kind.stage is None:  # DDP's buckets hold the gradients, sums lie beside them
+    if kind.stage is None:  # DDP needs buckets besides its sums if it accumulates gradients
         return 4 * t if work.processes > 1 and work.args.accumulation_steps > 1 else 0
     if work.on_cpu:
         return h * n * (CPU_COPIES_3 if kind.stage == 3 else CPU_COPIES)
@@ -194,83 +202,83 @@ def _buffers(kind: Kind, work: Workload) -> float:
     if kind.stage == 3:
         buffers += h * _gathered(kind, work.shapes)
     if kind.stage == 1 and kind.fp32_sums and work.args.dtype == "bfloat16":
-        buffers += 8 * t  # BF16_Optimizer keeps and copies gradients
+        buffers += 8 * t  # DeepSpeed's BF16_Optimizer holds and copies fp32 gradients
     return buffers
 
 
 def _gathered(kind: Kind, shapes: Transformer) -> int:
-    """Return the parameters that ZeRO-3 has whole at a time: a block at least."""
+    """Return how many parameters ZeRO-3 holds whole at a time: at least those of one block."""
     block = sum(p.numel() for p in shapes.layers[0].parameters())
     return min(shapes.num_parameters(), max(kind.reuse_distance // 2, block))
 
 
 def _activations(kind: Kind, work: Workload) -> float:
-    """Return the bytes of a micro-batch: kept until backward, and at work at most.
-
-    Kept are the tensors that autograd saves in model/; compiled code saves fewer.
-    """
-    config, h, compiled = work.config, work.itemsize, work.compiled and kind.stage != 3
-    # A GPU is taken to have fused attention.
+    """Return the peak bytes of activations and logits of a micro-batch.
+    These are the tensors that autograd saves in model/ (compiled code saves fewer), and the
+    temporary tensors of one block or of the loss."""
+    config, h = work.config, work.itemsize
+    compiled = work.compiled and kind.stage != 3
+    # On a GPU this assumes that PyTorch has a fused attention kernel.
     keeps_scores = not config.use_flash_attn or (work.on_cpu and config.dropout > 0)
-    # Of a token:
-    norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled), output
+    # Bytes per token that autograd saves:
+    norm = (2 * h if compiled else 8 + h) * config.dim  # input (fp32, scaled) and output
     n_keys = config.n_heads if keeps_scores else config.n_kv_heads
     attention = 2 * h * (config.n_heads + n_keys) * config.head_dim  # q, output, k, v
-    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3, product
+    feed_forward = (3 if compiled else 4) * h * config.hidden_dim  # w1, w3 and their product
     scores = 0.0
-    if keeps_scores:  # softmax in fp32, a copy, dropout's masks
+    if keeps_scores:  # softmax in fp32, a copy in 16 bits, masks of dropout
         scores = config.n_heads * config.max_seq_len * (12 if config.dropout else 6)
     elif work.on_cpu:  # blocks of 64 rows (model/cpu_attention.py)
         scores = config.n_heads * h * (config.max_seq_len + 64) / 2
-    if config.dropout:  # masks of both halves of the block
+    if config.dropout:  # masks behind attention and feed-forward
         attention += 2 * h * config.dim
     block = 2 * norm + attention + scores + feed_forward
-    kept = config.n_layers * block + norm  # of the last norm too
+    kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":
         kept = config.n_layers * h * config.dim + block + norm
         if work.args.gradient_checkpointing == "selective" and not keeps_scores:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
-    # Of all tokens:
+    # Bytes of all tokens of the micro-batch:
     tokens = work.args.batch_size * config.max_seq_len
-    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # by autocast
+    casts = 2 * work.trained if kind.stage is None and h == 2 else 0  # autocast's copies of weights
     logits = tokens_at_once(config.vocab_size, tokens) * config.vocab_size
-    logits *= 2 * h if compiled else 12  # log-probabilities, gradients
-    if work.teacher:  # both models' logits, a gradient, a chunk's copies
+    logits *= 2 * h if compiled else 12  # with log-probabilities and gradients
+    if work.teacher:  # logits of both models, a gradient, and copies of a chunk
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    # Gradients of a block.
-    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)
-    if work.on_cpu:  # the logits' memory is kept, and suits no gradient of a block
+    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)  # gradients in one block
+    if work.on_cpu:  # the freed memory of the logits is too large for gradients of a block
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)
 
 
 def _sent(kind: Kind, work: Workload) -> float:
-    """Return the bytes that a process sends to others in an optimizer step.
+    """Return the bytes that a process sends to the others in an optimizer step.
 
-    In a ring a process sends (P - 1) / P of what is gathered or scattered, and twice
-    that of what is all-reduced. DDP and ZeRO-1 exchange gradients once a step, ZeRO-2
-    in each micro-batch. ZeRO-3 gathers weights in forward and backward, the others
-    once. gloo scatters by an all-reduce.
+    In a ring of P processes each sends (P - 1) / P of what is gathered or scattered, and twice
+    as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3 in
+    each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
-    ring, micro_batches = (work.processes - 1) / work.processes, work.args.accumulation_steps
+    ring = (work.processes - 1) / work.processes
+    micro_batches = work.args.accumulation_steps
     if kind.stage is None:
         return 2 * ring * 4 * t
     if kind.stage < 3:
         return ring * h * t * (2 * (micro_batches if kind.stage == 2 else 1) + 1)
     gathered = 2 * n - min(n, kind.reuse_distance // 2)
-    return ring * h * micro_batches * ((2 if work.on_cpu else 1) * t + gathered)
+    scattered = 2 * t if work.on_cpu else t  # gloo scatters by an all-reduce
+    return ring * h * micro_batches * (scattered + gathered)
 
 
 def fits(kind: Kind, work: Workload, room: int) -> bool:
-    """Return whether `room` bytes are enough for a process, with a margin."""
+    """Return whether a process needs at most `room` bytes, with a margin."""
     expected = estimate(kind, work)
     working = expected.working * (1 if work.on_cpu else MARGIN)
     return expected.held + expected.teacher + working + OVERHEAD <= room
 
 
 def largest_batch(kind: Kind, work: Workload, room: int) -> int:
-    """Return the sequences of the largest micro-batch that fits; 0 if none does."""
+    """Return the largest --batch_size with which the process fits, or 0 if none does."""
 
     def is_too_large(size: int) -> bool:
         return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), room)

@@ -1,4 +1,4 @@
-"""Who trains, as launched; what Accelerate would silently ignore is refused."""
+"""Start the engine that the launcher asked for; refuse settings that Accelerate would ignore."""
 
 import logging
 import os
@@ -19,41 +19,28 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from common.errors import UsageError
 from training.arguments import TrainingArguments
-from training.engine.deepspeed_config import (
-    file_of,
-    fill_by_width,
-    offload_device,
-    read_config,
-    resolve,
-)
+from training.engine.deepspeed_config import file_of, fill_by_width, read_config, resolve
 from training.engine.device import has_bf16, keep_freed_memory, require_usable_gpu, use_all_cores
 from training.engine.estimate import Kind, kind_of
 
-# What holds a process group. gloo's waits for its thread when it is deleted, and the
-# thread may wait for the interpreter's lock: the process would never end.
+# Objects with a process group. They are kept, because a group of gloo that is deleted waits for its
+# thread, the thread may wait for the interpreter's lock, and the process would never end.
 KEPT: list = []
-# The environment of one process that has nobody to meet: port 0 is any that is free.
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-# Warnings of libraries that call each other; a user can do nothing about them.
+# One library calls another in an old way, about which a user can do nothing.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# DeepSpeed knows no optimizers but its own; ours are tested under it.
-logging.getLogger("DeepSpeed").addFilter(
-    lambda record: "untested optimizer" not in record.getMessage()
-)
+# DeepSpeed warns of every optimizer but its own. The tests run ours under DeepSpeed.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record.getMessage())
 
 
 @dataclass
 class Engine:
-    """Who trains. Several models have an engine each, with one process group."""
+    """The processes that train a model. Several models have one engine each, on the same ones."""
 
     accelerator: Accelerator
-    name: str  # for people, e.g. "DeepSpeed ZeRO-2"
-    deepspeed: dict | None  # its configuration, filled; None without DeepSpeed
+    name: str  # for the start block, e.g. "DeepSpeed ZeRO-2"
+    deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
     plugin: str | None = None  # the key of this configuration in Accelerate's state
-    # A group on the CPU: asking there neither waits for the GPU nor disturbs it.
-    cpu_group: ProcessGroup | None = None  # None with a single process
+    cpu_group: ProcessGroup | None = None  # exchanges do not wait for the GPU; None: one process
 
     @property
     def kind(self) -> Kind:
@@ -61,7 +48,7 @@ class Engine:
 
     @property
     def divides_model(self) -> bool:
-        """True under ZeRO-3: every forward pass needs all processes."""
+        """True under ZeRO-3. Then every forward pass needs all processes."""
         return self.kind.stage == 3
 
     @property
@@ -73,7 +60,7 @@ class Engine:
         return self.accelerator.is_main_process
 
     def set_accumulation(self, steps: int) -> None:
-        """Change the micro-batches per step; only before `prepare`."""
+        """Change the micro-batches per step. Call it before Accelerate's `prepare`."""
         self.accelerator.gradient_accumulation_steps = steps
         if self.deepspeed is not None:
             micro_batch = self.deepspeed["train_micro_batch_size_per_gpu"]
@@ -81,116 +68,111 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Fill in the width, and limit buckets; only before `prepare`."""
+        """Fill in what depends on the model's size. Call it before Accelerate's `prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
             zero["reduce_bucket_size"] = min(self.kind.reduce_bucket, n_parameters)
 
     def largest(self, value: int) -> int:
-        """Return the largest of all processes' values. All must call this."""
+        """Return the largest value of all processes. Every process must call this."""
         return self.total(value, ReduceOp.MAX)
 
     def total(self, value: int, operation=ReduceOp.SUM) -> int:
-        """Return the sum of all processes' values. All must call this."""
-        everyone = torch.tensor([value])
+        """Return the sum of the values of all processes. Every process must call this."""
+        result = torch.tensor([value])
         if self.cpu_group is not None:
-            torch.distributed.all_reduce(everyone, operation, self.cpu_group)
-        return int(everyone)
+            torch.distributed.all_reduce(result, operation, self.cpu_group)
+        return int(result)
 
 
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
-    """Return an engine for each of several models on the same processes.
-
-    Precision and accumulation are the same for all. Raises UsageError: launcher,
-    configuration file, flags and machine do not go together.
-    """
+    """Return one engine for each model. All have the same precision and accumulation.
+    Raises UsageError: launcher, DeepSpeed file, flags and machine contradict each other."""
     take_launch(*models)
     name_interface()
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     require_usable_gpu()
-    args, has_gpu = models[0], torch.cuda.is_available()
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    has_gpu = torch.cuda.is_available()
+    args = models[0]
     check_precision(args, has_gpu)
     _check_launch(args, deepspeed)
     if has_gpu:
         torch.backends.cuda.matmul.allow_tf32 = args.tf32
     else:
         keep_freed_memory()
-    plugins = {}
-    # Rank 0 alone reads a checkpoint for its checksums, and the others wait for it.
+    # An hour, because the other ranks wait while rank 0 verifies a checkpoint.
     process_group = InitProcessGroupKwargs(timeout=timedelta(hours=1))
+    plugins = {}
     if deepspeed:
         plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
-        # It may be "auto", but Accelerate wants a number.
+        # "auto" is allowed there, but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
-            # Without a backend named, every rank would take itself for rank 0 of 1.
-            process_group.backend = "gloo"
+            process_group.backend = "gloo"  # without it every rank would be rank 0 of 1
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # DDP's gradients are not copied into its buckets.
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # saves a copy of gradients
     try:
         accelerators = [
             Accelerator(
-                deepspeed_plugin=plugin,  # the first takes all
+                deepspeed_plugin=plugin,  # the first Accelerator gets the plugins of all models
                 mixed_precision=args.mixed_precision,
                 gradient_accumulation_steps=args.accumulation_steps,
                 kwargs_handlers=[process_group, ddp],
                 cpu=not has_gpu and not deepspeed,
-                step_scheduler_with_optimizer=False,
+                step_scheduler_with_optimizer=False,  # the loop sets the learning rate
             )
             for plugin in [plugins or None] + [None] * (len(models) - 1)
         ]
-    except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
+    except torch.distributed.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise UsageError(f"the processes cannot meet at {address}: {reason}") from error
-    if (seen := accelerators[0].num_processes) != world_size:
+    seen = accelerators[0].num_processes
+    if seen != world_size:
         raise UsageError(f"the launcher started {world_size} processes, Accelerate sees {seen}")
     use_all_cores()
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
-    name = "DDP, not DeepSpeed" if world_size > 1 else "single process, no engine"
     if not deepspeed:
+        name = "DDP, not DeepSpeed" if world_size > 1 else "single process, no engine"
         return [Engine(each, name, None, None, group) for each in accelerators]
     engines = []
     for each, (key, plugin) in zip(accelerators, plugins.items(), strict=True):
         config = plugin.deepspeed_config
-        engines.append(Engine(each, f"DeepSpeed {kind_of(config).name}", config, key, group))
+        name = f"DeepSpeed {kind_of(config).name}"
+        engines.append(Engine(each, name, config, key, group))
     return engines
 
 
 def take_launch(*models: TrainingArguments) -> None:
-    """Make the environment of any launcher, or none, that of `accelerate launch`.
+    """Set the environment variables that `accelerate launch` would set.
 
-    Of several models each may name a DeepSpeed file; the launcher's is for the others.
+    Of several models, those without --deepspeed use the launcher's DeepSpeed file.
     Raises UsageError: --deepspeed contradicts the launcher, or a model has no file.
     """
-    if "LOCAL_SIZE" in os.environ:  # as DeepSpeed's launcher calls it
+    if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     files = [args.deepspeed for args in models]
     if not any(files):
         return
     if len(files) == 1:
+        file = files[0]
         named = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        if named != "none" and Path(named).resolve() != Path(files[0]).resolve():
-            raise UsageError(
-                f"--deepspeed is {files[0]}, but the launcher's DeepSpeed file is {named}: name one"
-            )
-        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = files[0]
+        if named != "none" and Path(named).resolve() != Path(file).resolve():
+            raise UsageError(f"drop --deepspeed {file}: the launcher's DeepSpeed file is {named}")
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file
     elif not all(files) and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
-        raise UsageError(
-            "DeepSpeed trains all models or none, and some name no file: add "
-            '"deepspeed": "ds_config.json" to them'
-        )
+        raise UsageError('DeepSpeed trains all models or none: give each a "deepspeed" file')
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if "RANK" not in os.environ:
-        os.environ.update(ALONE)
+    if "RANK" not in os.environ:  # no launcher, a single process
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
-    """Raise UsageError if this machine does not compute in --dtype or --tf32."""
+    """Raise UsageError if this machine cannot compute in --dtype, or has no --tf32."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
     if args.dtype == "bfloat16" and has_gpu and not has_bf16():
@@ -201,50 +183,44 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
 
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
-    """Raise UsageError if Accelerate would ignore what the launcher said."""
-    in_use = {
-        "MIXED_PRECISION": args.mixed_precision,
-        "GRADIENT_ACCUMULATION_STEPS": args.accumulation_steps,
-    }
-    _check_flags(in_use, "--dtype and --accumulation_steps give")
+    """Raise UsageError if Accelerate would ignore a setting of the launcher."""
+    _check_flag("MIXED_PRECISION", args.mixed_precision, "--dtype")
+    _check_flag("GRADIENT_ACCUMULATION_STEPS", args.accumulation_steps, "--accumulation_steps")
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if deepspeed and wants_cpu:
         raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out")
     if deepspeed and "RANK" not in os.environ:
         raise UsageError("DeepSpeed without a launcher: use accelerate launch, or --deepspeed")
-    if torch.cuda.is_available() and processes > (gpus := torch.cuda.device_count()):
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and processes > gpus:
         raise UsageError(f"{processes} processes for {gpus} GPUs: pass --num_processes {gpus}")
 
 
-def _check_flags(in_use: dict, source: str) -> None:
-    """Raise UsageError for a flag of Accelerate's launcher that it would ignore."""
-    for name, value in in_use.items():
-        launched = os.environ.get(f"ACCELERATE_{name}", "auto")
-        if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
-            flag = name.removeprefix("DEEPSPEED_").lower()
-            raise UsageError(f"the launcher says --{flag} {launched}, but {source} {value}")
+def _check_flag(name: str, value, source: str) -> None:
+    """Raise UsageError if a launcher's flag differs from the value in use.
+    `name` is that of the launcher's variable without "ACCELERATE_"."""
+    launched = os.environ.get(f"ACCELERATE_{name}", "auto")
+    if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
+        flag = name.removeprefix("DEEPSPEED_").lower()
+        raise UsageError(f"the launcher says --{flag} {launched}, but {source} gives {value}")
 
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
-    Raises UsageError: they contradict each other, or Accelerate rejects the file."""
+    Raises UsageError: file, flags and launcher contradict each other."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:
         config = resolve(read_config(file), args, int(os.environ.get("WORLD_SIZE", 1)), source)
-        in_use = {
-            "GRADIENT_CLIPPING": config["gradient_clipping"],
-            "DEEPSPEED_ZERO_STAGE": config["zero_optimization"]["stage"],
-            "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": offload_device(config, "optimizer"),
-            "DEEPSPEED_OFFLOAD_PARAM_DEVICE": offload_device(config, "param"),
-        }
-        _check_flags(in_use, f"{source} says")
-        return DeepSpeedPlugin(
-            config,
-            gradient_accumulation_steps=args.accumulation_steps,
-            gradient_clipping=config["gradient_clipping"],
-        )
+        kind = kind_of(config)
+        clip = config["gradient_clipping"]
+        _check_flag("GRADIENT_CLIPPING", clip, source)
+        _check_flag("DEEPSPEED_ZERO_STAGE", kind.stage, source)
+        _check_flag("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", kind.optimizer_on, source)
+        _check_flag("DEEPSPEED_OFFLOAD_PARAM_DEVICE", kind.parameters_on, source)
+        steps = args.accumulation_steps
+        return DeepSpeedPlugin(config, gradient_accumulation_steps=steps, gradient_clipping=clip)
     except UsageError:
         raise
     except (ValueError, TypeError, AttributeError) as error:
@@ -253,28 +229,27 @@ def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the module in a wrapper. (`unwrap_model` imports DeepSpeed.)"""
+    """Return the model without its wrapper. Accelerate's own function imports DeepSpeed."""
     return getattr(model, "module", model)
 
 
 def skip_compiled_communication() -> None:
-    """Keep DeepSpeed from compiling an operation that its inference alone calls."""
+    """Keep DeepSpeed from compiling an operation that only its own inference uses."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def name_interface() -> None:
-    """Have gloo listen at the network interface that reaches the first machine.
-
-    By itself it takes the address of the host name: on Debian and Ubuntu 127.0.1.1.
-    """
-    total, name = os.environ.get("WORLD_SIZE", "1"), "GLOO_SOCKET_IFNAME"
-    if os.environ.get("LOCAL_WORLD_SIZE", total) == total or name in os.environ:
+    """Make gloo listen on the network interface that reaches the first machine.
+    By default it takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
+    total = os.environ.get("WORLD_SIZE", "1")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", total) == total
+    if is_one_machine or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # UDP: this sends nothing
         here = probe.getsockname()[0]
         for interface, addresses in psutil.net_if_addrs().items():
-            if here in {each.address for each in addresses}:
-                os.environ[name] = interface
+            if any(each.address == here for each in addresses):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface

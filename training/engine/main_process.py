@@ -1,4 +1,4 @@
-"""Decisions that hold for all processes: a mistake of one ends all."""
+"""Agree on decisions and errors: what one process cannot do ends all processes."""
 
 import socket
 from collections.abc import Callable
@@ -14,11 +14,11 @@ Answer = TypeVar("Answer")
 
 
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
-    """Call `decide` on the main process, return its answer on all; all must call this.
-    Raises UsageError, ConfigError: as `decide` did."""
+    """Call `decide` on the main process and return its answer on every process.
+    Every process must call this. Raises UsageError, ConfigError: `decide` raised it."""
     if engine is None or engine.cpu_group is None:
         return decide()
-    mine = _tried(decide) if engine.is_main else None
+    mine = _tried(decide) if engine.is_main else None  # (answer, error)
     (answer, error), _ = _gather(engine, mine)[0]
     if error:
         raise error
@@ -26,8 +26,9 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` and return its answer on this process; all must call this.
-    Raises UsageError, ConfigError: as `attempt` did on any process, and where."""
+    """Call `attempt` on every process and return its answer there.
+    Every process must call this. Raises UsageError, ConfigError: `attempt` raised it on at least
+    one process. The message names the ranks, unless all failed."""
     if engine is None or engine.cpu_group is None:
         return attempt()
     answer, error = _tried(attempt)
@@ -45,6 +46,7 @@ def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> An
 
 
 def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+    """Return (answer, None), or (None, the user's mistake that `attempt` raised)."""
     try:
         return attempt(), None
     except (UsageError, ConfigError) as mistake:
@@ -52,13 +54,14 @@ def _tried(attempt: Callable[[], Answer]) -> tuple[Answer | None, Exception | No
 
 
 def require_the_same(engine: Engine, facts: dict) -> None:
-    """Raise UsageError if a process has other facts; all must call this."""
+    """Raise UsageError if a process has other facts than rank 0. Every process must call this."""
     if engine.cpu_group is None:
         return
     everyone = _gather(engine, facts)
     main, _ = everyone[0]
     for rank, (other, host) in enumerate(everyone):
-        if different := [key for key in main | other if other.get(key) != main.get(key)]:
+        different = [key for key in main | other if other.get(key) != main.get(key)]
+        if different:
             theirs = [f"{key} {other.get(key)} (not {main.get(key)})" for key in different[:3]]
             raise UsageError(
                 f"rank {rank} on {host} has {', '.join(theirs)}: start all machines with the same "
@@ -67,7 +70,7 @@ def require_the_same(engine: Engine, facts: dict) -> None:
 
 
 def _gather(engine: Engine, mine) -> list[tuple]:
-    """Return (object, host name) of every process."""
+    """Return (object, host name) of every process, by rank."""
     everyone = [None] * engine.processes
     told = (mine, socket.gethostname())
     torch.distributed.all_gather_object(everyone, told, group=engine.cpu_group)

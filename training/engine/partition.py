@@ -1,4 +1,4 @@
-"""The shares of the fp32 weights that DeepSpeed ZeRO gives to the processes."""
+"""Where the fp32 weights of each parameter lie when DeepSpeed ZeRO divides them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,39 +13,37 @@ class Part(NamedTuple):
     """The elements of one parameter that this process holds, possibly none."""
 
     parameter: nn.Parameter
-    in_parameter: slice  # where they are in the flattened parameter
-    in_partition: slice  # and in this process's partition
+    in_parameter: slice  # of the flattened parameter
+    in_partition: slice  # of this process's partition: the same elements
     numel: int
-    split: bool  # whether a boundary between two processes runs through the parameter
+    split: bool  # whether the parameter lies on more than one process
 
 
 class Partition(NamedTuple):
-    """One process's share of a parameter group, which its optimizer steps."""
+    """The share of a parameter group that the optimizer of this process updates."""
 
     fp32: Tensor  # (numel,)
-    parts: list[Part]  # of every parameter, in one order on every process
-    group: int  # its index in the optimizer's `param_groups`
+    parts: list[Part]  # one for each parameter, in the same order on every process
+    group: int  # index in the optimizer's `param_groups`
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """Return the whole shape, also of a parameter that ZeRO-3 has left empty."""
+    """Return the shape of the whole parameter; under ZeRO-3 its own `shape` is empty."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
-    """Make parameters that ZeRO-3 divides whole in here, on all processes.
-    With `writes` they keep the values of the first process."""
-    import deepspeed  # seconds
+    """Return a context in which the parameters are whole. Every process must enter it.
+    With `writes`, all processes keep the values that rank 0 leaves in them."""
+    import deepspeed  # importing it takes seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)
 
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
-    """Yield the shares that this process steps, as a DeepSpeed optimizer divides them.
-
-    A share on NVMe is in memory until the next one is asked for. `writes` says whether
-    they are changed, which reaches the model under ZeRO-3 alone.
-    """
+    """Yield the partitions of a DeepSpeed optimizer that this process updates. A partition on NVMe
+    is in memory until the next one is requested. `writes`: the caller changes the partitions. Under
+    ZeRO-3 the model changes too, under ZeRO-1 and 2 it does not."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:
@@ -53,47 +51,56 @@ def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
 
 
 def _of_zero_1_and_2(zero, rank: int) -> Iterator[Partition]:
-    """Yield one for every parameter group: its parameters lie end to end, and every
-    process has an equal part. (`_hp_mapping` ignores "round_robin_gradients".)"""
+    """Yield one partition for each parameter group.
+    The parameters of a group lie end to end, and every process has an equal part of that line.
+    DeepSpeed's own table, `_hp_mapping`, is wrong with "round_robin_gradients"."""
     if hasattr(zero, "single_partition_of_fp32_groups"):
-        stepped, groups = zero.single_partition_of_fp32_groups, zero.round_robin_bit16_groups
+        partitions_fp32 = zero.single_partition_of_fp32_groups
+        groups = zero.round_robin_bit16_groups
         offsets = zero.round_robin_bit16_offsets
-    else:  # ZeRO-1 in bf16 with fp32 gradients is a class with other names
-        stepped, groups = zero.fp32_groups_flat_partition, zero.bf16_groups
+    else:  # BF16_Optimizer (ZeRO-1 in bf16 with fp32 gradients) has other names
+        partitions_fp32 = zero.fp32_groups_flat_partition
+        groups = zero.bf16_groups
         offsets = [accumulate((p.numel() for p in group[:-1]), initial=0) for group in groups]
-    for index, (fp32, group, firsts) in enumerate(zip(stepped, groups, offsets, strict=True)):
-        here = rank * fp32.numel()
+    layout = zip(partitions_fp32, groups, offsets, strict=True)
+    for index, (fp32, group, group_offsets) in enumerate(layout):
+        size = fp32.numel()  # the same on every process
+        here = rank * size  # where this process's partition begins in the line
         parts = []
-        for parameter, first in zip(group, firsts, strict=True):
-            last = first + parameter.numel() - 1
-            split = first // fp32.numel() != last // fp32.numel()
+        for parameter, first in zip(group, group_offsets, strict=True):
+            behind = first + parameter.numel()
             start = max(first, here)
-            end = max(start, min(last + 1, here + fp32.numel()))  # start, if nothing is held
-            inside, at = slice(start - first, end - first), slice(start - here, end - here)
-            parts.append(Part(parameter, inside, at, end - start, split))
+            end = max(start, min(behind, here + size))  # equals start if there is nothing here
+            in_parameter = slice(start - first, end - first)
+            in_partition = slice(start - here, end - here)
+            split = first // size != (behind - 1) // size
+            parts.append(Part(parameter, in_parameter, in_partition, end - start, split))
         yield Partition(fp32, parts, index)
 
 
 def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
-    """Yield one for every "sub_group_size" elements of a group. Every process has an
-    equal part of each parameter; the last ones have less or nothing, and a gap.
-    What is written reaches the model as in DeepSpeed's own step."""
+    """Yield one partition for each sub-group: "sub_group_size" elements of a group.
+    Every process has an equal share of each parameter; the last shares may contain padding."""
     if writes:
-        zero._partition_all_parameters()  # also one that is whole now
+        zero._partition_all_parameters()  # some may be gathered now
     for index, group in enumerate(zero.fp16_groups):
         on_nvme = zero._swappable_optimizer_subgroup(index)
         if on_nvme:
             zero._optimizer_states_and_gradient_swap_in(index)
-        parts, here = [], 0
+        parts = []
+        here = 0  # where the parameter's share begins in the partition
         for parameter in group:
-            share, numel = parameter.partition_numel(), shape_of(parameter).numel()
-            start, end = min(rank * share, numel), min((rank + 1) * share, numel)
-            at = slice(here, here + end - start)
-            parts.append(Part(parameter, slice(start, end), at, end - start, share < numel))
+            share = parameter.partition_numel()  # with padding
+            numel = shape_of(parameter).numel()
+            start = min(rank * share, numel)
+            held = min(share, numel - start)  # without padding
+            in_parameter = slice(start, start + held)
+            in_partition = slice(here, here + held)
+            parts.append(Part(parameter, in_parameter, in_partition, held, share < numel))
             here += share
         fp32 = zero.fp32_partitioned_groups_flat[index]
         yield Partition(fp32, parts, zero.sub_group_to_group_id[index])
-        if writes:
+        if writes:  # copies the values to the model, as DeepSpeed's own step does
             zero._reassign_or_swap_out_partitioned_parameters(index)
         if on_nvme and writes:
             zero._optimizer_states_and_gradient_swap_out(index)

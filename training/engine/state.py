@@ -1,4 +1,4 @@
-"""Weights and optimizer state, whole and by parameter name, under every engine."""
+"""Whole weights and optimizer state by parameter name, read and written under every engine."""
 
 from collections.abc import Iterator
 
@@ -14,57 +14,53 @@ from training.engine.partition import gathered, partitions, shape_of
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of a tensor; zeros if there has been no step yet.
-
-    That is exp_avg and exp_avg_sq for AdamW, momentum_buffer for Muon.
-    """
-    state, by_muon = optimizer.state[stepped], group.get("algorithm") == "muon"
+    """Return what the optimizer keeps of a tensor; zeros before the first step.
+    The keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
+    state = optimizer.state[stepped]
+    by_muon = group.get("algorithm") == "muon"
     keys = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
     if keys[0] not in state:
         if not by_muon:
-            counts_in_int = type(optimizer).__module__.startswith("deepspeed.")
-            state["step"] = 0 if counts_in_int else torch.zeros((), device=stepped.device)
+            is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
+            state["step"] = 0 if is_deepspeeds else torch.zeros((), device=stepped.device)
         for key in keys:
             state[key] = torch.zeros_like(stepped)
     return {key: state[key] for key in keys}
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Take empty steps with DeepSpeed's AdamW for the CPU: its bias correction goes on to
-    the bit. It multiplies the powers of the betas up, and cannot set them."""
-    group, nothing = optimizer.param_groups[0], torch.zeros(4, 1)
+    """Bring the bias correction of DeepSpeed's CPU AdamW to a step, to the bit.
+    It cannot be set: it multiplies the betas up at each step. So this takes empty steps."""
+    group = optimizer.param_groups[0]
+    betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
+    settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
+    nothing = torch.zeros(4, 1)  # one weight, its gradient, its moments
     for past in range(1, step + 1):
-        optimizer.ds_opt_adam.adam_update(
-            *(optimizer.opt_id, past, 0.0, *group["betas"], group["eps"], 0.0),
-            *(group["bias_correction"], *nothing),
-        )
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, past, *settings, *nothing)
 
 
 class TrainingState:
-    """Reads and writes what the optimizer works on, under every engine.
-
-    Every process must call the methods; what they return is on the main process's
-    CPU, and empty elsewhere.
-    """
+    """The weights and optimizer state of a model in training.
+    Every process must call each method. Rank 0 gets whole tensors on its CPU, the others {}."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.accelerator = engine.accelerator
         self.divides_model = engine.divides_model
         self.model = plain_module(model)
+        # DeepSpeed's wrapper, which divides the weights, and the optimizer inside it.
         self.zero = model.optimizer if engine.deepspeed is not None else None
         self.optimizer = self.zero.optimizer if self.zero else optimizer.optimizer
 
     def weights(self) -> dict[str, Tensor]:
-        """Return name → fp32 weights of what is trained."""
+        """Return the fp32 weights of the trained parameters by name."""
         return self._whole(moments=False)
 
     def moments(self) -> dict[str, Tensor]:
-        """Return the same for name.exp_avg and so on, see `state_of`."""
+        """Return the optimizer's tensors, with names such as "norm.weight.exp_avg"."""
         return self._whole(moments=True)
 
     def whole_model(self) -> Transformer | None:
-        """Return the model where the engine leaves it whole, or else a copy on the main
-        process's CPU and None elsewhere."""
+        """Return the model; under ZeRO-3 a copy on the main process's CPU, and None elsewhere."""
         if not self.divides_model:
             return self.model
         weights = self.weights()
@@ -75,13 +71,13 @@ class TrainingState:
         if not self.accelerator.is_main_process:
             return None
         weights = merged_weights(weights, self.model.lora)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # keeps the run's random state
             model = Transformer(self.model.config)
         load_weights(model, weights, "the model in training")
         return model.eval()
 
     def scalars(self) -> dict:
-        """Return AdamW's step (0 where Muon steps all), and fp16's loss scale."""
+        """Return AdamW's step (0 if Muon steps everything) and the state of fp16's loss scale."""
         scale = None
         if self.accelerator.mixed_precision == "fp16" and self.zero:
             scaler = vars(self.zero.loss_scaler)
@@ -92,8 +88,8 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Put everything back, frozen weights too.
-        Raises ConfigError: names or shapes that do not fit the model."""
+        """Restore what `weights`, `moments` and `scalars` returned, and frozen weights.
+        Raises ConfigError: names or shapes do not fit the model."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
@@ -102,8 +98,7 @@ class TrainingState:
         step = scalars["optimizer_step"]
         for state in self.optimizer.state.values():
             if "step" in state:
-                is_tensor = isinstance(state["step"], Tensor)
-                state["step"] = state["step"].fill_(step) if is_tensor else step
+                state["step"] += step - int(state["step"])  # a tensor, or DeepSpeed's int
         if hasattr(self.optimizer, "ds_opt_adam"):
             catch_up(self.optimizer, step)
         scale = scalars["loss_scale"] if self.accelerator.mixed_precision == "fp16" else None
@@ -113,9 +108,9 @@ class TrainingState:
             self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Put the fp32 weights back; adapters may be missing among them.
-        Raises ConfigError: names or shapes that do not fit the model."""
-        if self.divides_model:  # its own parameters are empty
+        """Restore fp32 weights; those of adapters may be missing.
+        Raises ConfigError: names or shapes do not fit the model."""
+        if self.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
                 if self.model.lora:
@@ -134,7 +129,7 @@ class TrainingState:
         return [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     def _whole(self, moments: bool) -> dict[str, Tensor]:
-        """Return tensors joined from every process's part."""
+        """Return whole tensors, joined from the shards of all processes."""
         whole = {}
         for key, parameter, inside, part in self._shards(moments):
             shape = shape_of(parameter)
@@ -149,19 +144,23 @@ class TrainingState:
         return whole
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
-        """Yield (name, parameter, slice that this process holds, flat view into the
-        optimizer's memory) of weights or moments, in one order on all processes."""
+        """Yield (name, parameter, slice, view) of the weights or moments of this process.
+        The slice of the flat parameter is what this process holds; the view is the optimizer's
+        memory of it. The order is the same on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
 
         def flat(group: dict, stepped: Tensor) -> dict[str, Tensor]:
-            kept = state_of(self.optimizer, group, stepped) if moments else {"": stepped.data}
-            return {f".{key}" if key else "": tensor.view(-1) for key, tensor in kept.items()}
+            if not moments:
+                return {"": stepped.data.view(-1)}
+            kept = state_of(self.optimizer, group, stepped).items()
+            return {f".{key}": tensor.view(-1) for key, tensor in kept}
 
         groups = self.optimizer.param_groups
         if not self.zero:
-            for each, p in ((group, p) for group in groups for p in group["params"]):
-                for key, tensor in flat(each, p).items():
-                    yield names[id(p)] + key, p, slice(None), tensor
+            for group in groups:
+                for p in group["params"]:
+                    for key, tensor in flat(group, p).items():
+                        yield names[id(p)] + key, p, slice(None), tensor
             return
         for partition in partitions(self.zero, self.accelerator.process_index, writes):
             tensors = flat(groups[partition.group], partition.fp32)

@@ -1,7 +1,7 @@
-"""A trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
+"""Run a trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
-Every process has its share of each parameter, on its device or where "offload_param" says. The
-weights of a layer come together while it computes (ZeRO-Inference, https://arxiv.org/abs/2207.00032).
+Every process holds a share of each parameter, on its device or where "offload_param" says. The
+weights of a layer are gathered while it computes (https://arxiv.org/abs/2207.00032).
 """
 
 import os
@@ -12,27 +12,25 @@ import torch
 from common.errors import UsageError
 from model import Transformer
 from storage.weights import WeightsFolder
-from training.engine.deepspeed_config import (
-    check_by_deepspeed,
-    offload_device,
-    read_config,
-    refuse_keys,
-)
+from training.engine import deepspeed_config
 from training.engine.partition import gathered
 
 
 @dataclass
 class ZeroInference:
-    config: dict  # DeepSpeed's
+    """ZeRO-3 for a model that is not trained: for evaluation, generation, or as a teacher."""
+
+    config: dict  # DeepSpeed's configuration
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """Return ZeRO-3 as the launcher asked for it, None for another engine.
-        Raises UsageError: its file or this device cannot be used."""
+        """Return ZeRO-3 if the launcher asked for it, and None for every other engine.
+        `dtype` None means bfloat16 on a GPU and float32 on a CPU.
+        Raises UsageError: the DeepSpeed file or --device cannot be used."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-        config = read_config(path)
+        config = deepspeed_config.read_config(path)
         if config["zero_optimization"].get("stage") != 3:
             return None
         own = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,22 +40,23 @@ class ZeroInference:
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return ZeRO-3 by the part of a configuration that is not about training.
-        Raises UsageError: as in training, or parameters are on NVMe."""
-        if offload_device(config, "param") == "nvme":
+        """Return ZeRO-3 with those settings that do not concern training.
+        Raises UsageError: training refuses the file too, or it keeps parameters on NVMe."""
+        if deepspeed_config.offload_device(config, "param") == "nvme":
             raise UsageError(f"{source}: only training keeps parameters on NVMe")
-        section = {k: v for k, v in config["zero_optimization"].items() if v != "auto"}
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
+        zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         if dtype != "float32":
             config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
-        if problems := refuse_keys(config):
+        problems = deepspeed_config.refuse_keys(config)
+        if problems:
             raise UsageError(f"{source}: {'; '.join(problems)}")
-        section.pop("offload_optimizer", None)
-        check_by_deepspeed(config, source)
+        zero.pop("offload_optimizer", None)  # there is no optimizer
+        deepspeed_config.check_by_deepspeed(config, source)
         return cls(config)
 
     def load(self, folder: WeightsFolder) -> Transformer:
-        """Load the model in shares; all processes must call it."""
+        """Load a model of which every process holds a share. Every process must call this."""
         import deepspeed
 
         from training.engine.launch import KEPT, skip_compiled_communication
@@ -70,5 +69,5 @@ class ZeroInference:
             with gathered(parameter, writes=True):
                 parameter.data.copy_(weights[name])
         engine, *_ = deepspeed.initialize(model=model, config=self.config)
-        KEPT.append(engine)
+        KEPT.append(engine)  # with its process group
         return engine.module.eval()
