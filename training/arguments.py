@@ -23,7 +23,7 @@ from storage.find import DISTILLATION, PRETRAINING
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 TRACKERS = ("tensorboard", "wandb", "swanlab", "none")
-# What the value of a flag must be, in words and as a check.
+# Conditions on the value of a flag: (words for the error message, check).
 AT_LEAST_0 = ("at least 0 and finite", lambda value: 0 <= value < math.inf)
 AT_LEAST_1 = ("at least 1", lambda value: value >= 1)
 POSITIVE = ("positive and finite", lambda value: 0 < value < math.inf)
@@ -275,8 +275,8 @@ def build_parser(
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}
-    training = [each for each in flags_of(kind) if not only or each[0].name in only]
-    for item, title in [*training, *flags_of(LMConfig)]:
+    training_flags = [each for each in flags_of(kind) if not only or each[0].name in only]
+    for item, title in [*training_flags, *flags_of(LMConfig)]:
         group = groups.setdefault(title, parser.add_argument_group(title))
         text = item.metadata["help"]
         if item.default is not None:
@@ -287,10 +287,11 @@ def build_parser(
         elif item.metadata.get("repeated"):
             options |= {"action": "append", "metavar": "FILE"}
         else:
-            kind = item.type.__args__[0] if isinstance(item.type, types.UnionType) else item.type
+            is_union = isinstance(item.type, types.UnionType)  # such as int | None
+            value_type = item.type.__args__[0] if is_union else item.type
             choices = item.metadata.get("choices")
-            metavar = None if choices else kind.__name__.upper()
-            options |= {"type": kind, "choices": choices, "metavar": metavar}
+            metavar = None if choices else value_type.__name__.upper()
+            options |= {"type": value_type, "choices": choices, "metavar": metavar}
         alone = item.metadata.get("alone")  # the flag's value if it is typed without one
         if alone is not None:
             options |= {"nargs": "?", "const": alone, "action": UnlessGiven}
@@ -301,6 +302,7 @@ def build_parser(
 
 
 def show_default(value) -> str:
+    """Return a default as --help shows it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Which run folder to write into, which checkpoint to go on from, and the run's settings.json."""
+"""Choose the run folder and the checkpoint to resume from; write the run's settings.json."""
 
 import json
 import platform
@@ -26,23 +26,23 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """A run folder, and the checkpoint to go on from if it is not a new run."""
+    """The run folder to write into, and the checkpoint to resume from."""
 
     folder: RunFolder
-    checkpoint: Path | None = None
-    state: dict = field(default_factory=dict)  # state.json of the checkpoint
+    checkpoint: Path | None = None  # None: a new run
+    state: dict = field(default_factory=dict)  # state.json of the checkpoint; {} for a new run
 
     @property
     def step(self) -> int:
-        """The last step that was trained; 0 for a new run."""
+        """The step that the checkpoint was saved after; 0 for a new run."""
         return self.state.get("step", 0)
 
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
-    """Find the run folder, and its newest sound checkpoint if --resume asks for one.
+    """Find the run folder and, for --resume, its newest undamaged checkpoint. Write nothing.
 
-    Nothing is written. Raises UsageError: there is no sound checkpoint at the path given, or a new
-    run would fall on an old one.
+    Raises UsageError: every checkpoint is damaged, the path of --resume has no checkpoint, or the
+    folder holds another run.
     """
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
@@ -83,7 +83,8 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
 
 
 def claim(start: StartingPoint) -> None:
-    """Make and lock the run folder. Raises UsageError: it is in use, or the system refuses."""
+    """Create and lock the run folder. Raises UsageError: another process uses the folder, or it
+    cannot be created."""
     try:
         start.folder.path.mkdir(parents=True, exist_ok=True)
         lock(start.folder.lock)
@@ -92,21 +93,27 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return the arguments by which a run that goes on finds its own shape and teacher: the weights
-    of --init_from may be gone, and 'auto' may be another run by now."""
-    own, base = {}, start.folder.base
+    """Return arguments that lead a resumed run to its own model shape and teacher.
+
+    The weights of --init_from may have been deleted since the run began, and 'auto' may now mean
+    another run. A new run's arguments are returned unchanged.
+    """
     if start.checkpoint and args.init_from:
-        own["init_from"] = str(base if base.exists() else start.checkpoint)
+        base = start.folder.base
+        args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
     if start.checkpoint and args.teacher == "auto":
-        own["teacher"] = saved_arguments(start.folder).get("teacher", "auto")
-    return replace(args, **own)
+        args = replace(args, teacher=saved_arguments(start.folder).get("teacher", "auto"))
+    return args
 
 
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """Return what a run and its checkpoint have in common, besides the model. `teacher` is the hash
-    of the teacher's weights."""
+    """Return the facts that must stay the same when a run is resumed, besides the model's shape.
+
+    Args:
+        teacher: hash of the teacher's weights; None without a teacher.
+    """
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
@@ -124,8 +131,11 @@ def resumed_arguments(
     identity: dict,
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
-    """Return arguments and identity with an accumulation for this number of processes, so that the
-    global batch stays. Raises UsageError: this is another run; lists the differences."""
+    """Return `args` and `identity` of a resumed run. On another number of processes
+    --accumulation_steps is changed, so that the global batch stays the same.
+
+    Raises UsageError: the checkpoint is of another run; the message lists the differences.
+    """
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -147,7 +157,7 @@ def resumed_arguments(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename later or damaged checkpoints, and the weights of a run that was finished."""
+    """Rename checkpoints after `start`, and final weights, which the resumed run writes anew."""
     run = start.folder
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:
@@ -159,7 +169,7 @@ def set_aside(start: StartingPoint) -> None:
 def write_settings(
     run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
 ) -> None:
-    """Write settings.json, the run's tokenizer, and a chat template if it learns to answer."""
+    """Write settings.json and the tokenizer; for conversations, the chat template too."""
     settings = {
         "program": args.program,
         "command": sys.argv,
@@ -171,7 +181,7 @@ def write_settings(
         "packages": {x: version(x) for x in PACKAGES} | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    for name in (*TOKENIZER_FILES, run.template.name):  # of another run that was begun here
+    for name in (*TOKENIZER_FILES, run.template.name):  # an earlier run may have left others
         (run.path / name).unlink(missing_ok=True)
     copy_tokenizer(tokenizer, run.path)
     if args.dataset.kind == CONVERSATIONS:
@@ -179,6 +189,24 @@ def write_settings(
 
 
 def saved_arguments(run: RunFolder) -> dict:
-    """Return the flags in the run's settings.json; none where it is missing or unreadable."""
+    """Return the training flags in settings.json; {} if the file is missing or unreadable."""
     arguments = read_settings(run.settings).get("arguments")
     return arguments if isinstance(arguments, dict) else {}
+
+
+def changes_since_stop(
+    start: StartingPoint, args: TrainingArguments, config: LMConfig, engine: Engine
+) -> list[str]:
+    """Return a line for each flag, the engine and the number of processes that differ from
+    settings.json, which still describes the last launch. A new run has no such lines."""
+    settings = read_settings(start.folder.settings)
+    old_flags = saved_arguments(start.folder) | settings.get("model", {})
+    before = settings | {f"--{name}": value for name, value in old_flags.items()}
+    now = {f"--{name}": value for name, value in (vars(args) | config.to_dict()).items()}
+    now |= {"engine": engine.name, "processes": engine.processes}
+    before |= {name: now[name] for name in ("--resume", "--run_name")}  # they change no training
+    return [
+        f"changed since the run was stopped: {name} {before[name]} → {value}"
+        for name, value in now.items()
+        if start.checkpoint and before.get(name, value) != value
+    ]

@@ -37,7 +37,7 @@ from training.interruption import SIGNALS, StopRequest, leave
 from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
-from training.resume import claim, set_aside, write_settings
+from training.resume import changes_since_stop, claim, set_aside, write_settings
 from training.run import Run
 from training.teacher import Teacher
 
@@ -163,7 +163,8 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
             keep = (start.folder, prepared.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
     run = Run(prepared, engine, built, stop, teacher, name)
-    for text in (start_block(run), *warnings(run)):
+    changes = changes_since_stop(start, args, prepared.config, engine)
+    for text in (start_block(run), *changes, *warnings(run)):
         run.log.say(text)
     if engine.is_main:
         set_aside(start)
