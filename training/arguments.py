@@ -30,10 +30,7 @@ POSITIVE = ("positive and finite", lambda value: 0 < value < math.inf)
 SHARE = ("between 0 and 1", lambda value: 0 <= value <= 1)
 BELOW_1 = ("at least 0 and below 1", lambda value: 0 <= value < 1)
 SEED = ("at least 0 and below 2**32", lambda value: 0 <= value < 2**32)
-FOLDER_NAME = (
-    "a plain folder name",
-    lambda name: name.strip(" .") and name.isprintable() and not set(name) & {"/", "\0"},
-)
+FOLDER_NAME = ("a plain folder name", lambda x: x.strip(" .") and x.isprintable() and "/" not in x)
 FILE_NAME = ("the name of a file", lambda name: name.strip() and "\0" not in name)
 TEXT = ("text", is_text)
 TRACKER_LIST = (
@@ -84,9 +81,7 @@ class TrainingArguments:
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
     decay_fraction: float = setting(0.2, "share of steps that 'wsd' decays over, at the end", SHARE)
-    weight_decay: float = setting(
-        0.1, "each step shrinks every matrix by the share learning rate × this", AT_LEAST_0
-    )
+    weight_decay: float = setting(0.1, "weight decay of matrices, × learning rate", AT_LEAST_0)
     beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
     beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
     muon_momentum: float = setting(0.95, "decay of Muon's mean of the gradient", BELOW_1)
@@ -95,9 +90,7 @@ class TrainingArguments:
         20, "stop after so many steps in a row with a non-finite gradient", AT_LEAST_1
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
-    tf32: bool = setting(
-        False, "float32 on NVIDIA GPUs multiplies in TF32: faster, factors rounded to 11 bits"
-    )
+    tf32: bool = setting(False, "float32 on NVIDIA GPUs: multiply in TF32, faster and in 11 bits")
     compile: str = setting(
         "auto", "torch.compile; 'auto' compiles long runs only", choices=("auto", "on", "off")
     )
@@ -233,14 +226,10 @@ class DistillationArguments(TrainingArguments):
     teacher_config: str | None = setting(
         None, "ZeRO-3 file that divides the teacher, like configs/zero3_inference.json", FILE_NAME
     )
-    alpha: float = setting(
-        0.5, "weight of the hard loss (cross-entropy); the soft loss has the rest", SHARE
-    )
+    alpha: float = setting(0.5, "weight of the hard loss; the soft loss has the rest", SHARE)
     temperature: float = setting(2.0, "the soft loss divides both models' logits by it", POSITIVE)
     kl: str = setting(
-        "forward",
-        "soft loss: KL(teacher, student) if forward, KL(student, teacher) if reverse",
-        choices=("forward", "reverse"),
+        "forward", "KL(teacher, student) or KL(student, teacher)", choices=("forward", "reverse")
     )
 
     @property
@@ -266,12 +255,8 @@ def flags_of(dataclass_type):
 def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
-    """Return the parser of a program. The parsed namespace holds only the flags that were typed,
-    because the dataclasses have the defaults.
-
-    Args:
-        only: names of the training flags to accept; None: all. All model flags are accepted.
-    """
+    """Return the parser of a program's training flags (only those in `only`, if given) and of the
+    model's flags. It returns only what was typed: the dataclasses have the defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}

@@ -39,11 +39,8 @@ class StartingPoint:
 
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
-    """Find the run folder and, for --resume, its newest undamaged checkpoint. Write nothing.
-
-    Raises UsageError: every checkpoint is damaged, the path of --resume has no checkpoint, or the
-    folder holds another run.
-    """
+    """Find the run folder and, for --resume, its newest undamaged checkpoint. Raises UsageError:
+    the path of --resume has no undamaged checkpoint, or the folder holds another run."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -83,8 +80,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
 
 
 def claim(start: StartingPoint) -> None:
-    """Create and lock the run folder. Raises UsageError: another process uses the folder, or it
-    cannot be created."""
+    """Create and lock the run folder. Raises UsageError: it is in use or cannot be created."""
     try:
         start.folder.path.mkdir(parents=True, exist_ok=True)
         lock(start.folder.lock)
@@ -93,11 +89,8 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return arguments that lead a resumed run to its own model shape and teacher.
-
-    The weights of --init_from may have been deleted since the run began, and 'auto' may now mean
-    another run. A new run's arguments are returned unchanged.
-    """
+    """Return arguments that lead a resumed run to its own model shape and teacher: the weights of
+    --init_from may have been deleted, and 'auto' may mean another run by now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
@@ -109,11 +102,8 @@ def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingA
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """Return the facts that must stay the same when a run is resumed, besides the model's shape.
-
-    Args:
-        teacher: hash of the teacher's weights; None without a teacher.
-    """
+    """Return the facts, besides the model's shape, that must stay the same when a run is resumed.
+    `teacher` is the hash of the teacher's weights, if any."""
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
@@ -131,11 +121,8 @@ def resumed_arguments(
     identity: dict,
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
-    """Return `args` and `identity` of a resumed run. On another number of processes
-    --accumulation_steps is changed, so that the global batch stays the same.
-
-    Raises UsageError: the checkpoint is of another run; the message lists the differences.
-    """
+    """Return `args` and `identity`, with --accumulation_steps adapted to the number of processes so
+    that the global batch stays. Raises UsageError, with the differences, if this is another run."""
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -197,8 +184,8 @@ def saved_arguments(run: RunFolder) -> dict:
 def changes_since_stop(
     start: StartingPoint, args: TrainingArguments, config: LMConfig, engine: Engine
 ) -> list[str]:
-    """Return a line for each flag, the engine and the number of processes that differ from
-    settings.json, which still describes the last launch. A new run has no such lines."""
+    """Return a line for each flag, the engine and the processes, if a resumed run's settings.json,
+    which still describes the launch before, has another value."""
     settings = read_settings(start.folder.settings)
     old_flags = saved_arguments(start.folder) | settings.get("model", {})
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
