@@ -22,11 +22,8 @@ SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its 
 
 
 class StopRequest:
-    """Decide after each step, on all ranks alike, whether to stop and whether to save.
-
-    A second signal ends the process at once. The limits are in minutes; `since` is the start of the
-    run by `time.monotonic`.
-    """
+    """Decide after each step, for all ranks, whether to stop and to save. A second signal ends the
+    process at once. Limits are in minutes; `since` is the start of the run by time.monotonic."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
         self.engine = engine

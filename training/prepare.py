@@ -68,10 +68,8 @@ class Prepared:
     def flops_per_token(self) -> float:
         """Model FLOPs per token: forward and backward, and the forward pass of a teacher."""
         length = self.train_set.tokens_per_sample
-        flops = self.shapes.flops_per_token(length)
-        if self.teacher:
-            flops += self.teacher.shapes.flops_per_token(length) / 3  # forward is a third
-        return flops
+        teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
+        return self.shapes.flops_per_token(length) + teacher
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return what a process computes in a step, for the estimate of its memory."""
@@ -88,13 +86,8 @@ class Prepared:
 def prepare(
     args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
 ) -> Prepared:
-    """Find and check everything that a run needs. Every process must call it.
-
-    Args:
-        engine: None in the check before a launch; only then `processes` counts.
-
-    Raises UsageError, ConfigError or DataError if the run cannot be trained.
-    """
+    """Find and check everything that a run needs. Every process must call it. In the check before a
+    launch `engine` is None and `processes` is given. Raises UsageError, ConfigError, DataError."""
     processes = engine.processes if engine else processes
 
     def decide() -> tuple:  # on the main process, for all

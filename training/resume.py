@@ -48,16 +48,14 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         if found := run_to_resume(out, args.program, args.run_name):
             run, checkpoints = found, found.all_checkpoints()
         else:
-            print(
-                f"--resume auto: no checkpoint in {out / (args.run_name or '')}, a new run starts"
-            )
+            searched = out / (args.run_name or "")
+            print(f"--resume auto: no checkpoint in {searched}, a new run starts")
     elif args.resume:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]
         if not (checkpoints[-1] / STATE).is_file():
-            raise UsageError(
-                f"--resume {args.resume}: neither a run with checkpoints nor a checkpoint"
-            )
+            reason = "neither a run with checkpoints nor a checkpoint"
+            raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(checkpoints[-1])
     if run.settings.exists() and (program := program_of(run)) != args.program:
         raise UsageError(
@@ -73,9 +71,8 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
             return StartingPoint(run, path, read_state(path))
         print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before")
     if problem:
-        raise UsageError(
-            f"--resume {args.resume}: no sound checkpoint, {path} is damaged: {problem}"
-        )
+        reason = f"no sound checkpoint, {path} is damaged: {problem}"
+        raise UsageError(f"--resume {args.resume}: {reason}")
     return StartingPoint(run)
 
 

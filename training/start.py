@@ -177,12 +177,8 @@ def start_block(run: Run) -> str:
     """Return the facts of a run, one per line, with aligned names."""
     args, engine, prepared, rate = run.args, run.engine, run.prepared, run.learning_rate
     device, data, batch = run.accelerator.device, prepared.train_set, run.samples_per_step
-    lora = prepared.shapes.lora
-    origin = "scratch"
-    if prepared.start.checkpoint:
-        origin = prepared.start.checkpoint.name
-    elif prepared.source:
-        origin = f"{prepared.source.path}, with a new optimizer"
+    lora, checkpoint = prepared.shapes.lora, prepared.start.checkpoint
+    origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
     read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
         read = data.summary
@@ -211,7 +207,7 @@ def start_block(run: Run) -> str:
     offloaded = f", {ram:.2f} in RAM and {nvme:.2f} on NVMe" if ram or nvme else ""
     fields = {
         "run folder": run.folder.path,
-        "starts from": origin,
+        "starts from": checkpoint.name if checkpoint else origin,
         "engine": engine.name + hint,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
