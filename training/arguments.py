@@ -74,7 +74,7 @@ class TrainingArguments:
     learning_rate: float = setting(5e-4, "peak learning rate of AdamW", POSITIVE)
     muon_learning_rate: float = setting(0.02, "peak learning rate of Muon, same schedule", POSITIVE)
     lr_schedule: str | None = setting(
-        None, "how the learning rate falls after warm-up (default: cosine)", choices=SCHEDULES
+        None, "decay after warm-up (default cosine)", choices=SCHEDULES
     )
     warmup_steps: int | None = setting(
         None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
@@ -195,14 +195,10 @@ class SFTArguments(TrainingArguments):
 
     def adapt(self, model: Transformer) -> None:
         """Add adapters if --lora_dim is given. Raises ConfigError, see `add_lora`."""
-        if self.lora_dim is not None:
-            add_lora(
-                model,
-                dim=self.lora_dim,
-                alpha=self.lora_alpha,
-                module_name=self.lora_module_name,
-                only_lora=self.only_optimize_lora,
-            )
+        if self.lora_dim is None:
+            return
+        name, only = self.lora_module_name, self.only_optimize_lora
+        add_lora(model, dim=self.lora_dim, alpha=self.lora_alpha, module_name=name, only_lora=only)
 
 
 @dataclass

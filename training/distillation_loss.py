@@ -15,7 +15,7 @@ from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
 KL = ("forward", "reverse")
-CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; temporary tensors take about five times as much
+CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six times as much
 
 
 def distillation_loss(
@@ -26,11 +26,10 @@ def distillation_loss(
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, hard, soft, agreement): fp32 means over the targets that count, 0 if none does.
+    """Return (loss, hard, soft, agreement), fp32 means over the targets that count, or 0.
 
-    The loss is alpha * hard + (1 - alpha) * soft. `hard` is the cross-entropy with the targets,
-    `soft` is T² times the divergence, and `agreement` is the share of positions at which both
-    models have the same most likely token. Only the loss has a gradient.
+    loss = alpha * hard + (1 - alpha) * soft; it alone has a gradient. `hard` is the cross-entropy,
+    `soft` is T² times the divergence, `agreement` the share of equal most likely tokens.
 
     Args:
         logits: (B, T, vocab_size or more), of the student, in any precision.
@@ -63,7 +62,7 @@ def _sums(
     student = (logits[:, :vocab_size] / temperature).log_softmax(-1)
     teacher = (theirs.float() / temperature).log_softmax(-1)
     p, q = (teacher, student) if kl == "forward" else (student, teacher)
-    divergence = F.kl_div(q, p, reduction="none", log_target=True).sum(-1)  # KL(p || q), (tokens,)
+    divergence = F.kl_div(q, p, reduction="none", log_target=True).sum(-1)  # KL(p || q)
     soft = temperature**2 * divergence.where(counts, 0).sum()  # ignored positions: no gradient
     agreements = ((logits.argmax(-1) == theirs.argmax(-1)) & counts).sum()
     return torch.stack([hard, soft, agreements.float()])

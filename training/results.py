@@ -51,14 +51,8 @@ def prompt_and_continuation(
         prompt, next_ids = tokenizer.encode_prompt(args.sample_prompt)
     else:
         prompt = encode_chat_prompt(tokenizer, [Turn("user", args.sample_prompt)])
-    (ids,) = generate(
-        model,
-        [prompt],
-        args.sample_tokens,
-        Sampling(seed=args.seed),
-        next_ids=[next_ids],
-        stop_ids=(tokenizer.eos_id,),
-    )
+    how, stop = Sampling(seed=args.seed), (tokenizer.eos_id,)
+    (ids,) = generate(model, [prompt], args.sample_tokens, how, next_ids=[next_ids], stop_ids=stop)
     return tokenizer.decode(prompt), tokenizer.decode(ids)
 
 

@@ -185,8 +185,9 @@ def changes_since_stop(
     which still describes the launch before, has another value."""
     settings = read_settings(start.folder.settings)
     old_flags = saved_arguments(start.folder) | settings.get("model", {})
+    new_flags = vars(args) | config.to_dict()
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
-    now = {f"--{name}": value for name, value in (vars(args) | config.to_dict()).items()}
+    now = {f"--{name}": value for name, value in new_flags.items()}
     now |= {"engine": engine.name, "processes": engine.processes}
     before |= {name: now[name] for name in ("--resume", "--run_name")}  # they change no training
     return [

@@ -52,7 +52,7 @@ def step_batches(
         rank=engine.accelerator.process_index,
         world_size=engine.processes,
         seed=args.seed,
-        start=start_step * global_batch,
+        start=start_step * global_batch,  # in sequences
     )
     source = micro_batches(train_set, order, args.num_workers, pin_memory=device.type == "cuda")
 

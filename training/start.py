@@ -22,14 +22,8 @@ from storage.checkpoint import write_base
 from storage.folder import release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
-from training.engine.device import (
-    GIB,
-    attention_kernel,
-    available_memory,
-    device_name,
-    matrix_precision,
-)
-from training.engine.estimate import estimate, fits
+from training.engine.device import attention_kernel, available_memory, device_name, matrix_precision
+from training.engine.estimate import GIB, estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process

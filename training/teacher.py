@@ -84,13 +84,13 @@ class TeacherWeights:
 
 
 class Teacher:
-    """A teacher on its device. Every process must create it (this draws random numbers) and call it.
+    """A teacher on its device. Every process must create it and call it.
 
     Args:
         dtype: precision of its weights, such as "bfloat16".
         vocab_size: size of the data's vocabulary; the teacher's further outputs are cut off.
 
-    Raises UsageError or ConfigError: its weights cannot be read.
+    Creating it draws random numbers. Raises UsageError or ConfigError: unreadable weights.
     """
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
