@@ -97,12 +97,8 @@ def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
 
 
 class Runs:
-    """Runs that take turns at the same step.
-
-    Args:
-        runs: each run with its random state, see `random_state`.
-        folders: the folders of all models, also of models that are finished.
-    """
+    """Runs that take turns at the same step. `runs` maps a run to its random state. `folders` lists
+    the run folders of all models, also of finished ones."""
 
     def __init__(self, runs: dict[Run, dict], folders: list[RunFolder]):
         self.all, self.folders = list(runs), [folder.path for folder in folders]

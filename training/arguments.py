@@ -102,10 +102,7 @@ class TrainingArguments:
         alone="",  # as in DeepSpeed's own programs: --deepspeed --deepspeed_config FILE
     )
     gradient_checkpointing: str = setting(
-        "off",
-        "save memory: backward computes whole blocks again, or all but attention (selective)",
-        choices=RECOMPUTE,
-        alone="blocks",
+        "off", "save memory by recomputing blocks in backward", choices=RECOMPUTE, alone="blocks"
     )
     seed: int = setting(42, "seed of initial weights, data order, dropout and samples", SEED)
 
@@ -268,8 +265,8 @@ def build_parser(
         elif item.metadata.get("repeated"):
             options |= {"action": "append", "metavar": "FILE"}
         else:
-            is_union = isinstance(item.type, types.UnionType)  # such as int | None
-            value_type = item.type.__args__[0] if is_union else item.type
+            optional = isinstance(item.type, types.UnionType)  # such as int | None
+            value_type = item.type.__args__[0] if optional else item.type
             choices = item.metadata.get("choices")
             metavar = None if choices else value_type.__name__.upper()
             options |= {"type": value_type, "choices": choices, "metavar": metavar}

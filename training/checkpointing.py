@@ -64,7 +64,7 @@ class Checkpointer:
 
     def wait(self) -> bool:
         """Wait for the save in progress, if any; return whether the latest save succeeded."""
-        if self._writer.ident:  # it was started
+        if self._writer.ident:  # the thread was started
             self._writer.join()
         return self._saved
 

@@ -26,9 +26,8 @@ def distillation_loss(
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, hard, soft, agreement), fp32 means over the targets that count, or 0.
-
-    loss = alpha * hard + (1 - alpha) * soft; it alone has a gradient. `hard` is the cross-entropy,
+    """Return (loss, hard, soft, agreement), fp32 means over the targets that count, or 0. Only
+    loss = alpha * hard + (1 - alpha) * soft has a gradient. `hard` is the cross-entropy,
     `soft` is T² times the divergence, `agreement` the share of equal most likely tokens.
 
     Args:

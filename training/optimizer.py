@@ -142,8 +142,6 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class Update(NamedTuple):
-    """Muon's update of a matrix of weights, or of the part of it that this process steps."""
-
     matrix: Tensor  # (rows, cols), the average gradient of the whole matrix
     weights: Tensor  # flat view of the weights that this process steps
     inside: slice  # the position of these weights in the flattened matrix

@@ -131,11 +131,9 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
 
 
 def cpu_flags(typed: dict, takes_muon: bool) -> dict:
-    """Return steps and optimizer for a run of a few minutes, without the flags that were typed.
-
-    The steps make PASSES over the text, or one pass if the data has several segmentations of it
-    (data/encoding.py), between LEAST and MOST. Raises DataError: not a folder of prepared text.
-    """
+    """Return steps and optimizer for a run of a few minutes, without the flags that were typed. The
+    steps make PASSES over the text, or one pass if the data has several segmentations of it
+    (data/encoding.py). Raises DataError: not a folder of prepared text."""
     steps = TAUGHT
     if "teacher" not in typed:
         description = read_description(typed["data"])

@@ -45,8 +45,6 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run whose arguments, data and weights were found and checked."""
-
     args: TrainingArguments  # with the paths that were found; accumulation fits the processes
     start: StartingPoint
     source: WeightsFolder | None  # of --init_from; None: random initial weights

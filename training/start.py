@@ -42,12 +42,9 @@ def run_program(
     argv: list[str] | None,
     make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
-    """Set up a run and train it, unless it is finished. A user's mistake is printed in one line.
-
-    Args:
-        argv: flags of the run, from a notebook; the process then lives on. None: the command line.
-        make: returns what `train` takes, or None if it is finished (default: `set_up`).
-    """
+    """Set up a run and train it, unless it is finished. With `argv` None, take the flags of the
+    command line and end the process; otherwise, as in a notebook, the process lives on. `make`
+    returns what `train` takes, or None if it is finished (default: `set_up`)."""
     process = nullcontext() if argv is None else left_as_found([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
@@ -96,13 +93,9 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 def set_up_together(
     models: list[tuple[TrainingArguments, dict]], resumed: Callable[[], list] | None = None
 ) -> dict[Run, dict]:
-    """Set up runs on the same batches; return the unfinished ones, each with its random state.
-
-    Args:
-        resumed: returns each run's value of --resume; only the main process calls it.
-    """
-    started = time.monotonic()  # --time_limit counts from here
-    first = models[0][0]
+    """Set up runs on the same batches; return the unfinished ones, each with its random state. The
+    main process calls `resumed`, which returns each run's value of --resume."""
+    started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
     engines = build_engines([args for args, _ in models])
     if resumed:

@@ -27,8 +27,7 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
     """Raise DataError if the model has another tokenizer than the data. A model without a tokenizer
     file must have the same vocabulary size."""
     room = source.config().vocab_size
-    same = data.vocab_size == room
-    flag = "the model's tokenizer"
+    same, flag = data.vocab_size == room, "the model's tokenizer"
     if source.tokenizer.is_file():
         same = tokenizer_hash(source.tokenizer) == data.description["tokenizer_sha256"]
         flag = f"--tokenizer {source.tokenizer}"
@@ -84,14 +83,9 @@ class TeacherWeights:
 
 
 class Teacher:
-    """A teacher on its device. Every process must create it and call it.
-
-    Args:
-        dtype: precision of its weights, such as "bfloat16".
-        vocab_size: size of the data's vocabulary; the teacher's further outputs are cut off.
-
-    Creating it draws random numbers. Raises UsageError or ConfigError: unreadable weights.
-    """
+    """A teacher on its device, with weights in `dtype`. Outputs beyond `vocab_size`, the vocabulary
+    of the data, are cut off. Every process must create it, which draws random numbers, and call it.
+    Raises UsageError or ConfigError: its weights cannot be read."""
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size

@@ -37,9 +37,8 @@ def spread(n: int, most: int) -> list[int]:
 def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Evaluate on all processes together and return the same numbers on each: "loss", the mean over
-    all targets that count, in nats; "perplexity"; "bits_per_byte" of text, which compares models
-    with different tokenizers; "samples", the number of sequences."""
+    """Return "loss", the mean over all targets that count on all processes, in nats; "perplexity";
+    "bits_per_byte", which compares different tokenizers; "samples", the number of sequences."""
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
