@@ -1,9 +1,9 @@
-"""Distil a model: train a smaller one to expect what a trained one, its teacher, expects.
+"""Distil a model: train a smaller one to predict the probabilities of a trained one, its teacher.
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-Unlike in pretraining the teacher (--teacher, by default the newest run) reads each micro-batch too,
-and the loss compares both models' logits.
+Two things differ from pretraining: the teacher (--teacher, by default the newest run) reads each
+micro-batch too, and the loss compares the logits of both models.
 """
 
 from training.arguments import DistillationArguments
@@ -13,12 +13,12 @@ from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
+    """Train with the flags in argv, in a notebook for example; None: those of the command line."""
     run_program(DistillationArguments, train, argv)
 
 
 def train(run: Run) -> None:
-    """Everything between the set-up and the finished run."""
+    """Train from the run's first step to its last, then write the results."""
     args, compiled = run.args, run.built.compilation.on
     vocab_size = run.prepared.train_set.vocab_size
     for step in run.steps():
@@ -34,7 +34,7 @@ def train(run: Run) -> None:
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.end(step, grad_norm)  # log, validate, sample, save
-    run.finish()  # leave weights and a report, unless it was told to stop before the end
+    run.finish()  # write weights and a report, or say how to resume a run that was stopped
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_pretrain_accelerate.py [flags]
 
-Reads what `python -m scripts.prepare_data` wrote and leaves everything in one run folder. A step
-always means an optimizer step; a micro-batch is what one process feeds forward at once.
+It reads the data that `python -m scripts.prepare_data` wrote and writes a run folder. A step always
+means an optimizer step. A micro-batch is the sequences of one forward pass on one process.
 """
 
 from training.arguments import TrainingArguments
@@ -12,12 +12,12 @@ from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
+    """Train with the flags in argv, in a notebook for example; None: those of the command line."""
     run_program(TrainingArguments, train, argv)
 
 
 def train(run: Run) -> None:
-    """Everything between the set-up and the finished run."""
+    """Train from the run's first step to its last, then write the results."""
     for step in run.steps():
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
@@ -28,7 +28,7 @@ def train(run: Run) -> None:
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.end(step, grad_norm)  # log, validate, sample, save
-    run.finish()  # leave weights and a report, unless it was told to stop before the end
+    run.finish()  # write weights and a report, or say how to resume a run that was stopped
 
 
 if __name__ == "__main__":

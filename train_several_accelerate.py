@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
       --model small.json --model large.json [flags for all of them]
 
-The steps are those of pretraining, see train_pretrain_accelerate.py. Each model has an engine,
-random numbers and a run folder of its own, and its losses are those of training it alone. The
-models read the same batches, whose order depends on the seed alone, and save at the same steps.
+Each model has its own engine, random numbers and run folder, and the same losses as if it were
+trained alone by train_pretrain_accelerate.py. All models read the same batches, because the order
+of the data depends on the seed only, and all are saved at the same steps.
 """
 
 import json
@@ -27,8 +27,8 @@ from training.interruption import end_stopped, how_to_resume
 from training.run import Run
 from training.start import run_program, set_up_together, take_engine
 
-# Flags in which models may differ, besides the shape. All others are about the batches, the
-# process, or the steps at which something is done for all.
+# Training flags in which models may differ. All others concern the batches, the process, or the
+# steps at which something is done for all models.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
@@ -39,7 +39,7 @@ OWN = {
 
 @dataclass
 class SeveralArguments(TrainingArguments):
-    """Flags of all models. Raises UsageError: a value that cannot work, or not for several."""
+    """Flags of all models together. Raises UsageError for an invalid value."""
 
     program: ClassVar[str] = "train_several_accelerate.py"
     about: ClassVar[str] = __doc__.splitlines()[0]
@@ -66,12 +66,12 @@ class SeveralArguments(TrainingArguments):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train as the flags in argv say, from a notebook too; None takes those of the command line."""
+    """Train with the flags in argv, in a notebook for example; None: those of the command line."""
     run_program(SeveralArguments, train, argv, set_up)
 
 
 def train(runs: "Runs") -> None:
-    """Everything between the set-up and the finished runs."""
+    """Train all runs step by step from the first step to the last, then write the results."""
     for step in runs.first.steps():
         val_losses = {}
         for run in runs.in_turn():
@@ -84,12 +84,12 @@ def train(runs: "Runs") -> None:
             run.optimizer.step()
             run.optimizer.zero_grad()
             val_losses[run] = run.report(step, grad_norm)  # log, validate, sample
-        runs.end(step, val_losses)  # save, all of them or none
-    runs.finish()  # leave weights and reports, unless they were told to stop before the end
+        runs.end(step, val_losses)  # save all runs or none
+    runs.finish()  # write weights and reports, or say how to resume runs that were stopped
 
 
 def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
-    """Return the runs to train, None if all are finished. Raises UsageError, ConfigError."""
+    """Return the runs to train; None if all are finished. Raises UsageError or ConfigError."""
     models = read_models(args, model_settings)
     folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
     runs = set_up_together(models, partial(resumed_together, folders, args.resume))
@@ -97,22 +97,18 @@ def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
 
 
 class Runs:
-    """Runs that stand at the same step and take turns.
-
-    Args:
-        runs: each with its `random_state`.
-        folders: of all models, those that are finished among them.
-    """
+    """Runs that take turns at the same step. `runs` maps a run to its random state. `folders` lists
+    the run folders of all models, also of finished ones."""
 
     def __init__(self, runs: dict[Run, dict], folders: list[RunFolder]):
         self.all, self.folders = list(runs), [folder.path for folder in folders]
         self.first = self.all[0]
         self._random = runs
-        self._left = dict.fromkeys(runs, time.perf_counter())  # when a run's turn ended
+        self._left = dict.fromkeys(runs, time.perf_counter())  # when each run's turn ended
 
     def in_turn(self) -> Iterator[Run]:
-        """Yield each run, with its engine and its random numbers; the time of the others does not
-        count as its training."""
+        """Yield each run after switching to its engine and random state. The clock of a run does
+        not count the turns of the others."""
         for run in self.all:
             take_engine(run.engine)
             run.log.clock.paused += time.perf_counter() - self._left[run]
@@ -122,7 +118,7 @@ class Runs:
             self._left[run] = time.perf_counter()
 
     def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
-        """Save all runs where it is time for one or they were told to stop."""
+        """Save all runs if one of them is due or they were told to stop."""
         stop = self.first.stop
         reason = stop.reason()
         due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
@@ -134,8 +130,8 @@ class Runs:
             self.first.stopped = step, reason
 
     def finish(self) -> None:
-        """Leave the results of each run, and one report of all; where they were told to stop, say
-        how to go on instead. Raises UsageError: see `Run.leave_results`."""
+        """Write the results of each run and a report of all; if the runs were stopped, print how to
+        resume them instead. Raises UsageError, see `Run.leave_results`."""
         if self.first.stopped:
             each_saved = [run.close() for run in self.all]
             if self.first.engine.is_main:
@@ -156,8 +152,8 @@ class Runs:
 
 
 def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:
-    """Return arguments and settings of each model. Raises UsageError, ConfigError: flags in a file
-    cannot work, or two models have one name."""
+    """Return the training arguments and model settings of each model. Raises UsageError or
+    ConfigError: a file has invalid flags, or two models have the same name."""
     models, flags_of_all = [], vars(shared) | settings
     for file in flags_of_all.pop("model"):
         try:
@@ -178,8 +174,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return each run's checkpoint of the newest step of which all have a sound one, or what was
-    asked where no run has any. Raises UsageError: there are checkpoints and no such step."""
+    """Return each run's checkpoint of the newest step at which all runs have an undamaged one; if
+    there are no checkpoints, `resume`. Raises UsageError if there is no such step."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)

@@ -125,9 +125,9 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"only_optimize_lora": True}, "--only_optimize_lora is about adapters: pass --lora_dim"),
-        ({"lora_alpha": 8.0}, "--lora_alpha is about adapters"),
-        ({"lora_module_name": "wq"}, "--lora_module_name is about adapters"),
+        ({"only_optimize_lora": True}, "--only_optimize_lora needs adapters: pass --lora_dim"),
+        ({"lora_alpha": 8.0}, "--lora_alpha needs adapters"),
+        ({"lora_module_name": "wq"}, "--lora_module_name needs adapters"),
         ({"lora_dim": 8, "lora_alpha": -1.0}, "--lora_alpha must be positive"),
         ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give either"),
         ({"data": "out/data/chat", "prepare_flags": "--reuse"}, "give either"),

@@ -18,6 +18,7 @@ from training.engine.launch import Engine
 from training.prepare import shapes_of
 from training.resume import (
     StartingPoint,
+    changes_since_stop,
     claim,
     find_starting_point,
     resumed_arguments,
@@ -298,6 +299,29 @@ def test_settings_tell_what_was_asked_and_what_ran_it(write):
     assert (settings["engine"], settings["processes"]) == ("DeepSpeed ZeRO-2", 1)
     assert settings["deepspeed"] == {"train_batch_size": 24}
     assert settings["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+
+
+def test_a_resume_lists_what_changed_since_the_run_was_stopped(write, accelerator):
+    saved = TrainingArguments(learning_rate=1e-3, time_limit=1.5)
+    run = write(saved)
+    start = StartingPoint(run, run.checkpoint(10), {"step": 10, "processes": 1})
+    engine = Engine(accelerator, "DeepSpeed ZeRO-2", {"train_batch_size": 24})
+    same = dataclasses.replace(saved, resume="auto", run_name="mine")
+    assert changes_since_stop(start, same, CONFIG, engine) == []
+    args = dataclasses.replace(same, learning_rate=2e-3, time_limit=None)
+    config = dataclasses.replace(CONFIG, dropout=0.1)
+    settings = json.loads(run.settings.read_text(encoding="utf-8"))
+    run.settings.write_text(json.dumps(settings | {"engine": "DDP", "processes": 2}))
+    assert changes_since_stop(start, args, config, engine) == [
+        "changed since the run was stopped: --time_limit 1.5 → None",
+        "changed since the run was stopped: --learning_rate 0.001 → 0.002",
+        "changed since the run was stopped: --dropout 0.0 → 0.1",
+        "changed since the run was stopped: engine DDP → DeepSpeed ZeRO-2",
+        "changed since the run was stopped: processes 2 → 1",
+    ]
+    assert changes_since_stop(StartingPoint(run), args, config, engine) == []
+    run.settings.unlink()
+    assert changes_since_stop(start, args, config, engine) == []
 
 
 def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path):

@@ -1,4 +1,4 @@
-"""The model and its optimizer, prepared for the engine that trains them, and their random state."""
+"""Build the model and the optimizer for an engine, and seed the random generators."""
 
 from dataclasses import dataclass
 
@@ -19,19 +19,19 @@ from training.prepare import Prepared
 
 @dataclass
 class BuiltModel:
-    compilation: Compilation
-    model: nn.Module  # as prepared for the engine, like the optimizer
+    compilation: Compilation  # whether the blocks are compiled
+    model: nn.Module  # as `accelerator.prepare` returned it, like the optimizer
     optimizer: torch.optim.Optimizer
-    state: TrainingState  # of both
+    state: TrainingState  # saves and loads the state of model and optimizer
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed torch's generators, the only ones that training uses; each rank gets other numbers."""
+    """Seed torch's generators (training uses no others) with different numbers on each rank."""
     torch.manual_seed(seed + 1000003 * rank)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of torch's generators; on a GPU wait for the work that it was given."""
+    """Return the state of torch's generators. On a GPU, wait for running kernels first."""
     if device.type != "cuda":
         return {"cpu": torch.get_rng_state()}
     torch.cuda.synchronize()
@@ -39,23 +39,23 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators to what `random_state` returned, of a GPU perhaps elsewhere."""
+    """Set torch's generators to a state from `random_state`, perhaps of another device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
-    """Build the model with weights drawn at random, and its optimizer. Every process must call it.
+    """Build a model with random initial weights, and its optimizer. Every process must call it.
 
-    Frozen parameters are held in the precision of forward and backward. The random generators are
-    seeded for what comes after. Raises UsageError: the engine cannot be started, or cannot compile.
+    Trained parameters are kept in fp32, frozen ones in the precision of forward and backward.
+    Raises UsageError: the engine cannot be started, or it cannot compile.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
-    dtype = getattr(torch, args.dtype)
     tokens = args.global_batch(1) * prepared.total_steps * prepared.train_set.tokens_per_sample
-    flops, before = flops_per_token(config) * tokens, prepared.start.state.get("compiled")
-    compilation = decide_compilation(args.compile, before, flops, engine)
+    flops = flops_per_token(config) * tokens  # of the whole run, on one process
+    was_compiled = prepared.start.state.get("compiled")  # a resumed run must compute the same
+    compilation = decide_compilation(args.compile, was_compiled, flops, engine)
     engine.fit_to(config.dim, prepared.n_trained)
     set_up_deepspeed(engine)
     seed_everything(args.seed)  # the same initial weights on every process
@@ -64,20 +64,20 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         args.adapt(model)
     for parameter in model.parameters():
         if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(getattr(torch, args.dtype))
     for block in model.layers:
         block.recompute = args.gradient_checkpointing
     if compilation.on:
         compile_blocks(model)
-    # DDP would broadcast the table of rotations, and NCCL cannot send complex numbers.
+    # DDP would broadcast this buffer of complex numbers, which NCCL cannot send.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["pos_cis"])
     optimizer = build_optimizer(model, args, engine)
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
-    except (ValueError, AssertionError) as error:  # DeepSpeed refuses its configuration
+    except (ValueError, AssertionError) as error:  # from DeepSpeed, about its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
         KEPT.append(model)
     tell_layout(model, engine)
-    seed_everything(args.seed, rank=accelerator.process_index)  # other dropout masks on each
+    seed_everything(args.seed, rank=accelerator.process_index)  # different dropout on each rank
     return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))

@@ -1,4 +1,4 @@
-"""Save a run while it trains on, and load a checkpoint; `storage/checkpoint.py` has the format."""
+"""Save and load checkpoints of a run. `storage/checkpoint.py` documents the files."""
 
 import math
 import threading
@@ -29,31 +29,33 @@ class Checkpointer:
     def __init__(self, prepared: Prepared, engine: Engine, built: BuiltModel, log: TrainingLog):
         self.folder, self.keep_last = prepared.start.folder, prepared.args.keep_last
         self.engine, self.state, self.log = engine, built.state, log
-        lora, step = prepared.shapes.lora, prepared.start.step
-        self.facts = {
+        lora = prepared.shapes.lora
+        self.facts = {  # these go into state.json of every checkpoint
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
             "processes": engine.processes,
-            "compiled": built.compilation.on,  # a run that resumes computes as this one does
+            "compiled": built.compilation.on,  # a resumed run must compute the same
         } | ({"lora": vars(lora)} if lora else {})
-        # All need the same answer, and other machines may see the files late.
-        paths = [path for path in self.folder.all_checkpoints() if step_of(path) <= step]
-        lowest = files.val_loss(found) if (found := files.best(paths)) else math.inf
-        self.lowest = on_main_process(engine, lambda: lowest)
-        self._writer = threading.Thread()
-        self._saved = True  # False: the last save has failed
+        paths = self.folder.all_checkpoints()
+        best = files.best([path for path in paths if step_of(path) <= prepared.start.step])
+        lowest = files.val_loss(best) if best else math.inf
+        # All processes need the same value, but other machines may see the files late.
+        self.lowest = on_main_process(engine, lambda: lowest)  # validation loss so far
+        self._writer = threading.Thread()  # of the latest save
+        self._saved = True  # False: the latest save has failed
 
     def save(self, step: int, val_loss: float | None) -> None:
-        """Copy the state now and write it behind training. Every process must call it. A disk that
-        refuses does not stop training: the checkpoint before stays, and the next call tries again.
-        """
+        """Copy the state; a thread writes it while training continues. Every process must call it.
+        An error of the disk is logged and does not stop training: the checkpoint before remains."""
         self.wait()
         started = time.perf_counter()
         self.lowest = min(self.lowest, math.inf if val_loss is None else val_loss)
         tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
         mine = random_state(self.engine.accelerator.device) | self.log.meter.state()
         ranks = gather_object([mine]) if self.engine.processes > 1 else [mine]
-        tensors[files.RANDOM] = {f"{i}.{k}": v for i, of in enumerate(ranks) for k, v in of.items()}
+        tensors[files.RANDOM] = {}  # "RANK.NAME": value
+        for rank, values in enumerate(ranks):
+            tensors[files.RANDOM] |= {f"{rank}.{name}": value for name, value in values.items()}
         state = {"step": step, "val_loss": val_loss} | self.facts | self.state.scalars()
         if self.engine.is_main:
             work = (tensors, state, time.perf_counter() - started)
@@ -61,8 +63,8 @@ class Checkpointer:
             self._writer.start()
 
     def wait(self) -> bool:
-        """Wait for the save under way; return False if the last one failed."""
-        if self._writer.ident:
+        """Wait for the save in progress, if any; return whether the latest save succeeded."""
+        if self._writer.ident:  # the thread was started
             self._writer.join()
         return self._saved
 
@@ -70,28 +72,29 @@ class Checkpointer:
         self._saved = False
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
-        except Exception as error:  # whatever it is, it must not end in a thread nobody looks at
+        except Exception as error:  # nobody would see an error that ends this thread
             self.log.say(f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on")
             return
-        self._saved, path = True, self.folder.checkpoint(state["step"])
+        self._saved = True
+        path = self.folder.checkpoint(state["step"])
         self.log.say(f"saved {path}: training stalled {stalled:.2f} s, {size:.1f} MB behind it")
         prune(self.folder, self.keep_last)
 
 
 def prune(run: RunFolder, keep_last: int) -> None:
-    """Remove all checkpoints but the newest keep_last and the best one; 0 keeps all."""
+    """Remove all checkpoints except the newest `keep_last` and the best one; 0 keeps all."""
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()
     keep = {*checkpoints[-keep_last:], files.best(checkpoints)}
-    leftovers = run.checkpoints.glob("step-*.*")  # of a kill
-    for path in [*leftovers, *(path for path in checkpoints if path not in keep)]:
+    leftovers = run.checkpoints.glob("step-*.*")  # a killed process leaves such folders
+    for path in {*leftovers, *checkpoints} - keep:
         remove(path)
 
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
-    """Load a checkpoint into the prepared model and optimizer. Every process must call it. Raises
-    UsageError: files that cannot be read."""
+    """Load a checkpoint into the model, the optimizer, the log's `meter` and the random generators.
+    Every process must call it. Raises UsageError: the files cannot be read."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
 
     def attempt() -> None:
@@ -100,8 +103,8 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             state.load(files.saved_weights(path), moments, scalars, str(path))
             ranks = [{} for _ in range(scalars["processes"])]
             for name, value in load_file(path / files.RANDOM).items():
-                number, _, what = name.partition(".")
-                ranks[int(number)][what] = value
+                number, _, key = name.partition(".")
+                ranks[int(number)][key] = value
             meter.load_state(ranks, rank)
             if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-import torch.distributed.run  # all of the launcher, with its loggers
+import torch.distributed.run  # creates the loggers that `launch` silences
 from accelerate.commands.launch import main
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -16,11 +16,11 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """Launch the processes and wait; return the exit code of the first one that failed, or 0."""
+    """Launch, wait and return the exit code: that of the first process that failed, or 0."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Here PyTorch waits five minutes for the launchers of other machines, even for stopped ones.
+    # If the launcher of another machine was stopped, this one would wait for it for five minutes.
     SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()
@@ -32,13 +32,13 @@ def launch() -> int:
         rank, failure = failed.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode
-        name = failure.signal_name()  # SIGKILL if memory ran out
+        name = failure.signal_name()  # SIGKILL if the memory ran out
         say(
             f"error: process {rank} was ended by {name}; to go on from what it has saved:\n"
             f"  {how_to_resume('auto')}"
         )
         return 1
-    except (ConnectionError, torch.distributed.DistError) as failed:  # nobody was launched
+    except (ConnectionError, torch.distributed.DistError) as failed:  # before a process was started
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")
         return EXIT_CODE
     return 0

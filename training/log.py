@@ -1,4 +1,4 @@
-"""Mean loss, speed, log lines, metrics.jsonl and trackers of a run."""
+"""The log of a run: mean loss, speed, log lines, metrics.jsonl and trackers."""
 
 import hashlib
 import importlib.util
@@ -23,26 +23,26 @@ from training.engine.device import device_name, matrix_precision, mfu, peak_flop
 
 
 class LossMeter:
-    """Collect losses, and further means named `parts`, on the device: asking waits for a GPU.
-    A step whose gradient norm is not finite counts as skipped and is left out of the means."""
+    """Weighted means of the loss and of `parts` since the last `take`, which alone waits for a GPU.
+    A step with a non-finite gradient norm counts as skipped, and its losses are left out."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
         self.names = ("loss", *parts, "weight")
         self._saved_names = [f"log.{name}" for name in (*self.names, "skipped_steps")]
-        # Weighted sums of the means, and the sum of the weights
-        self._step = torch.zeros(len(self.names), device=accelerator.device)
-        self._sums = torch.zeros_like(self._step)
+        # Weighted sums of the values, and last the sum of the weights.
+        self._step = torch.zeros(len(self.names), device=accelerator.device)  # of the current step
+        self._sums = torch.zeros_like(self._step)  # of the steps since the last `take`
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
-        self.bad_in_row = torch.zeros_like(self.skipped_steps)  # since the last one that counted
+        self.bad_in_row = torch.zeros_like(self.skipped_steps)  # skipped since the last good step
 
     def add(self, weight: float, **means: Tensor) -> None:
-        """Add the detached means of a micro-batch, weighted by its share of targets that count."""
+        """Add a micro-batch's mean values (detached). `weight` is its share of counted targets."""
         self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
         self._step[-1] += weight
 
     def end_step(self, grad_norm: float | Tensor) -> None:
-        """Count the step, or skip it where its gradient norm is not finite."""
+        """Add the step's sums, or count the step as skipped if its gradient norm is not finite."""
         good = torch.as_tensor(grad_norm, device=self._step.device).isfinite()
         self._sums += self._step.where(good, 0.0)
         self.bad_in_row = (self.bad_in_row + 1).where(~good, 0)
@@ -50,21 +50,21 @@ class LossMeter:
         self._step.zero_()
 
     def take(self) -> dict[str, float | None]:
-        """Return the means over all processes since the last call, None where every step was
-        skipped. Every process must call it."""
+        """Return the means on all processes since the last call; None if all steps were skipped.
+        Every process must call it."""
         *totals, weight = self.accelerator.reduce(self._sums.clone()).tolist()
         self._sums.zero_()
         means = [total / weight if weight else None for total in totals]
         return dict(zip(self.names[:-1], means, strict=True))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run goes on with, by its names in a checkpoint."""
+        """Return this process's sums and the skipped steps, named as in a checkpoint."""
         values = torch.tensor([*self._sums.tolist(), self.skipped_steps], dtype=torch.float64)
         return {name: values[i].clone() for i, name in enumerate(self._saved_names)}
 
     def load_state(self, ranks: list[dict[str, Tensor]], rank: int) -> None:
-        """Go on with what the ranks of a checkpoint saved; of another number of ranks, the first
-        process takes the sums."""
+        """Continue from the state of each rank in a checkpoint. If the number of ranks has
+        changed, the first process takes the sums of all."""
         saved = [self._vector(each) for each in ranks]
         same = len(ranks) == self.accelerator.num_processes
         self._sums.copy_((saved[rank] if same else sum(saved) * (rank == 0))[:-1])
@@ -73,19 +73,19 @@ class LossMeter:
     def _vector(self, saved: dict[str, Tensor]) -> Tensor:
         if "log" not in saved:
             return torch.stack([saved[name] for name in self._saved_names])
-        loss, weight, skipped, *parts = saved["log"]  # of earlier versions
+        loss, weight, skipped, *parts = saved["log"]  # a checkpoint of an earlier version
         return torch.stack([loss, *parts, weight, skipped])
 
 
 class StepClock:
-    """Steps and seconds since the last report; each report makes a new clock."""
+    """Steps and seconds since the last report. Each report makes a new clock."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time in here out of the throughput."""
+        """Context whose time does not count in the throughput."""
         start = time.perf_counter()
         yield
         self.paused += time.perf_counter() - start
@@ -93,26 +93,28 @@ class StepClock:
 
 @dataclass(kw_only=True)
 class TrainingLog:
-    """Report every `log_interval` steps, at the first and at the last step. Throughput leaves out
-    pauses and the first step of a start, which compiles and fills caches."""
+    """Report at step 1, every `log_interval` steps and at the last step. The throughput leaves out
+    pauses and the first step after a start, which compiles."""
 
-    accelerator: Accelerator  # as prepared; only its main process writes
+    accelerator: Accelerator  # only its main process writes
     folder: RunFolder
     args: TrainingArguments
-    tokens_per_step: float  # of all processes together, on average, without padding
-    flops_per_token: float
-    total_steps: int  # of the run
-    first_step: int  # of this start
-    name: str = ""  # begins every line, where several runs have a log
+    tokens_per_step: float  # on all processes together, on average, without padding
+    flops_per_token: float  # forward and backward
+    total_steps: int  # of the whole run
+    first_step: int  # 1, or the first step after a resume
+    name: str = ""  # printed before every line, if several runs are trained side by side
 
     def __post_init__(self):
-        self.meter, self.clock = LossMeter(self.accelerator, self.args.logged), StepClock()
+        self.meter = LossMeter(self.accelerator, self.args.logged)
+        self.clock = StepClock()
         precision = matrix_precision(self.accelerator.mixed_precision)
         self._peak = peak_flops(device_name(self.accelerator.device), precision)
-        self._file, self._unwritten = None, b""
+        self._file = None  # metrics.jsonl, on the main process once `open` was called
+        self._unwritten = b""  # rows that a full disk has refused so far
 
     def open(self) -> None:
-        """Begin to write, once nothing can be refused any more; drop rows that come again."""
+        """Open metrics.jsonl and the trackers; remove rows of steps that will be trained again."""
         first, run = self.first_step, self.folder.path
         if self.accelerator.is_main_process:
             for path in filter(Path.exists, (self.folder.metrics, self.folder.samples)):
@@ -122,11 +124,11 @@ class TrainingLog:
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)
-        # A resumed run goes on under the same number. SwanLab wants 21 letters and digits.
+        # With the same id a resumed run continues its curves. SwanLab wants 21 letters and digits.
         shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
         shared |= {"resume": "allow", "config": read_settings(self.folder.settings)}
         options = {
-            "tensorboard": {"purge_step": first},  # forget the rows that come again
+            "tensorboard": {"purge_step": first},  # hides points of steps trained again
             "wandb": {"name": run.name, "dir": str(run), **shared},
             "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
         }
@@ -134,29 +136,32 @@ class TrainingLog:
         self.accelerator.init_trackers(project, None, options)
 
     def step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
-        """Note that an optimizer step has ended; report where it is time."""
+        """Count an optimizer step that has ended; report if it is time."""
         self.clock.steps += 1
         self.meter.end_step(grad_norm)
         is_due = step % self.args.log_interval == 0 or step in (1, self.total_steps)
         if is_due:
             self._report(step, rate, float(grad_norm), epoch)
         if is_due or step == self.first_step:
-            float(grad_norm)  # wait for a GPU
+            float(grad_norm)  # waits for the GPU, so that the clock starts with an idle one
             self.clock = StepClock()
 
     def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
-        clock, elapsed = self.clock, time.perf_counter() - self.clock.began
+        """Print a log line and write a row of metrics.jsonl."""
+        clock = self.clock
+        elapsed = time.perf_counter() - clock.began
         seconds = elapsed - clock.paused
         means = self.meter.take()
-        skipped, speed, utilisation = int(self.meter.skipped_steps), None, None
+        skipped = int(self.meter.skipped_steps)
+        speed = utilisation = None
         timing = f"{seconds:.1f} s for the first step, which is slower than the others"
         if step != self.first_step:
             speed = round(clock.steps * self.tokens_per_step / seconds, 1)
             processes = self.accelerator.num_processes
             utilisation = mfu(speed, self.flops_per_token, self._peak, processes)
-            shown = "" if utilisation is None else f"MFU {utilisation:.1%}  "
+            mfu_text = "" if utilisation is None else f"MFU {utilisation:.1%}  "
             left = as_time(elapsed / clock.steps * (self.total_steps - step))
-            timing = f"{speed:,.0f} tokens/s  {shown}left {left}"
+            timing = f"{speed:,.0f} tokens/s  {mfu_text}left {left}"
         values = {
             "step": step,
             "epoch": round(epoch, 4),
@@ -172,12 +177,12 @@ class TrainingLog:
         }
         self._write(values, "train")
         texts = (f"{k} {'n/a' if mean is None else f'{mean:.4f}'}" for k, mean in means.items())
-        self.say(
-            f"step {step}/{self.total_steps}  {'  '.join(texts)}  lr {rate:.2e}  "
-            f"grad_norm {grad_norm:.3f}  {timing}" + f"  skipped {skipped}" * bool(skipped)
-        )
+        line = f"step {step}/{self.total_steps}  {'  '.join(texts)}  lr {rate:.2e}  "
+        line += f"grad_norm {grad_norm:.3f}  {timing}"
+        self.say(f"{line}  skipped {skipped}" if skipped else line)
 
     def validation(self, step: int, result: dict) -> None:
+        """Report the result of `validate` after a step."""
         self._write({"step": step} | {f"val_{key}": value for key, value in result.items()}, "val")
         self.say(
             f"step {step}/{self.total_steps}  validation loss {result['loss']:.4f}  "
@@ -185,12 +190,13 @@ class TrainingLog:
         )
 
     def profile(self, step: int, seconds: dict[str, float], line: str) -> None:
+        """Report the seconds of each phase of a step, and print the line."""
         phases = {f"{name}_seconds": round(s, 5) for name, s in seconds.items()}
         self._write({"step": step} | phases, "profile")
         self.say(line)
 
     def say(self, text: str) -> None:
-        """Print on the main process. A log file on a full disk does not end the run."""
+        """Print on the main process. An error of stdout, such as a full disk, is ignored."""
         if self.accelerator.is_main_process:
             with suppress(OSError):
                 print(f"{self.name}  {text}" if self.name else text, flush=True)
@@ -200,17 +206,18 @@ class TrainingLog:
             self._file.close()
 
     def _write(self, values: dict, section: str) -> None:
-        """Add a row to the file, and tell the trackers. A full disk does not stop training."""
+        """Write a row to metrics.jsonl and to the trackers. A full disk does not stop training."""
         if self._file is None:
             return
         values = {name: number(value) for name, value in values.items()}
         self._unwritten += json.dumps(values).encode() + b"\n"
         step = values.pop("step")
-        known = {f"{section}/{k.removeprefix('val_')}": v for k, v in values.items()}
-        try:  # unbuffered: a killed run loses nothing that was said
+        names = {name: f"{section}/{name.removeprefix('val_')}" for name in values}
+        tracked = {names[name]: value for name, value in values.items() if value is not None}
+        try:  # the file is unbuffered, so that a killed run loses no row
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-            self.accelerator.log({k: v for k, v in known.items() if v is not None}, step=step)
+            self.accelerator.log(tracked, step=step)
         except OSError as error:
             self.say(f"NOT WRITTEN: {error}; rows of {self.folder.metrics} are kept in memory")
 
@@ -223,7 +230,7 @@ def as_time(seconds: float) -> str:
 
 
 def require_trackers(names: list[str]) -> None:
-    """Raise UsageError where a tracker's package is not installed."""
+    """Raise UsageError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")

@@ -1,8 +1,8 @@
-"""The optimizer, AdamW or Muon for the matrices of the blocks, and its learning rate.
+"""The optimizers, AdamW and Muon, and the learning rate.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
 matrix by the nearest orthogonal matrix, as `torch.optim.Muon` does. Under ZeRO a process steps a
-flat partition that begins and ends within matrices; these are made whole first.
+flat partition of the parameters. A matrix at its edge is split and must be gathered first.
 """
 
 import math
@@ -24,33 +24,36 @@ from training.engine.partition import Part, Partition, partitions, shape_of
 from training.engine.state import state_of
 
 MAX_DEFAULT_WARMUP = 2000
-# (a, b, c) of every iteration: singular values from 0.0015 to 1 come to lie between 0.68 and 1.20.
+# Coefficients (a, b, c) of each iteration. Five iterations map singular values from 0.0015 to 1
+# into the interval from 0.68 to 1.20.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
-# Elements orthogonalised at once: they stay in a CPU's caches, or keep a GPU busy.
+# Elements to orthogonalise at once: few enough for a CPU's caches, enough to keep a GPU busy.
 BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
-    """Return the optimizer steps of the whole run: --max_steps, or those of --epochs."""
+    """Return the number of optimizer steps of the run, by --max_steps or else by --epochs."""
     return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
 
 
 class LearningRate:
-    """Learning rate as a function of the step, counted from 1: a resume has nothing to restore.
+    """Learning rate as a function of the step, counted from 1. A resume has nothing to restore.
 
-    Linear warm-up reaches the peak at step `warmup_steps`. Then down to min_ratio·peak go
-    - cosine: in half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
-    - linear: in a straight line;
-    - wsd: in a straight line over the last decay_fraction of all steps (Hu et al.,
-      https://arxiv.org/abs/2404.06395).
+    The rate rises linearly to its peak at step `warmup_steps`. Then each schedule but "constant"
+    lowers it to min_ratio * peak at the last step:
+    - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
+    - linear: along a straight line;
+    - wsd: along a straight line in the last decay_fraction of all steps, after a constant phase
+      (Hu et al., https://arxiv.org/abs/2404.06395).
 
-    Raises UsageError: warm-up beyond the last step.
+    Raises UsageError: the warm-up is longer than the run.
     """
 
     def __init__(self, args: TrainingArguments, total_steps: int):
         self.schedule, self.total_steps = args.lr_schedule or "cosine", total_steps
         self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
-        self.decay_fraction, self.warmup_steps = args.decay_fraction, args.warmup_steps
+        self.decay_steps = round(args.decay_fraction * total_steps)  # of wsd
+        self.warmup_steps = args.warmup_steps
         if self.warmup_steps is None:
             self.warmup_steps = min(MAX_DEFAULT_WARMUP, total_steps // 20)
         if (warmup := self.warmup_steps) > total_steps:
@@ -63,9 +66,9 @@ class LearningRate:
             return self.peak
         start = self.warmup_steps
         if self.schedule == "wsd":
-            start = max(start, self.total_steps - round(self.decay_fraction * self.total_steps))
-            if step <= start:
-                return self.peak
+            start = max(start, self.total_steps - self.decay_steps)
+        if step <= start:  # the constant phase of wsd
+            return self.peak
         progress = min(1.0, (step - start) / max(1, self.total_steps - start))
         wave = 0.5 * (1 + math.cos(math.pi * progress))
         share = wave if self.schedule == "cosine" else 1 - progress
@@ -73,7 +76,7 @@ class LearningRate:
 
 
 def set_learning_rate(optimizer, value: float) -> None:
-    """Set each group's learning rate to value * group["lr_factor"] (default: 1)."""
+    """Set each group's learning rate to value * group["lr_factor"] (a missing factor is 1)."""
     for group in optimizer.param_groups:
         group["lr"] = value * group.get("lr_factor", 1.0)
 
@@ -81,25 +84,24 @@ def set_learning_rate(optimizer, value: float) -> None:
 def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
-    """Return two groups: matrices decay towards zero; scales of norms, near one, do not."""
+    """Return the groups of the trained parameters that are not in `without`: matrices, which have
+    weight decay, and the scales of norms, which do not, because they should stay near 1."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
-    groups = [
-        {"params": [p for p in parameters if len(shape_of(p)) > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if len(shape_of(p)) < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    matrices = [p for p in parameters if len(shape_of(p)) > 1]
+    scales = [p for p in parameters if len(shape_of(p)) < 2]
+    groups = ((matrices, weight_decay), (scales, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of the blocks; with adapters A and B, each by itself."""
+    """Return the trained matrices of the blocks; an adapter's A and B are two matrices."""
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """Return the optimizer of --optimizer for `accelerator.prepare`; call `tell_layout` after it.
-    Where DeepSpeed's file holds an "optimizer", a placeholder carries the parameter groups to it.
-    """
+    """Return the optimizer to give to `accelerator.prepare`; call `tell_layout` after that. If
+    DeepSpeed's file has an "optimizer", return a placeholder that holds the parameter groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
     groups = parameter_groups(model, args.weight_decay, without=matrices)
@@ -111,7 +113,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
             "weight_decay": args.weight_decay,
             "lr_factor": args.muon_learning_rate / args.learning_rate,
         }
-        # A GPU without bf16 takes fp32: in fp16 small gradients would be gone before they count.
+        # Without bf16, Muon computes in fp32: small gradients would become zero in fp16.
         in_fp32 = args.dtype == "float32" or (torch.cuda.is_available() and not has_bf16())
         dtype = torch.float32 if in_fp32 else torch.bfloat16
         return Muon([by_muon, *(group | adam for group in groups)], args.learning_rate, dtype)
@@ -121,17 +123,17 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
 
 
 def tell_layout(model: nn.Module, engine: Engine) -> None:
-    """Tell Muon what lies in the flat tensors that DeepSpeed has it step."""
+    """Under DeepSpeed, tell Muon which matrices lie where in the flat tensors that it steps."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Return nearly the nearest matrices with orthonormal rows or columns to x (batch, rows, cols):
-    X ← aX + b(XXᵀ)X + c(XXᵀ)²X acts on singular values as the polynomial aσ + bσ³ + cσ⁵."""
+    """Return nearly the nearest orthogonal matrix to each matrix of x (batch, rows, cols). Each
+    iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X maps a singular value σ to aσ + bσ³ + cσ⁵."""
     tall = x.shape[1] > x.shape[2]
-    x = normalize(x, dim=(1, 2), eps=1e-7)  # no singular value above 1
+    x = normalize(x, dim=(1, 2), eps=1e-7)  # makes all singular values at most 1
     for a, b, c in NEWTON_SCHULZ:
         gram = x.mT @ x if tall else x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -140,24 +142,24 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class Update(NamedTuple):
-    matrix: Tensor  # (rows, cols), whole, before it is orthogonalised
-    weights: Tensor  # the weights that this process steps, flat
-    inside: slice  # their place in the flattened matrix
+    matrix: Tensor  # (rows, cols), the average gradient of the whole matrix
+    weights: Tensor  # flat view of the weights that this process steps
+    inside: slice  # the position of these weights in the flattened matrix
 
 
 class Muon(torch.optim.AdamW):
-    """Step groups with "algorithm": "muon", which hold matrices and "momentum", by Muon, and drop
-    their gradients; step the others as torch.optim.AdamW(fused=True)."""
+    """Step groups with "algorithm": "muon" by Muon and all others by torch.optim.AdamW(fused=True).
+    A Muon group holds matrices and a "momentum"; `dtype` is the precision of orthogonalising."""
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
         super().__init__([{"algorithm": "adamw"} | group for group in groups], lr=lr, fused=True)
         self.dtype = dtype
-        self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → what lies in it
+        self.layout: dict[Tensor, Partition] = {}  # under ZeRO: flat tensor → its parameters
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step all groups. Under ZeRO every process must call it. Nothing changes where the tensor
-        `found_inf` is set and not zero, as with AdamW; asking waits for the GPU."""
+        """Step all groups and drop the gradients of Muon's. Under ZeRO every process must call it.
+        As in AdamW, a nonzero tensor `found_inf` skips the step; reading it waits for the GPU."""
         if getattr(self, "found_inf", False):
             return
         for group in self.param_groups:
@@ -169,6 +171,7 @@ class Muon(torch.optim.AdamW):
         super().step()
 
     def _step_muon(self, group: dict, stepped: list[Tensor]) -> None:
+        """Step the tensors of a group; their gradients are overwritten."""
         momenta = [state_of(self, group, p)["momentum_buffer"] for p in stepped]
         gradients = [p.grad for p in stepped]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
@@ -177,7 +180,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_mul_(stepped, 1 - group["lr"] * group["weight_decay"])
         for batch in _batches([update for p in stepped for update in self._updates(p)]):
             rows, cols = batch[0].matrix.shape
-            # torch's "original" scale: rows of a tall result have a root mean square of 1, too
+            # As "original" in torch.optim.Muon: a tall matrix takes larger steps.
             scale = max(1, rows / cols) ** 0.5
             x = torch.stack([update.matrix.to(self.dtype) for update in batch])
             for update, matrix in zip(batch, orthogonalize(x), strict=True):
@@ -185,20 +188,21 @@ class Muon(torch.optim.AdamW):
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        weights, gradient = p.view(-1), p.grad
+        """Yield the updates of a matrix, or under ZeRO of all matrices in a flat tensor."""
+        weights = p.view(-1)
         if p not in self.layout:
-            yield Update(gradient, weights, slice(None))
+            yield Update(p.grad, weights, slice(None))
             return
         parts = self.layout[p].parts
-        gathered = iter(self._gather([part for part in parts if part.split], gradient))
+        gathered = iter(self._gather([part for part in parts if part.split], p.grad))
         for part in parts:
-            update = next(gathered) if part.split else gradient[part.in_partition]
-            if part.numel:
+            update = next(gathered) if part.split else p.grad[part.in_partition]
+            if part.numel:  # this process steps some of its weights
                 matrix = update.view_as(part.parameter)
                 yield Update(matrix, weights[part.in_partition], part.in_parameter)
 
     def _gather(self, parts: list[Part], gradient: Tensor) -> Sequence[Tensor]:
-        """Return flat copies of the matrices that ZeRO splits (at most processes - 1)."""
+        """Return whole, flat copies of the matrices that ZeRO splits (at most processes - 1)."""
         if not parts:
             return []
         sizes = [part.parameter.numel() for part in parts]
@@ -206,11 +210,12 @@ class Muon(torch.optim.AdamW):
         matrices = whole.split(sizes)
         for part, matrix in zip(parts, matrices, strict=True):
             matrix[part.in_parameter] = gradient[part.in_partition]
-        torch.distributed.all_reduce(whole)  # exact: all but one of the summands are zero
+        torch.distributed.all_reduce(whole)  # exact: only one process has a value that is not 0
         return matrices
 
 
 def _batches(updates: list[Update]) -> Iterator[list[Update]]:
+    """Yield lists of updates of the same shape, each with about BATCH_ELEMENTS elements."""
     by_shape = defaultdict(list)
     for update in updates:
         by_shape[update.matrix.shape].append(update)

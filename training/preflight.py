@@ -1,10 +1,10 @@
-"""Say in one line what is wrong with a launch, before any process is started.
+"""Check a launch before its processes start, and print flags to add to it.
 
     python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SHARE [its flags]
 
-The training program makes the same checks; but once processes run, a launcher adds a page of its
-own to every error. Stdout has nothing but flags to add. SHARE is a number of sequences, which are
-divided into micro-batches that fit into the GPUs' memory; "cpu" for flags that suit a CPU; or 0.
+The training program makes the same checks, but there a launcher adds a page of output to each
+error. SHARE is a number of sequences per process and step, to divide into micro-batches that fit
+into a GPU's memory; or "cpu", for flags that suit a CPU; or 0, for no flags.
 """
 
 import os
@@ -27,12 +27,12 @@ from training.log import require_trackers
 from training.prepare import Prepared, prepare
 from training.resume import saved_arguments
 
-# On a CPU: further passes teach less and less (https://arxiv.org/abs/2305.16264).
+# Passes over the text on a CPU. More passes teach less and less: https://arxiv.org/abs/2305.16264
 PASSES = 4
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
-LEAST, MOST = 100, 600  # steps
-TAUGHT = 180  # steps with a teacher, which reads every batch too
-# Muon's validation loss ends 0.6 below AdamW's. The rate falls straight from its peak to 0.
+LEAST, MOST = 100, 600  # steps on a CPU
+TAUGHT = 180  # steps on a CPU with a teacher, which makes a step slower
+# Muon reaches a validation loss 0.6 lower than AdamW. The rate falls in a straight line to 0.
 MUON = {
     "optimizer": "muon",
     "muon_learning_rate": 0.02,
@@ -51,8 +51,8 @@ def check_launch(
     share: str = "0",
     kind: type[TrainingArguments] = TrainingArguments,
 ) -> dict:
-    """Return the flags to add to this launch, by name. Raises UsageError, ConfigError or DataError:
-    it cannot work."""
+    """Return the flags to add to the launch, by name. Raises UsageError, ConfigError or DataError
+    if the launch cannot work."""
     typed = vars(build_parser(kind).parse_args(flags))
     args, model_settings = as_arguments(dict(typed), kind)
     require_trackers(args.trackers)
@@ -70,7 +70,7 @@ def check_launch(
     added, sequences = {}, 0
     if share == "cpu":
         added = cpu_flags(typed, kind_of(deepspeed(args)).takes_muon)
-    elif sequences := int(share):  # of all of them the global batch is made, however divided
+    elif sequences := int(share):  # the global batch does not depend on how they are divided
         args = replace(args, batch_size=sequences, accumulation_steps=1)
     args = replace(args, **added)
     config = deepspeed(args)
@@ -80,13 +80,13 @@ def check_launch(
     if sequences:
         size = fitting_micro_batch(prepared, config, int(processes))
         added = {"batch_size": size, "accumulation_steps": sequences // size}
-        deepspeed(replace(prepared.args, **added))  # the file may hold a micro-batch as well
+        deepspeed(replace(prepared.args, **added))  # the file may have another micro-batch
     return added
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
-    """Read Accelerate's file and set the environment that its launcher would set; return whether
-    DeepSpeed is used. Raises UsageError: Accelerate rejects the file, or it needs more machines."""
+    """Read Accelerate's file, set the environment as its launcher would, and return whether
+    DeepSpeed is used. Raises UsageError: the file is invalid, or it is for more machines."""
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -111,7 +111,7 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
 
 def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: int) -> int:
     """Return the largest divisor of a process's sequences that fits on the GPU with the least free
-    memory; of a run that goes on its own, for sums in another order would end in other bits."""
+    memory. A resumed run keeps its micro-batch, because another order of sums changes the bits."""
     sequences, start = prepared.args.batch_size, prepared.start
     saved = saved_arguments(start.folder).get("batch_size") if start.checkpoint else None
     if saved and sequences % saved == 0:
@@ -131,17 +131,16 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
 
 
 def cpu_flags(typed: dict, takes_muon: bool) -> dict:
-    """Return steps and optimizer, as far as they were not typed, for a run of a few minutes.
-
-    The steps are those of PASSES over the text, within bounds, or of one pass where it is packed in
-    several segmentations (data/encoding.py). Raises DataError: that is not prepared text.
-    """
+    """Return steps and optimizer for a run of a few minutes, without the flags that were typed. The
+    steps make PASSES over the text, or one pass if the data has several segmentations of it
+    (data/encoding.py). Raises DataError: not a folder of prepared text."""
     steps = TAUGHT
     if "teacher" not in typed:
         description = read_description(typed["data"])
         several = description.get("prepared_from", {}).get("segmentations", 1) > 1
-        per_pass = description["splits"]["train"]["tokens"] / TOKENS_PER_STEP
-        steps = min(MOST, max(LEAST, int((1 if several else PASSES) * per_pass)))
+        passes = 1 if several else PASSES
+        tokens = description["splits"]["train"]["tokens"]
+        steps = min(MOST, max(LEAST, int(passes * (tokens / TOKENS_PER_STEP))))
     flags = {} if "epochs" in typed else {"max_steps": steps}
     flags |= MUON if takes_muon else ADAMW
     added = {name: value for name, value in flags.items() if name not in typed}

@@ -1,6 +1,6 @@
-"""What is known of a run before its model is built: weights, teacher, data, shape, checkpoint.
+"""Find and check the weights, teacher, data and checkpoint of a run, before its model is built.
 
-The check before a launch (training/preflight.py) takes the same steps, without processes.
+The check before a launch (training/preflight.py) does the same in a single process.
 """
 
 import subprocess
@@ -33,44 +33,44 @@ from training.resume import (
 )
 from training.teacher import TeacherWeights, require_same_tokenizer
 
-# Paths, which may differ between machines, and what the main process decides for all.
+# Flags that may differ between machines: paths, and values that the main process decides.
 OF_A_MACHINE = {
     *("data", "deepspeed", "init_from", "out_dir", "resume", "run_name"),
     *("num_workers", "teacher", "teacher_config", "time_limit"),
 }
-# Settings in which a model may differ from its weights. Rotary positions have no weights.
+# Settings that may differ from those of the weights. Rotary positions have no weights.
 MAY_DIFFER = (*HOW_IT_COMPUTES, "max_seq_len")
 PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    args: TrainingArguments  # with data, teacher and the accumulation of a resumed run filled in
+    args: TrainingArguments  # with the paths that were found; accumulation fits the processes
     start: StartingPoint
-    source: WeightsFolder | None  # of --init_from; None: weights are drawn at random
+    source: WeightsFolder | None  # of --init_from; None: random initial weights
     teacher: TeacherWeights | None
     train_set: TokenStream
     val_set: TokenStream | None  # None: no validation
     config: LMConfig
     shapes: Transformer  # the model on the meta device, with its adapters
-    identity: dict  # what a run that resumes must have in common, see `run_identity`
+    identity: dict  # facts that must stay the same at a resume, see `run_identity`
     total_steps: int  # of the whole run
-    schedule_note: str | None  # what a DeepSpeed file decided of the learning rate
+    schedule_note: str | None  # says if DeepSpeed's file decides the learning rate
 
     @property
     def n_trained(self) -> int:
-        """Number of parameters that are trained."""
+        """Number of parameters that are trained (not frozen)."""
         return sum(p.numel() for p in self.shapes.parameters() if p.requires_grad)
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of training for a token; a teacher's forward pass is a third of its own."""
+        """Model FLOPs per token: forward and backward, and the forward pass of a teacher."""
         length = self.train_set.tokens_per_sample
-        theirs = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
-        return self.shapes.flops_per_token(length) + theirs
+        teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
+        return self.shapes.flops_per_token(length) + teacher
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
-        """Return what a process does in a step, for the estimate of its memory."""
+        """Return what a process computes in a step, for the estimate of its memory."""
         return Workload(
             args=self.args,
             shapes=self.shapes,
@@ -84,16 +84,11 @@ class Prepared:
 def prepare(
     args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
 ) -> Prepared:
-    """Find and check everything that a run needs. With an engine all processes must call this.
-
-    Args:
-        engine: None for the check of a launch of so many processes.
-
-    Raises UsageError, ConfigError, DataError: this cannot be trained.
-    """
+    """Find and check everything that a run needs. Every process must call it. In the check before a
+    launch `engine` is None and `processes` is given. Raises UsageError, ConfigError, DataError."""
     processes = engine.processes if engine else processes
 
-    def decide() -> tuple:
+    def decide() -> tuple:  # on the main process, for all
         start = find_starting_point(args)
         own = with_own_weights(args, start)
         source = WeightsFolder.find(own.init_from, PRETRAINING) if own.init_from else None
@@ -101,7 +96,7 @@ def prepare(
         settings = source_settings(source, model_settings)
         return start, source, teacher, settings, prepared_data(args, source, teacher)
 
-    def open_data() -> tuple:
+    def open_data() -> tuple:  # on every process
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
         train_set = filled.dataset(filled.data, "train", seq_len)
         try:
@@ -145,8 +140,8 @@ def prepare(
 
 
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
-    """Return the settings of the model that its weights or the command line decide. Raises
-    UsageError: a typed one contradicts the weights. ConfigError: a shape that cannot work."""
+    """Return the model settings of the weights, if any, and the typed ones. Raises UsageError: a
+    typed setting contradicts the weights. Raises ConfigError: the shape is invalid."""
     theirs = source.config().shape() if source else {}
     for name, value in typed.items():
         if source and name not in MAY_DIFFER and value != theirs[name]:
@@ -161,8 +156,8 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
 def prepared_data(
     args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
 ) -> str:
-    """Return --data; prepare conversations, and the built-in corpus if it is not there. Raises
-    UsageError: that failed, or a teacher's data is gone."""
+    """Return the folder of prepared data; prepare conversations, or a missing built-in corpus.
+    Raises UsageError: the preparation failed, or the data of the teacher is missing."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
@@ -178,13 +173,13 @@ def prepared_data(
     else:
         return args.data
     command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
-    if subprocess.run(command, stdout=2).returncode:  # preflight prints flags, and nothing else
+    if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
         raise SaidError(f"{folder}: the data could not be prepared")
     return folder
 
 
 def shapes_of(config: LMConfig, args: TrainingArguments) -> Transformer:
-    """Return the model on the meta device. Raises ConfigError: it cannot have these adapters."""
+    """Return the model on the meta device. Raises ConfigError: the adapters do not fit it."""
     with torch.device("meta"):
         shapes = Transformer(config)
         args.adapt(shapes)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: waiting for data, forward, backward, optimizer."""
+"""Measure how long a step waits for data and computes forward, backward and optimizer."""
 
 import time
 from contextlib import ExitStack
@@ -12,32 +12,32 @@ from torch import nn
 from training.arguments import TrainingArguments
 
 PHASES = ("data", "forward", "backward", "optimizer")
-KEPT_TRACES = 10  # newest traces of a rank: a long run would fill the disk
+KEPT_TRACES = 10  # newest traces to keep of each rank, so that they do not fill the disk
 
 
 class StepProfiler:
-    """Measure one optimizer step in --profile_interval, which waits for the device between phases.
-    Its trace, in `folder`, holds the last micro-batch and the optimizer: more is hard to open."""
+    """Measure one optimizer step in every --profile_interval; it waits for the GPU between phases.
+    The trace in `folder` has only the last micro-batch and the optimizer, to stay small."""
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, folder: Path, args: TrainingArguments
     ):
         self.accelerator, self.folder, self.args = accelerator, folder, args
-        self._seconds: dict[str, float] = {}  # of the step being measured
-        self._phase, self._since = "", 0.0  # when it began
+        self._seconds: dict[str, float] = {}  # of each phase; {} if the step is not measured
+        self._phase, self._since = "", 0.0  # the current phase and the time when it began
         self._micro_batches, self._trace = 0, None
         self._mark, self._recording = ExitStack(), ExitStack()
         if args.profile and hasattr(model, "get_global_grad_norm"):  # DeepSpeed steps in backward
             self._engine_step, model.step = model.step, self._timed_engine_step
 
     def begin_step(self, step: int) -> None:
-        """Begin to measure, if this step is due."""
+        """Begin to measure if this step is to be profiled."""
         if self.args.profile and step % self.args.profile_interval == 0:
             self._seconds, self._micro_batches = dict.fromkeys(PHASES, 0.0), 0
             self.phase("data")
 
     def phase(self, name: str) -> None:
-        """End the phase before and begin this one."""
+        """End the current phase and begin the phase `name`, one of PHASES."""
         if not self._seconds:
             return
         self._end_phase()
@@ -48,7 +48,7 @@ class StepProfiler:
         self._phase, self._since = name, self._now()
 
     def end_step(self, step: int) -> tuple[dict[str, float], str] | None:
-        """Return the seconds of each phase and of the step, and a line; None if not measured."""
+        """Return (seconds of each phase and of the step, log line); None if not measured."""
         if not self._seconds:
             return None
         self._end_phase()
@@ -80,7 +80,7 @@ class StepProfiler:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _timed_engine_step(self) -> None:
+    def _timed_engine_step(self) -> None:  # DeepSpeed calls it inside backward
         self.phase("optimizer")
         self._engine_step()
         self.phase("backward")

@@ -1,4 +1,4 @@
-"""Which run folder to write into, which checkpoint to go on from, and the run's settings.json."""
+"""Choose the run folder and the checkpoint to resume from; write the run's settings.json."""
 
 import json
 import platform
@@ -26,24 +26,21 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "numpy", "sentencepiece")
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """A run folder, and the checkpoint to go on from if it is not a new run."""
+    """The run folder to write into, and the checkpoint to resume from."""
 
     folder: RunFolder
-    checkpoint: Path | None = None
-    state: dict = field(default_factory=dict)  # state.json of the checkpoint
+    checkpoint: Path | None = None  # None: a new run
+    state: dict = field(default_factory=dict)  # state.json of the checkpoint; {} for a new run
 
     @property
     def step(self) -> int:
-        """The last step that was trained; 0 for a new run."""
+        """The step that the checkpoint was saved after; 0 for a new run."""
         return self.state.get("step", 0)
 
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
-    """Find the run folder, and its newest sound checkpoint if --resume asks for one.
-
-    Nothing is written. Raises UsageError: there is no sound checkpoint at the path given, or a new
-    run would fall on an old one.
-    """
+    """Find the run folder and, for --resume, its newest undamaged checkpoint. Raises UsageError:
+    the path of --resume has no undamaged checkpoint, or the folder holds another run."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -51,16 +48,14 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         if found := run_to_resume(out, args.program, args.run_name):
             run, checkpoints = found, found.all_checkpoints()
         else:
-            print(
-                f"--resume auto: no checkpoint in {out / (args.run_name or '')}, a new run starts"
-            )
+            searched = out / (args.run_name or "")
+            print(f"--resume auto: no checkpoint in {searched}, a new run starts")
     elif args.resume:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]
         if not (checkpoints[-1] / STATE).is_file():
-            raise UsageError(
-                f"--resume {args.resume}: neither a run with checkpoints nor a checkpoint"
-            )
+            reason = "neither a run with checkpoints nor a checkpoint"
+            raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(checkpoints[-1])
     if run.settings.exists() and (program := program_of(run)) != args.program:
         raise UsageError(
@@ -76,14 +71,13 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
             return StartingPoint(run, path, read_state(path))
         print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before")
     if problem:
-        raise UsageError(
-            f"--resume {args.resume}: no sound checkpoint, {path} is damaged: {problem}"
-        )
+        reason = f"no sound checkpoint, {path} is damaged: {problem}"
+        raise UsageError(f"--resume {args.resume}: {reason}")
     return StartingPoint(run)
 
 
 def claim(start: StartingPoint) -> None:
-    """Make and lock the run folder. Raises UsageError: it is in use, or the system refuses."""
+    """Create and lock the run folder. Raises UsageError: it is in use or cannot be created."""
     try:
         start.folder.path.mkdir(parents=True, exist_ok=True)
         lock(start.folder.lock)
@@ -92,21 +86,21 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return the arguments by which a run that goes on finds its own shape and teacher: the weights
-    of --init_from may be gone, and 'auto' may be another run by now."""
-    own, base = {}, start.folder.base
+    """Return arguments that lead a resumed run to its own model shape and teacher: the weights of
+    --init_from may have been deleted, and 'auto' may mean another run by now."""
     if start.checkpoint and args.init_from:
-        own["init_from"] = str(base if base.exists() else start.checkpoint)
+        base = start.folder.base
+        args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
     if start.checkpoint and args.teacher == "auto":
-        own["teacher"] = saved_arguments(start.folder).get("teacher", "auto")
-    return replace(args, **own)
+        args = replace(args, teacher=saved_arguments(start.folder).get("teacher", "auto"))
+    return args
 
 
 def run_identity(
     train_set: TokenStream, args: TrainingArguments, processes: int, teacher: str | None
 ) -> dict:
-    """Return what a run and its checkpoint have in common, besides the model. `teacher` is the hash
-    of the teacher's weights."""
+    """Return the facts, besides the model's shape, that must stay the same when a run is resumed.
+    `teacher` is the hash of the teacher's weights, if any."""
     identity = {
         "tokenizer": train_set.description["tokenizer_sha256"][:16],
         "data": train_set.identity,
@@ -124,8 +118,8 @@ def resumed_arguments(
     identity: dict,
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
-    """Return arguments and identity with an accumulation for this number of processes, so that the
-    global batch stays. Raises UsageError: this is another run; lists the differences."""
+    """Return `args` and `identity`, with --accumulation_steps adapted to the number of processes so
+    that the global batch stays. Raises UsageError, with the differences, if this is another run."""
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)
@@ -147,7 +141,7 @@ def resumed_arguments(
 
 
 def set_aside(start: StartingPoint) -> None:
-    """Rename later or damaged checkpoints, and the weights of a run that was finished."""
+    """Rename checkpoints after `start`, and final weights, which the resumed run writes anew."""
     run = start.folder
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:
@@ -159,7 +153,7 @@ def set_aside(start: StartingPoint) -> None:
 def write_settings(
     run: RunFolder, args: TrainingArguments, config: LMConfig, engine: Engine, tokenizer: Path
 ) -> None:
-    """Write settings.json, the run's tokenizer, and a chat template if it learns to answer."""
+    """Write settings.json and the tokenizer; for conversations, the chat template too."""
     settings = {
         "program": args.program,
         "command": sys.argv,
@@ -171,7 +165,7 @@ def write_settings(
         "packages": {x: version(x) for x in PACKAGES} | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    for name in (*TOKENIZER_FILES, run.template.name):  # of another run that was begun here
+    for name in (*TOKENIZER_FILES, run.template.name):  # an earlier run may have left others
         (run.path / name).unlink(missing_ok=True)
     copy_tokenizer(tokenizer, run.path)
     if args.dataset.kind == CONVERSATIONS:
@@ -179,6 +173,25 @@ def write_settings(
 
 
 def saved_arguments(run: RunFolder) -> dict:
-    """Return the flags in the run's settings.json; none where it is missing or unreadable."""
+    """Return the training flags in settings.json; {} if the file is missing or unreadable."""
     arguments = read_settings(run.settings).get("arguments")
     return arguments if isinstance(arguments, dict) else {}
+
+
+def changes_since_stop(
+    start: StartingPoint, args: TrainingArguments, config: LMConfig, engine: Engine
+) -> list[str]:
+    """Return a line for each flag, the engine and the processes, if a resumed run's settings.json,
+    which still describes the launch before, has another value."""
+    settings = read_settings(start.folder.settings)
+    old_flags = saved_arguments(start.folder) | settings.get("model", {})
+    new_flags = vars(args) | config.to_dict()
+    before = settings | {f"--{name}": value for name, value in old_flags.items()}
+    now = {f"--{name}": value for name, value in new_flags.items()}
+    now |= {"engine": engine.name, "processes": engine.processes}
+    before |= {name: now[name] for name in ("--resume", "--run_name")}  # they change no training
+    return [
+        f"changed since the run was stopped: {name} {before[name]} → {value}"
+        for name, value in now.items()
+        if start.checkpoint and before.get(name, value) != value
+    ]

@@ -1,4 +1,4 @@
-"""A training under way: the verbs of which the pages train_*.py are made."""
+"""`Run`: the methods that the training loops in train_*.py call."""
 
 import math
 from collections.abc import Iterator
@@ -28,22 +28,23 @@ from training.validation import validate, validation_loader
 
 
 class MicroBatch(NamedTuple):
-    """Sequences that one process feeds forward at once."""
+    """The sequences of one forward and backward pass on one process."""
 
-    tokens: Tensor  # (batch_size, length), on the device, like the targets
-    targets: Tensor  # (batch_size, length); IGNORE_INDEX where one does not count
-    n_targets: int  # targets that count
-    weight: float = 1.0  # n_targets over the mean n_targets of the step's micro-batches
+    tokens: Tensor  # (batch_size, length) int64, on the device of training
+    targets: Tensor  # (batch_size, length) int64, there too; IGNORE_INDEX does not count
+    n_targets: int  # number of targets that count in the loss
+    weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches, all processes
 
 
 def step_batches(
     train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
 ) -> Iterator[Iterator[MicroBatch]]:
-    """Yield the micro-batches of each step behind start_step. Every process must iterate. Every
-    target of a global batch weighs the same in the gradient, whichever micro-batch holds it."""
-    global_batch, device = args.global_batch(engine.processes), engine.accelerator.device
+    """Yield an iterator over the micro-batches of each step after start_step. Every target of a
+    global batch has the same weight in the gradient. Every process must iterate."""
+    global_batch = args.global_batch(engine.processes)
+    device = engine.accelerator.device
     sampler = MicroBatchSampler
-    if train_set.lengths is not None:
+    if train_set.lengths is not None:  # conversations: sequences of similar length go together
         sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
     order = sampler(
         len(train_set),
@@ -51,7 +52,7 @@ def step_batches(
         rank=engine.accelerator.process_index,
         world_size=engine.processes,
         seed=args.seed,
-        start=start_step * global_batch,
+        start=start_step * global_batch,  # in sequences
     )
     source = micro_batches(train_set, order, args.num_workers, pin_memory=device.type == "cuda")
 
@@ -66,32 +67,31 @@ def step_batches(
     while True:
         batches = (read() for _ in range(args.accumulation_steps))
         if not train_set.every_target_counts:
-            batches = list(batches)  # their weights need the targets on all processes
-            count = engine.total(sum(batch.n_targets for batch in batches))
-            mean = max(1, count) / (args.accumulation_steps * engine.processes)
+            batches = list(batches)  # a weight needs the number of targets of the whole step
+            n_targets = engine.total(sum(batch.n_targets for batch in batches))
+            mean = max(1, n_targets) / (args.accumulation_steps * engine.processes)
             batches = [batch._replace(weight=batch.n_targets / mean) for batch in batches]
         yield batches
 
 
 @dataclass(eq=False)
 class Run:
-    """All that training needs, and the verbs of the training pages."""
+    """One training run. If it resumes, creating the Run loads the checkpoint."""
 
-    prepared: Prepared  # what is trained on which data; a checkpoint that it names is loaded
+    prepared: Prepared  # arguments, data and starting point
     engine: Engine
     built: BuiltModel  # the model with its initial weights, and the optimizer
     stop: StopRequest
-    teacher: Teacher | None = None  # whose logits the loss compares
-    name: str = ""  # begins every log line, where several runs are trained side by side
+    teacher: Teacher | None = None  # the model to learn from; distillation only
+    name: str = ""  # printed before every log line, if several runs are trained side by side
 
     def __post_init__(self):
-        prepared, engine, built = self.prepared, self.engine, self.built
-        start, train_set, val_set = prepared.start, prepared.train_set, prepared.val_set
-        args = self.args = prepared.args
-        self.accelerator, self.folder = engine.accelerator, start.folder
+        prepared, engine, start = self.prepared, self.engine, self.prepared.start
+        train_set, val_set, args = prepared.train_set, prepared.val_set, prepared.args
+        self.args, self.accelerator, self.folder = args, engine.accelerator, start.folder
         self.first_step, self.total_steps = start.step + 1, prepared.total_steps
-        self.model, self.optimizer = built.model, built.optimizer
-        self.stopped: tuple[int, str] | None = None  # the last step and the reason
+        self.model, self.optimizer = self.built.model, self.built.optimizer
+        self.stopped: tuple[int, str] | None = None  # the last step, and why the run stopped
         self.learning_rate = LearningRate(args, self.total_steps)
         self.samples_per_step = args.global_batch(engine.processes)
         self._batches = step_batches(train_set, args, engine, start.step)
@@ -106,12 +106,12 @@ class Run:
             name=self.name,
         )
         if start.checkpoint:
-            load_checkpoint(start.checkpoint, engine, built.state, self.log.meter)
+            load_checkpoint(start.checkpoint, engine, self.built.state, self.log.meter)
         self.profiler = StepProfiler(self.accelerator, self.model, self.folder.profile, args)
         self.val_loader = val_set and validation_loader(
             val_set, args.batch_size, args.eval_samples, self.accelerator
         )
-        self.checkpointer = Checkpointer(prepared, engine, built, self.log)
+        self.checkpointer = Checkpointer(prepared, engine, self.built, self.log)
 
     def steps(self) -> Iterator[int]:
         """Yield the optimizer steps to take, counted from 1, until the run is told to stop."""
@@ -122,7 +122,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate, now, because DeepSpeed steps inside `backward`; profile if due."""
+        """Set the learning rate: before the backward pass, in which DeepSpeed steps."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
@@ -135,16 +135,16 @@ class Run:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Exchange gradients as seldom as possible; forward and `backward` belong in here."""
+        """Context of a forward and backward pass. The last one of a step exchanges gradients."""
         self.profiler.phase("forward")
         with self.accelerator.accumulate(self.model):
             yield
 
     def backward(self, loss: Tensor, batch: MicroBatch, **parts: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss, the mean over its targets that count, and note
-        it for the log; `parts` are detached means over the same targets."""
+        """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
+        mean over its targets that count; `parts` are further means to log, detached."""
         self.profiler.phase("backward")
-        # The mean over no target is not a number; its gradient counts as zero.
+        # The mean over zero targets is NaN; its gradient must be zero.
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
         self.accelerator.backward(weighted)
         if batch.n_targets:
@@ -152,18 +152,18 @@ class Run:
             self.log.meter.add(share, loss=loss.detach(), **parts)
 
     def clip_gradients(self) -> float | Tensor:
-        """Scale the gradient to a norm of --grad_clip at most; return the norm before, on a GPU as
-        a tensor that has yet to be computed. A step whose norm is not finite is left out."""
+        """Clip the gradient's norm to --grad_clip; return the norm before clipping. On a GPU it is
+        a tensor: reading it waits for the GPU. A step with a non-finite norm is skipped."""
         self.profiler.phase("optimizer")
         max_norm = self.args.grad_clip or math.inf
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
-        # DeepSpeed and the loss scaling of fp16 look themselves; others are told as by a GradScaler
+        # Skip the step as a GradScaler does. DeepSpeed and fp16's loss scaling do so themselves.
         if self.engine.deepspeed is None and self.accelerator.scaler is None:
             self.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
         return norm if getattr(norm, "is_cuda", False) else float(norm)
 
     def end(self, step: int, grad_norm: float | Tensor) -> None:
-        """Do as `report` does, and save where it is time or the run was told to stop."""
+        """Report the step (see `report`), save if it is time, and stop if the run was told to."""
         val_loss = self.report(step, grad_norm)
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
@@ -173,19 +173,20 @@ class Run:
             self.stopped = step, reason
 
     def report(self, step: int, grad_norm: float | Tensor) -> float | None:
-        """Log the step; validate and write a sample where it is time. Return the validation loss,
-        None without one. Raises UsageError: --max_bad_steps steps had a non-finite gradient."""
+        """Log the step; validate and write a sample if it is time. Return the validation loss or
+        None. Raises UsageError after --max_bad_steps steps with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
         epoch = step * self.samples_per_step / len(self.prepared.train_set)
         self.log.step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
-        most, bad = self.args.max_bad_steps, self.log.meter.bad_in_row
-        if self._is_time(step, most) and bad >= most:  # seldom: it waits for a GPU
+        most = self.args.max_bad_steps
+        # Reading the counter waits for the GPU, so it is read every `most` steps only.
+        if self._is_time(step, most) and (bad := int(self.log.meter.bad_in_row)) >= most:
             self.checkpointer.wait()
             raise UsageError(
-                f"{int(bad)} steps in a row had a non-finite gradient and changed nothing, the "
+                f"{bad} steps in a row had a non-finite gradient and changed nothing, the "
                 f"last one was step {step}: try a lower --learning_rate"
             )
         val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
@@ -194,7 +195,7 @@ class Run:
         return val_loss
 
     def validate(self, step: int) -> float | None:
-        """Log the validation loss and return it; None without a split, or if it is not finite."""
+        """Log and return the validation loss; None without validation data or if not finite."""
         if not self.val_loader:
             return None
         with self.log.clock.pause():
@@ -204,12 +205,12 @@ class Run:
         return result["loss"] if math.isfinite(result["loss"]) else None
 
     def write_sample(self, step: int) -> None:
-        """Write what the model generates after this step."""
+        """Let the model generate a text and append it to samples.jsonl."""
         with self.log.clock.pause():
             write_sample(step, self.built.state.whole_model(), self.prepared, self.log)
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
-        """Return whether a checkpoint is due, by the best validation or by --save_interval."""
+        """Return whether val_loss is the lowest so far or --save_interval is due."""
         is_best = val_loss is not None and val_loss < self.checkpointer.lowest
         return is_best or self._is_time(step, self.args.save_interval)
 
@@ -217,18 +218,18 @@ class Run:
         return step == self.total_steps or (interval > 0 and step % interval == 0)
 
     def save(self, step: int, val_loss: float | None) -> None:
-        """Begin a checkpoint; a thread writes it behind training."""
+        """Copy the state for a checkpoint; a thread writes it while training continues."""
         with self.log.clock.pause():
             self.checkpointer.save(step, val_loss)
 
     def close(self) -> bool:
-        """Wait for the last checkpoint and close the log; return whether it was saved."""
+        """Wait for the last checkpoint and close the log; return whether the save succeeded."""
         saved = self.checkpointer.wait()
         self.log.close()
         return saved
 
     def finish(self) -> None:
-        """Leave the results; where the run was told to stop, say how to go on instead."""
+        """Write the results. If the run was told to stop, print how to resume it instead."""
         if self.stopped:
             saved = self.close()
             if self.engine.is_main:
@@ -239,7 +240,7 @@ class Run:
             self.accelerator.end_training()
 
     def leave_results(self) -> None:
-        """Write weights, sample and report. Raises UsageError: the last checkpoint is not saved."""
+        """Write weights, sample and report. Raises UsageError if the last save has failed."""
         weights = self.built.state.weights()
         saved = self.close()
         if self.engine.is_main:

@@ -1,4 +1,4 @@
-"""From the command line of a training program to a run that can begin."""
+"""Set up a training program: from its command line to a `Run` that can begin."""
 
 import math
 import os
@@ -22,14 +22,8 @@ from storage.checkpoint import write_base
 from storage.folder import release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
-from training.engine.device import (
-    GIB,
-    attention_kernel,
-    available_memory,
-    device_name,
-    matrix_precision,
-)
-from training.engine.estimate import estimate, fits
+from training.engine.device import attention_kernel, available_memory, device_name, matrix_precision
+from training.engine.estimate import GIB, estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
@@ -37,7 +31,7 @@ from training.interruption import SIGNALS, StopRequest, leave
 from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
-from training.resume import claim, set_aside, write_settings
+from training.resume import changes_since_stop, claim, set_aside, write_settings
 from training.run import Run
 from training.teacher import Teacher
 
@@ -48,14 +42,9 @@ def run_program(
     argv: list[str] | None,
     make: Callable[[TrainingArguments, dict], Any] | None = None,
 ) -> None:
-    """Set up what `train` takes, a `Run` by default, and train it unless it is finished. A user's
-    mistake ends in one line.
-
-    Args:
-        make: returns what `train` takes, None where it is finished; by default `set_up`.
-        argv: flags of a run in a process that lives on, such as a notebook's kernel; None takes
-            those of the command line, and the process ends with the run.
-    """
+    """Set up a run and train it, unless it is finished. With `argv` None, take the flags of the
+    command line and end the process; otherwise, as in a notebook, the process lives on. `make`
+    returns what `train` takes, or None if it is finished (default: `set_up`)."""
     process = nullcontext() if argv is None else left_as_found([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
@@ -71,15 +60,16 @@ def run_program(
 
 @contextmanager
 def left_as_found(command: list[str]) -> Iterator[None]:
-    """Leave the process so that another run can begin in it; in here `command` is sys.argv."""
+    """Context in which sys.argv is `command`; afterwards another run can begin in the process."""
 
     def forget_models() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)  # it refuses another precision
         GradientState._reset_state()
-        if "torch._dynamo" in sys.modules:  # which stops compiling after eight models
+        if "torch._dynamo" in sys.modules:  # it stops compiling after eight models
             torch.compiler.reset()
 
-    typed, sys.argv, environ = sys.argv, command, os.environ.copy()  # it names this run's engine
+    typed, sys.argv = sys.argv, command
+    environ = os.environ.copy()  # the run adds variables that name its engine
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     forget_models()
     try:
@@ -95,19 +85,16 @@ def left_as_found(command: list[str]) -> Iterator[None]:
 
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
-    """Make everything that is there before the first step; None if the run is finished. Raises
-    UsageError, ConfigError, DataError: this cannot be trained."""
+    """Return a run that is ready for its first step; None if it is finished. Raises UsageError,
+    ConfigError or DataError if it cannot be trained."""
     return next(iter(set_up_together([(args, model_settings)])), None)
 
 
 def set_up_together(
     models: list[tuple[TrainingArguments, dict]], resumed: Callable[[], list] | None = None
 ) -> dict[Run, dict]:
-    """Set up runs on the same batches; return each one that is not finished, and its random state.
-
-    Args:
-        resumed: returns what each run is to --resume instead; only the main process calls it.
-    """
+    """Set up runs on the same batches; return the unfinished ones, each with its random state. The
+    main process calls `resumed`, which returns each run's value of --resume."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
     engines = build_engines([args for args, _ in models])
@@ -133,14 +120,14 @@ def set_up_together(
 
 
 def take_engine(engine: Engine) -> None:
-    """Make this engine's DeepSpeed configuration the one in Accelerate's state."""
+    """Make this engine's DeepSpeed configuration the one that Accelerate uses."""
     if engine.plugin is not None:
         engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
 
 
 def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) -> Run | None:
-    """Build the model, load its weights and say what is in use; None if the run is finished. Every
-    process must call it. Raises UsageError, ConfigError: this cannot be trained."""
+    """Build the model, load its weights and print the start block; None if the run is finished.
+    Every process must call it. Raises UsageError or ConfigError if it cannot be trained."""
     args, start, train_set = prepared.args, prepared.start, prepared.train_set
     on_main_process(engine, partial(claim, start))
     engine.set_accumulation(args.accumulation_steps)
@@ -159,11 +146,12 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
         model = on_every_process(engine, prepared.source.load)
         weights = {name: p.detach() for name, p in model.named_parameters()}
         built.state.load_weights(weights, str(prepared.source.path))
-        if prepared.shapes.lora:  # what adapters are added to is kept in the folder of the run
+        if prepared.shapes.lora:  # the run folder keeps the weights that adapters are added to
             keep = (start.folder, prepared.config, weights, train_set.tokenizer_path)
             on_main_process(engine, partial(write_base, *keep))
     run = Run(prepared, engine, built, stop, teacher, name)
-    for text in (start_block(run), *warnings(run)):
+    changes = changes_since_stop(start, args, prepared.config, engine)
+    for text in (start_block(run), *changes, *warnings(run)):
         run.log.say(text)
     if engine.is_main:
         set_aside(start)
@@ -173,24 +161,25 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
 
 
 def start_block(run: Run) -> str:
-    """Return one line per fact, names aligned; no line for a fact that is None."""
+    """Return the facts of a run, one per line, with aligned names."""
     args, engine, prepared, rate = run.args, run.engine, run.prepared, run.learning_rate
     device, data, batch = run.accelerator.device, prepared.train_set, run.samples_per_step
-    start, lora = prepared.start, prepared.shapes.lora
+    lora, checkpoint = prepared.shapes.lora, prepared.start.checkpoint
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
-    plain = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
-    read = plain if data.lengths is None else data.summary
+    read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    if data.lengths is not None:
+        read = data.summary
     if run.val_loader:
         read += f"; validation on {len(run.val_loader.dataset):,}"
     hint = ""
-    if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # of run_accelerate.sh
+    if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = " (for ZeRO-2: --deepspeed ds_config.json, behind any launcher)"
-    optimizer, dtype = "AdamW", getattr(torch, args.dtype)
+    optimizer = "AdamW"
     if args.optimizer == "muon":
         matrices = f"Muon on {len(muon_matrices(prepared.shapes))} matrices at learning rate"
         optimizer = f"{matrices} {args.muon_learning_rate:g}, AdamW on the rest"
-    precision, kind = matrix_precision(run.accelerator.mixed_precision), engine.kind
-    if kind.stage and not kind.fp32_sums and args.dtype != "float32":
+    precision = matrix_precision(run.accelerator.mixed_precision)
+    if engine.kind.stage and not engine.kind.fp32_sums and args.dtype != "float32":
         precision += ", gradients added up in 16 bits too"
     teacher = None
     if found := prepared.teacher:
@@ -205,12 +194,12 @@ def start_block(run: Run) -> str:
     offloaded = f", {ram:.2f} in RAM and {nvme:.2f} on NVMe" if ram or nvme else ""
     fields = {
         "run folder": run.folder.path,
-        "starts from": start.checkpoint.name if start.checkpoint else origin,
+        "starts from": checkpoint.name if checkpoint else origin,
         "engine": engine.name + hint,
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": precision,
-        "attention": attention_kernel(prepared.config, dtype, device)[0],
+        "attention": attention_kernel(prepared.config, getattr(torch, args.dtype), device)[0],
         "compiled": run.built.compilation,
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
@@ -233,7 +222,7 @@ def start_block(run: Run) -> str:
 
 
 def _parameters(shapes: Transformer) -> str:
-    """Return the number of parameters, and the shape that has them."""
+    """Describe a model: the number of parameters and its shape."""
     config = shapes.config
     return (
         f"{shapes.num_parameters() / 1e6:.2f} million (dim {config.dim}, "
@@ -243,27 +232,27 @@ def _parameters(shapes: Transformer) -> str:
 
 
 def warnings(run: Run) -> list[str]:
-    """Return what to know before the first step. Every process must call it."""
+    """Return the warnings to print before the first step. Every process must call it."""
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
     work = prepared.workload(engine.processes, device, run.built.compilation.on)
-    needs, room = estimate(engine.kind, work).peak / GIB, available_memory(device, engine.processes)
-    room = math.inf if room is None else -engine.largest(-room)  # of the process with the least
-    other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
-    found = (
-        (
-            prepared.val_set is None,
+    room = available_memory(device, engine.processes)
+    room = math.inf if room is None else -engine.largest(-room)  # the least of all processes
+    texts = []
+    if prepared.val_set is None:
+        other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
+        texts.append(
             "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
-            f"{other} --max_seq_len than {prepared.config.max_seq_len}",
-        ),
-        (
-            not fits(engine.kind, work, room),
-            f"WARNING: a process may need {needs:.1f} GiB and can have {room / GIB:.1f}: "
-            f"{less_memory(args, prepared.config.use_flash_attn)}",
-        ),
-        (
-            engine.total(int(not run.folder.path.exists())),
+            f"{other} --max_seq_len than {prepared.config.max_seq_len}"
+        )
+    if not fits(engine.kind, work, room):
+        needs = estimate(engine.kind, work).peak
+        texts.append(
+            f"WARNING: a process may need {needs / GIB:.1f} GiB and can have {room / GIB:.1f}: "
+            f"{less_memory(args, prepared.config.use_flash_attn)}"
+        )
+    if engine.total(int(not run.folder.path.exists())):
+        texts.append(
             f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
-            "--resume it takes a folder that all of them see",
-        ),
-    )
-    return [text for applies, text in found if applies]
+            "--resume it takes a folder that all of them see"
+        )
+    return texts

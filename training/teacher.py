@@ -1,6 +1,6 @@
-"""A trained model whose predictions a student learns: whole on every process, or under ZeRO-3.
+"""The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
 
-Accelerate is not told of it: a second DeepSpeed plugin would overwrite the first's accumulation.
+Accelerate does not prepare it: a second DeepSpeed plugin would overwrite the first's accumulation.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from training.engine.zero_inference import ZeroInference
 
 
 def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
-    """Raise DataError where a trained model cannot read this data. Without a tokenizer beside the
-    model only the sizes of the vocabularies are compared."""
+    """Raise DataError if the model has another tokenizer than the data. A model without a tokenizer
+    file must have the same vocabulary size."""
     room = source.config().vocab_size
     same, flag = data.vocab_size == room, "the model's tokenizer"
     if source.tokenizer.is_file():
@@ -40,7 +40,7 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
 
 @dataclass(frozen=True)
 class TeacherWeights:
-    """A teacher that has been found and not been built."""
+    """A teacher that was found and is not built yet."""
 
     source: WeightsFolder
     shapes: Transformer  # on the meta device
@@ -48,8 +48,8 @@ class TeacherWeights:
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights | None":
-        """Find the teacher of --teacher, if any. Raises UsageError, ConfigError: no weights there,
-        or a DeepSpeed file other than ZeRO-3."""
+        """Return the teacher that --teacher names; None without one. Raises UsageError or
+        ConfigError: no weights there, or --teacher_config is not for ZeRO-3."""
         if args.teacher is None:
             return None
         source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
@@ -58,7 +58,7 @@ class TeacherWeights:
             config = read_config(path)
             if (stage := config["zero_optimization"].get("stage")) != 3:
                 raise UsageError(f"{path}: a teacher is divided by ZeRO stage 3, not {stage!r}")
-            # DeepSpeed would otherwise replace PyTorch's linear function, the student's too.
+            # Otherwise DeepSpeed replaces PyTorch's linear function, for the student too.
             config["zero_optimization"]["memory_efficient_linear"] = False
             zero = ZeroInference.of_config(config, path, args.dtype)
         with torch.device("meta"):
@@ -66,12 +66,12 @@ class TeacherWeights:
 
     @property
     def beside(self) -> Beside:
-        """The teacher as the memory estimate of its student counts it."""
+        """The teacher's part in the memory estimate."""
         return Beside(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
 
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
-        """Raise UsageError where the teacher cannot read what the student reads, or cannot be
-        divided without a launcher. Before a launch there is no engine."""
+        """Raise UsageError or DataError if the teacher cannot read the student's batches, or cannot
+        be divided because there is no launcher. `engine` is None before a launch."""
         if self.zero and engine and not torch.distributed.is_initialized():
             raise UsageError("--teacher_config divides the teacher among a launcher's processes")
         require_same_tokenizer(self.source, data)
@@ -83,14 +83,9 @@ class TeacherWeights:
 
 
 class Teacher:
-    """A teacher on its device. Every process must make it, which draws random numbers, and call it.
-
-    Args:
-        dtype: precision of training's forward pass.
-        vocab_size: of the text's tokenizer; further outputs of the teacher are cut off.
-
-    Raises UsageError, ConfigError: its weights cannot be read.
-    """
+    """A teacher on its device, with weights in `dtype`. Outputs beyond `vocab_size`, the vocabulary
+    of the data, are cut off. Every process must create it, which draws random numbers, and call it.
+    Raises UsageError or ConfigError: its weights cannot be read."""
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size
@@ -100,7 +95,7 @@ class Teacher:
             model = on_every_process(engine, found.source.load)
             model.to(engine.accelerator.device, getattr(torch, dtype))
         self.model = model.requires_grad_(False).eval()
-        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # of ZeRO-3
+        shares = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # ZeRO-3: its own part
         self.held = sum(p.numel() * p.element_size() for p in shares)  # bytes, on this process
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Validation: loss, perplexity and bits per byte over all processes."""
+"""Validation: loss, perplexity and bits per byte over the validation data."""
 
 import math
 
@@ -15,21 +15,21 @@ from model import IGNORE_INDEX
 def validation_loader(
     dataset: PackedDataset, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """Return this process's batches of at most max_samples sequences (0: all), evenly spread."""
+    """Return a loader of this process's share of max_samples sequences (0: all), spread evenly."""
     chosen = spread(len(dataset), max_samples)
-    if dataset.lengths is not None:  # equal lengths need little padding
+    if dataset.lengths is not None:  # a batch of similar lengths needs little padding
         chosen.sort(key=lambda i: dataset.lengths[i])
     loader = DataLoader(
         Subset(dataset, chosen),
         batch_size,
         collate_fn=getattr(dataset, "collate", None),
-        generator=torch.Generator(),  # without it the loader draws from dropout's generator
+        generator=torch.Generator(),  # otherwise it draws from the generator of dropout
     )
     return accelerator.prepare_data_loader(loader)
 
 
 def spread(n: int, most: int) -> list[int]:
-    """Return at most `most` (0: all) of the numbers below n, in order and evenly spread."""
+    """Return at most `most` (0: all) of the integers 0..n-1, in order and evenly spaced."""
     return np.linspace(0, n - 1, n if most == 0 else min(n, most)).astype(int).tolist()
 
 
@@ -37,21 +37,21 @@ def spread(n: int, most: int) -> list[int]:
 def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Return the mean "loss" in nats over every target that counts, of all processes, "perplexity",
-    "bits_per_byte", which compares models with different tokenizers, and the count of "samples"."""
+    """Return "loss", the mean over all targets that count on all processes, in nats; "perplexity";
+    "bits_per_byte", which compares different tokenizers; "samples", the number of sequences."""
     model.eval()
-    total, weight, samples = 0.0, 0, 0
+    total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        with torch.compiler.set_stance("force_eager"):  # to compile again would cost more
+        with torch.compiler.set_stance("force_eager"):  # compiling for eval would cost more time
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
-        # It drops the samples that were repeated to give every process a whole batch.
+        # Accelerate repeats samples to fill the last batch; this function drops them again.
         losses, counts = accelerator.gather_for_metrics(per_sample)
-        total += losses.double().sum().item()
-        weight += counts.sum().item()
+        total_loss += losses.double().sum().item()
+        n_targets += counts.sum().item()
         samples += len(losses)
     model.train()
-    loss = total / weight if weight else math.nan
+    loss = total_loss / n_targets if n_targets else math.nan
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700)),
