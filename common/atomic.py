@@ -40,8 +40,7 @@ def write_whole(path: Path, content: str) -> None:
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, then rename it to `out`, which it replaces."""
-    partial = out.with_name(out.name + PARTIAL)
-    old = out.with_name(out.name + DELETING)
+    partial, old = out.with_name(out.name + PARTIAL), out.with_name(out.name + DELETING)
     remove(partial)  # left by a process that was killed
     partial.mkdir(parents=True)
     try:
@@ -62,15 +61,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for an output folder that the user has named.
-
-    Args:
-        what: the kind of folder, for the message, such as "export".
-        is_one: returns True for a folder of this kind, which may be replaced.
-        overwrite: True to replace it.
-
-    Raises UsageError: `out` exists and is of another kind, or `overwrite` is False.
-    """
+    """Call `whole_folder` for an output folder that the user has named. Raises UsageError: `out`
+    exists and `is_one` returns False for it (it is no `what`), or `overwrite` is False."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):

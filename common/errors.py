@@ -47,10 +47,8 @@ def _nobody_reads() -> bool:
 
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions and a full disk into one line and exit code 2.
-
-    If the reader of stdout has gone, as `head` does, the program ends without a message.
-    """
+    """Turn the expected exceptions and a full disk into one line and exit code 2. If the reader of
+    stdout has gone, as `head` does, the program ends without a message."""
     try:
         yield
         print(end="", flush=True)  # not sys.stdout.flush(): a shell may have closed stdout

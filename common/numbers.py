@@ -15,9 +15,8 @@ def available_cores() -> int:
 
 def counted(n: int, plural: str) -> str:
     """Return a number with its noun: 1 layer, 2 layers, 1 process, 1,024 processes."""
-    if n != 1:
-        return f"{n:,} {plural}"
-    return "1 " + plural.removesuffix("es" if plural.endswith("sses") else "s")
+    one = plural.removesuffix("es" if plural.endswith("sses") else "s")
+    return f"{n:,} {one if n == 1 else plural}"
 
 
 def size(n_bytes: float) -> str:
@@ -44,8 +43,8 @@ def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, *
     if not sys.stderr.isatty():
         kind = Lines
         options["bar_format"] = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
-        options["mininterval"] = 60  # seconds
-        options["miniters"] = 1  # otherwise tqdm's thread draws again 10 seconds later
+        # With any other miniters, tqdm's own thread draws again 10 seconds later.
+        options |= {"mininterval": 60, "miniters": 1}
     return kind(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
 
 

@@ -20,8 +20,7 @@ class Packed:
 
     On a CPU, a large W is reordered once into oneDNN's blocks. This doubles the speed of products
     with a few rows (benchmarks/generation.py). A small fp32 W is faster without oneDNN, whose call
-    takes 10 µs.
-    """
+    takes 10 µs."""
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
         self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
@@ -45,10 +44,8 @@ def _onednn_gains(weight: Tensor) -> bool:
 
 
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
-    """Return a function like `attention.project`, with one matrix product for q, k and v.
-
-    It rotates by a complex product, which is faster than real arithmetic without torch.compile.
-    """
+    """Return a function like `attention.project`, with one matrix product for q, k and v. It
+    rotates by a complex product, which is faster than real arithmetic without torch.compile."""
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
@@ -70,10 +67,8 @@ def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
 
 
 def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """Return a copy of the model for generation, with weights in `dtype` and adapters merged.
-
-    Later changes of the model's weights do not change the copy.
-    """
+    """Return a copy of the model for generation, with weights in `dtype` and adapters merged. Later
+    changes of the model's weights do not change the copy."""
 
     def fused(norm: nn.Module) -> Callable:
         weight = norm.weight.detach().to(dtype)
@@ -119,22 +114,18 @@ class Decoder:
     Args:
         model: its weights are copied; make a new decoder after they change.
         dtype: of weights and cache; logits are always fp32.
-        divided: True if ZeRO-3 divides the model; all processes must then make the same calls.
-    """
+        divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
-        self.config = model.config
-        self.divided = divided
+        self.config, self.divided = model.config, divided
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
         self.forward = model if divided else prepare_for_writing(model, self.dtype).forward
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
-        """Read prompts of 1 to max_seq_len token ids.
-
-        Return their cache and the fp32 logits of each prompt's next token, (B, vocab_size).
-        """
+        """Read prompts of 1 to max_seq_len token ids. Return their cache and the fp32 logits of
+        each prompt's next token, (B, vocab_size)."""
         lengths = [len(prompt) for prompt in prompts]
         cache = Cache(self.config, lengths, self.dtype, self.device)
         rows = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
@@ -143,12 +134,8 @@ class Decoder:
     @torch.inference_mode()
     @without_cudnn()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append one token to each sequence, (B, 1) int64.
-
-        Return the fp32 logits of the next token, (B, vocab_size).
-
-        Raises ValueError: a sequence has filled the context.
-        """
+        """Append one token to each sequence, (B, 1) int64. Return the fp32 logits of the next
+        token, (B, vocab_size). Raises ValueError: a sequence has filled the context."""
         logits = self.forward(tokens, cache=cache).logits.float()
         if self.divided:  # different GPUs may round differently and then draw another token
             torch.distributed.broadcast(logits, src=0)

@@ -20,16 +20,13 @@ from model.transformer import Transformer
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """One prompt and the tokens generated after it.
-
-    When the text fills the context, the model continues from its second half.
+    """One prompt and its new tokens. A text that fills the context goes on from its second half.
 
     Args:
         prompt: token ids, at least one.
         max_new_tokens: at least 1.
         next_ids: the tokens allowed directly after the prompt; empty for all.
-        stop_ids: tokens that end the text and do not become part of it.
-    """
+        stop_ids: tokens that end the text and do not become part of it."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -78,8 +75,7 @@ class StreamedText(Continuation):
 
     Args:
         deliver: called with each piece of text, which may be empty, and `finish_reason`.
-        stop: strings that end the text and do not become part of it.
-    """
+        stop: strings that end the text and do not become part of it."""
 
     tokenizer: Tokenizer
     deliver: Callable[[str, str | None], None]
@@ -92,8 +88,7 @@ class StreamedText(Continuation):
         # Some tokenizers drop a leading space when they decode, so always decode behind an "x".
         self._before = self.tokenizer.encode("x")
         self._skipped = len(self.tokenizer.decode(self._before))  # characters to drop again
-        if self.next_ids:  # the first token begins with a space that the prompt has already
-            self._skipped += 1
+        self._skipped += bool(self.next_ids)  # a space, which the prompt has already
         self._n_decoded = 0  # how many of `ids` are decoded
         self._held = ""  # decoded but not delivered
 
@@ -102,12 +97,11 @@ class StreamedText(Continuation):
             return
         super().take(token)
         self._decode()
+        end = len(self._held) - self._n_uncertain()
         starts = [self._held.find(stop) for stop in self.stop if stop and stop in self._held]
         if starts:
             self.finish_reason = "stop"
             end = min(starts)
-        else:
-            end = len(self._held) - self._n_uncertain()
         piece, self._held = self._held[:end], self._held[end:]
         self.text += piece
         self.deliver(piece, self.finish_reason)
@@ -135,10 +129,8 @@ class StreamedText(Continuation):
 
 
 class Batch:
-    """Texts generated together. Apart from rounding, each is the same as if generated alone.
-
-    Row i of the cache and of the logits belongs to `texts[i]`.
-    """
+    """Texts generated together. Apart from rounding, each is the same as if generated alone. Row i
+    of the cache and of the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
@@ -219,21 +211,19 @@ def generate(
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the token ids that follow each prompt; prompt i draws with seed + i.
-
-    The arguments are those of `Continuation`; `next_ids` has one list per prompt, or is empty.
-    """
+    """Return the token ids that follow each prompt; prompt i draws with seed + i. The arguments are
+    those of `Continuation`; `next_ids` has one list per prompt, or is empty."""
     sampling = sampling or Sampling()
-    texts = []
-    for i, prompt in enumerate(prompts):
-        text = Continuation(
+    texts = [
+        Continuation(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
             sampling=sampling.numbered(i),
             next_ids=next_ids[i] if next_ids else (),
             stop_ids=stop_ids,
         )
-        texts.append(text)
+        for i, prompt in enumerate(prompts)
+    ]
     if max_new_tokens:
         write(model if isinstance(model, Decoder) else Decoder(model), texts)
     return [text.ids for text in texts]

@@ -10,13 +10,8 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the given prompts, followed by the prompts in a file.
-
-    Args:
-        path: a .jsonl file, a text file with one prompt per line, or "-" for stdin.
-
-    Raises UsageError: there is no prompt, a prompt is empty, or the file cannot be read.
-    """
+    """Return the given prompts, then the prompts in a file: .jsonl, or one per line; "-" is stdin.
+    Raises UsageError: there is no prompt, a prompt is empty, or the file cannot be read."""
     prompts = list(given)
     if path:
         try:

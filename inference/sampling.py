@@ -29,10 +29,8 @@ MEANINGS = {  # setting: help text of its flag
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings, applied in this order. MEANINGS explains each setting.
-
-    Raises ValueError: a value is out of its limits; the message begins with the setting's name.
-    """
+    """Sampling settings, applied in this order. MEANINGS explains each setting. Raises ValueError:
+    a value is out of its limits; the message begins with the setting's name."""
 
     repetition_penalty: float = 1.0
     temperature: float = 0.8
@@ -63,14 +61,8 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
-    """Choose one token per row: where the cumulative probability exceeds the random number.
-
-    Args:
-        logits: (B, vocab_size) in fp32, after `penalise`.
-        numbers: one random number per row, (B,) in [0, 1).
-
-    Returns: token ids, (B,).
-    """
+    """Choose one token per row, (B,), where the cumulative probability exceeds the random number.
+    logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     count = min(sampling.top_k or logits.shape[-1], logits.shape[-1])

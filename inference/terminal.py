@@ -23,9 +23,7 @@ def write_continuations(
     flags: argparse.Namespace,
 ) -> None:
     """Print continuations of each prompt, and the speed. A batch of one is printed token by token.
-
-    `flags` are those of scripts.generate. Raises UsageError: a prompt is too long.
-    """
+    `flags` are those of scripts.generate. Raises UsageError: a prompt is too long."""
     asked = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(asked))
@@ -73,7 +71,6 @@ def write_continuations(
 
 
 def print_piece(text: str, finish_reason: str | None) -> None:
-    """Print a piece of a text at once, as `StreamedText.deliver`."""
     print(text, end="", flush=True)
 
 
@@ -102,10 +99,8 @@ class Chat:
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
-        """Append a question and return the ids of the prompt.
-
-        Raises UsageError: the question alone is too long. The conversation is then unchanged.
-        """
+        """Append a question and return the ids of the prompt. Raises UsageError: the question alone
+        is too long. The conversation is then unchanged."""
         # Keep a quarter of the context free for the answer.
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []

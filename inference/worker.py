@@ -8,14 +8,11 @@ from inference.generation import Batch, StreamedText
 
 
 class Worker:
-    """Generate texts in a thread, at most `together` at a time.
-
-    A new text joins the running batch at the next token.
-    """
+    """Generate texts in a thread, at most `together` at a time. A new text joins the running batch
+    at the next token."""
 
     def __init__(self, decoder: Decoder, together: int):
-        self._decoder = decoder
-        self._together = together
+        self._decoder, self._together = decoder, together
         self._running: list[StreamedText] = []
         self._waiting: list[StreamedText] = []
         self._closing = False
@@ -41,7 +38,6 @@ class Worker:
             text.fail()
 
     def _work(self) -> None:
-        """Generate token after token, and wait while there is no text."""
         batch = Batch(self._decoder)
         while True:
             with self._changed:

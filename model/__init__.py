@@ -1,13 +1,6 @@
 """A small Llama-like transformer in plain PyTorch."""
 
 from model.attention import Attention, repeat_kv
-from model.config import ConfigError, LMConfig, RopeScaling
+from model.config import ConfigError, LMConfig
 from model.rotary import apply_rotary_emb, precompute_pos_cis
-from model.transformer import (
-    IGNORE_INDEX,
-    FeedForward,
-    RMSNorm,
-    Transformer,
-    TransformerBlock,
-    TransformerOutput,
-)
+from model.transformer import IGNORE_INDEX, FeedForward, RMSNorm, Transformer

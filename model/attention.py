@@ -27,8 +27,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past.
 
     This is the definition. The fast paths below compute the same without all T × T scores in
-    memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D).
-    """
+    memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]
     k, v = repeat_kv(k, group), repeat_kv(v, group)
@@ -64,8 +63,7 @@ def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
 
     Flash attention and cuDNN do. The memory-efficient kernel, the only one for fp32 and for fp16 on
-    old GPUs, does not: PyTorch would then silently compute all T × T scores.
-    """
+    old GPUs, does not: PyTorch would then silently compute all T × T scores."""
     return dtype == torch.bfloat16
 
 
@@ -89,8 +87,7 @@ class Attention(nn.Module):
         """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
         pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). A cache has the keys
-        and values of the past, and stores the new ones.
-        """
+        and values of the past, and stores the new ones."""
         q, k, v = self.project(x, pos_cis)
         if cache is None:
             out = self.attend(q, k, v, self.dropout if self.training else 0.0)

@@ -21,14 +21,11 @@ class LayerCache:
     """The keys and values of one block, (B, n_kv_heads, room, head_dim) each."""
 
     def __init__(self, cache: "Cache", keys: Tensor, values: Tensor):
-        self.cache = cache
-        self.keys, self.values = keys, values
+        self.cache, self.keys, self.values = cache, keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, (B, T, n_kv_heads, head_dim), then attend to all stored positions.
-
-        q and the result are (B, T, H, head_dim). T is 1, except when the prompts are read.
-        """
+        """Store k and v, (B, T, n_kv_heads, head_dim), then attend to all stored positions. q and
+        the result are (B, T, H, head_dim). T is 1, except when the prompts are read."""
         cache, keys, values = self.cache, self.keys, self.values
         if cache.longest == 0:  # the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
@@ -48,12 +45,8 @@ class LayerCache:
 
 
 class Cache:
-    """The cache of all blocks. It grows with its sequences, up to max_seq_len positions.
-
-    Args:
-        lengths: number of tokens of each prompt; the prompts are read first.
-        dtype: of keys and values.
-    """
+    """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. lengths
+    are the numbers of tokens of the prompts, which are read first."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
@@ -133,8 +126,7 @@ def without_cudnn() -> Iterator[None]:
     """Switch cuDNN's attention off, because it makes a new plan for every new length.
 
     PyTorch prefers it in 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
-    `sdpa_kernel` would do the same, but takes several times as long at every token.
-    """
+    `sdpa_kernel` would do the same, but takes several times as long at every token."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

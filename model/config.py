@@ -39,8 +39,7 @@ class LMConfig:
     If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
     release. If `head_dim` is None, it becomes dim / n_heads.
 
-    Raises ConfigError: a value is out of range, or two sizes do not divide each other.
-    """
+    Raises ConfigError: a value is out of range, or two sizes do not divide each other."""
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")

@@ -19,8 +19,7 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(head_dim)) v, where each position sees itself and the past.
 
     q and the result are (B, T, H, head_dim), k and v are (B, T, n_kv_heads, head_dim). Scores and
-    weights have the dtype of q. Gradients of k and v are summed over the blocks in fp32.
-    """
+    weights have the dtype of q. Gradients of k and v are summed over the blocks in fp32."""
     batch, seq_len, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[2]
     group = n_heads // n_kv_heads
@@ -52,7 +51,6 @@ def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[slice, int
 
 
 def _weights_like(rows: Tensor, k: Tensor) -> Tensor:
-    """Return empty memory for the attention weights of all blocks, one after the other."""
     group = rows.shape[1] // k.shape[1]
     n = sum((end - start) * group * end for start, end in _blocks(k.shape[1], group))
     return rows.new_empty(rows.shape[0] * n)

@@ -37,8 +37,7 @@ class LoRALinear(nn.Linear):
 
     def __init__(self, base: nn.Linear, lora: LoRA):
         nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a new weight
-        self.in_features, self.out_features = base.in_features, base.out_features
-        self.bias = None
+        self.in_features, self.out_features, self.bias = base.in_features, base.out_features, None
         self.scaling = lora.scaling
         self.weight = base.weight.requires_grad_(False)
         self.lora_a = nn.Parameter(torch.empty(lora.dim, self.in_features))
@@ -56,8 +55,7 @@ def add_lora(
     """Add an adapter to each linear layer with `module_name` in its name. Return the same model.
 
     The weights of these layers are frozen. With only_lora, all other parameters are frozen too.
-    Raises ConfigError: a value is out of range, or the layers cannot have adapters.
-    """
+    Raises ConfigError: a value is out of range, or the layers cannot have adapters."""
     if not 1 <= dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {dim}")
     if not 0 < alpha < math.inf:

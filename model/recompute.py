@@ -26,8 +26,7 @@ def recomputed(block: Callable, what: str, *inputs):
     """Return block(*inputs), and let backward compute it again with the same random numbers.
 
     `what` is from RECOMPUTE: "blocks" recomputes everything, "selective" everything except
-    attention, "off" nothing.
-    """
+    attention, "off" nothing."""
     if what == "off" or not torch.is_grad_enabled():
         return block(*inputs)
     if what == "blocks":

@@ -17,10 +17,8 @@ from model.config import RopeScaling
 def precompute_pos_cis(
     dim: int, end: int, theta: float = 1e6, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Return the table of rotations: complex64 of shape (end, dim/2), each of modulus 1.
-
-    dim is head_dim, end the number of positions, theta the base of the frequencies.
-    """
+    """Return the table of rotations: complex64 of shape (end, dim/2), each of modulus 1. dim is
+    head_dim, end the number of positions, theta the base of the frequencies."""
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
     # First integers: under deepspeed.zero.Init, torch.arange(…, dtype=float32) returns bf16.
@@ -35,8 +33,7 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = Non
     Llama 3.1's scaling depends on how many turns a pair makes within the original context. Pairs
     with many turns keep their frequency. Pairs with few turns become `factor` times slower. Between
     the two the frequency is interpolated. Source: `apply_scaling` in
-    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
-    """
+    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py."""
     exponents = torch.arange(0, dim, 2).to(torch.float32) / dim
     frequencies = torch.pow(float(theta), -exponents)
     if scaling is None:
@@ -59,8 +56,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
     Returns:
         The rotated xq and xk in their own shapes and dtypes, computed in fp32.
 
-    Raises ValueError: pos_cis is not complex, or its shape does not fit xq.
-    """
+    Raises ValueError: pos_cis is not complex, or its shape does not fit xq."""
     if not pos_cis.is_complex():
         raise ValueError(f"pos_cis must be complex, not {pos_cis.dtype}: a cast lost half of it")
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):

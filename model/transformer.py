@@ -91,8 +91,7 @@ class Transformer(nn.Module):
 
     Its parameters have the names of Llama's own release. The model does not know how it is trained,
     with three exceptions: on the meta device it computes no values, `forward` follows autocast, and
-    `add_lora` records its settings in `lora`.
-    """
+    `add_lora` records its settings in `lora`."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -134,8 +133,7 @@ class Transformer(nn.Module):
 
         Returns: logits, (B, T, vocab_size), or the cross-entropy in nats, in fp32.
 
-        Raises ValueError: the sequence is longer than max_seq_len.
-        """
+        Raises ValueError: the sequence is longer than max_seq_len."""
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
             limit = self.config.max_seq_len
@@ -188,8 +186,7 @@ class Transformer(nn.Module):
 
         The sum of 6 per trained parameter, 4 per frozen parameter, and for attention
         12·n_layers·n_heads·head_dim·seq_len, not halved for causality. An untied input embedding is
-        a lookup and does not count. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
-        """
+        a lookup and does not count. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311."""
         config = self.config
         counted = {id(p): p for p in self.parameters()}
         if not config.tie_embeddings:
@@ -202,8 +199,7 @@ class Transformer(nn.Module):
 
         Layers that write into the residual stream have 0.02 / sqrt(2·n_layers), as in GPT-2,
         because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply` gathers the
-        whole weight before this call.
-        """
+        whole weight before this call."""
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
             if getattr(module, "writes_residual", False):

@@ -32,8 +32,6 @@ PAGE = Path(__file__).with_name("page.html")
 
 @dataclass(kw_only=True)
 class Served:
-    """A model and the settings of its server."""
-
     worker: Worker
     tokenizer: Tokenizer
     context: int  # tokens
@@ -150,8 +148,7 @@ class Reply:
     def __init__(self, chat: bool, model: str):
         self.chat = chat
         self.inbox = asyncio.Queue()  # pieces of text with their finish_reason
-        prefix = "chatcmpl" if chat else "cmpl"
-        answer_id = f"{prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
 
     async def whole(self, text: StreamedText, request: Request) -> Response:
@@ -196,12 +193,10 @@ class Reply:
 
 
 def event(value: dict) -> str:
-    """Return a server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
 
 
 def usage(text: StreamedText) -> dict:
-    """Return OpenAI's token counts of an answer."""
     read, written = len(text.prompt), len(text.ids)
     counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
     return {"usage": counts}

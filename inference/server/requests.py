@@ -16,18 +16,10 @@ from inference.prompts import require_text
 from inference.sampling import Sampling
 
 # Fields that are accepted and ignored: they do not change an answer, or concern tools.
-WITHOUT_EFFECT = {
-    "include_obfuscation",
-    "metadata",
-    "name",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "tool_choice",
-    "user",
-}
+WITHOUT_EFFECT = (  # noqa: SIM905
+    "include_obfuscation metadata name parallel_tool_calls prompt_cache_key safety_identifier "
+    "service_tier store tool_choice user"
+).split()
 
 
 class Form(BaseModel):
@@ -81,10 +73,8 @@ class Asked(Form):
     n: Literal[1] = 1
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return the sampling settings of this request; the seed is random if not given.
-
-        Raises ValueError: a value is out of its limits.
-        """
+        """Return the sampling settings of this request; the seed is random if not given. Raises
+        ValueError: a value is out of its limits."""
         names = {field.name for field in fields(Sampling)}
         given = self.model_dump(include=names, exclude_none=True)
         given.setdefault("seed", random.getrandbits(62))
@@ -95,10 +85,8 @@ class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the ids of the prompt, and [], because every token may follow.
-
-        Raises ValueError: the messages are not a conversation that ends with a question.
-        """
+        """Return the ids of the prompt, and [], because every token may follow. Raises ValueError:
+        the messages are not a conversation that ends with a question."""
         turns = [message.turn() for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
@@ -110,8 +98,6 @@ class CompletionAsked(Asked):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the ids of the prompt, and the ids that may come next, [] for all.
-
-        Raises ValueError: the prompt is empty, or not valid text.
-        """
+        """Return the ids of the prompt, and the ids that may come next, [] for all. Raises
+        ValueError: the prompt is empty, or not valid text."""
         return tokenizer.encode_prompt(require_text("".join(self.prompt)))
