@@ -1,7 +1,7 @@
-"""Code that every program shares: errors in one line, the parser, numbers, whole files."""
+"""Code that all programs share: one-line errors, the parser, numbers, atomic files."""
 
 import sys
 
 from common.errors import end_in_one_line
 
-sys.excepthook = end_in_one_line  # here, for Ctrl-C while torch is still being imported
+sys.excepthook = end_in_one_line  # set before torch is imported, which takes seconds

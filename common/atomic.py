@@ -1,6 +1,6 @@
-"""Files and folders that are whole or not there: written aside, forced to the disk, renamed.
+"""Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
 
-A path has one writer at a time; what a killed one has left goes when the next one writes.
+A path has one writer at a time. The next writer deletes what a killed one has left.
 """
 
 import errno
@@ -14,12 +14,13 @@ from typing import IO
 
 from common.errors import UsageError
 
-PARTIAL, DELETING = ".partial", ".deleting"  # end the names of what is being written or deleted
+PARTIAL = ".partial"  # ends the temporary name of a path while it is written
+DELETING = ".deleting"  # ends the temporary name of a path while it is deleted
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a name beside `path` to write to, which becomes `path` at the end."""
+    """Yield a temporary path to write a file to, then rename it to `path`."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         yield partial
@@ -31,16 +32,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a text file by way of `whole_file`."""
+    """Write a text file atomically."""
     with whole_file(path) as partial:
         partial.write_text(content, encoding="utf-8")
 
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Give a folder beside `out` to write into, which replaces `out` at the end."""
+    """Yield a temporary folder to write into, then rename it to `out`, which it replaces."""
     partial, old = out.with_name(out.name + PARTIAL), out.with_name(out.name + DELETING)
-    remove(partial)  # of a process that was killed
+    remove(partial)  # left by a process that was killed
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -60,8 +61,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for a place that a person has named. Raises UsageError: something is
-    there that is no `what` (as in "export") by `is_one`, or `overwrite` is needed."""
+    """Call `whole_folder` for an output folder that the user has named. Raises UsageError: `out`
+    exists and `is_one` returns False for it (it is no `what`), or `overwrite` is False."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -74,7 +75,7 @@ def new_folder(
 
 @contextmanager
 def one_at_a_time(out: Path) -> Iterator[None]:
-    """Wait until no other process is making `out`, and look for it only then."""
+    """Wait until no other process is making `out`. The caller must check for `out` inside."""
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -85,7 +86,7 @@ def one_at_a_time(out: Path) -> Iterator[None]:
 
 
 def try_lock(file: IO | int) -> bool:
-    """Lock an open file until it is closed; return False if another process has locked it."""
+    """Lock an open file until it is closed. Return False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,11 +97,11 @@ def try_lock(file: IO | int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Force a file's or folder's contents from the system's memory to the disk."""
+    """Force the contents of a file or folder from the system's memory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some file systems cannot sync folders, such as Windows' under WSL
+    except OSError as error:  # some file systems cannot sync a folder, such as Windows' in WSL
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -108,7 +109,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder, renamed first: killed halfway, nothing has the old name."""
+    """Delete a file or a folder. A folder is renamed first, so that `path` is never half empty."""
     with suppress(OSError):
         if path.is_file():
             path.unlink()

@@ -1,4 +1,4 @@
-"""A user's mistake ends a program with one line and exit code 2, never with a traceback."""
+"""Errors for the user: a program ends with one line and exit code 2, not with a traceback."""
 
 import errno
 import os
@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EXIT_CODE = 2
-STDOUT = 1  # its file descriptor
+STDOUT = 1  # file descriptor
 
 
 class UsageError(ValueError):
-    """Flags, files or launcher settings that cannot work, or contradict each other."""
+    """Flags, files or launcher settings cannot work, or contradict each other."""
 
 
 class SaidError(UsageError):
-    """A failure that a program started by this one has already reported in its own line."""
+    """A child process has failed and has already printed its own error line."""
 
 
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
-    """Be sys.excepthook: Ctrl-C ends a program with one line and a shell's exit code for it."""
+    """Handle uncaught exceptions as sys.excepthook: Ctrl-C prints one line and exits with 130."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return
@@ -32,26 +32,26 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> N
 
 
 def stop_in_order() -> None:
-    """Let SIGTERM and SIGINT run every `finally`, so that unfinished files are deleted."""
+    """Let SIGTERM and SIGINT run every `finally` block, which delete unfinished files."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # A program that a shell starts in the background would ignore SIGINT.
+    # Without this, a program that a shell starts in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _nobody_reads() -> bool:
-    """Return True if the reader of stdout has gone."""
+    """Return True if the reader of stdout has closed its end of the pipe."""
     output = select.poll()
-    output.register(STDOUT, 0)  # poll always reports errors
+    output.register(STDOUT, 0)  # 0: report errors only
     return bool(output.poll(0))
 
 
 @contextmanager
 def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
-    """Turn the expected exceptions and a full disk into one line and exit code 2; end without a
-    word where the reader of stdout has gone, as `head` does."""
+    """Turn the expected exceptions and a full disk into one line and exit code 2. If the reader of
+    stdout has gone, as `head` does, the program ends without a message."""
     try:
         yield
-        print(end="", flush=True)  # sys.stdout is None where a shell has closed it
+        print(end="", flush=True)  # not sys.stdout.flush(): a shell may have closed stdout
     except Exception as error:
         unread = isinstance(error, BrokenPipeError) and _nobody_reads()
         disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -59,18 +59,18 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
             raise
         try:
             print(end="", flush=True)
-        except OSError:  # the rest goes nowhere, at the interpreter's end too
+        except OSError:  # discard the rest, which the interpreter would flush at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         if unread:
             sys.exit(128 + signal.SIGPIPE)
-        # Most errors are the same on every rank: a machine's first rank reports them, and its
-        # launcher then stops the others.
+        # Most errors are the same on every rank. So the first rank of a machine reports at once,
+        # and its launcher stops the others while they wait.
         rank = int(os.environ.get("RANK", 0))
         if int(os.environ.get("LOCAL_RANK", rank)):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(3)
         message = f"no space left on the disk: {error}" if disk_full else str(error)
-        if "Traceback" in message:  # from a worker process, with the message at its end
+        if "Traceback" in message:  # from a worker process; its last line is the message
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
         if not isinstance(error, SaidError):

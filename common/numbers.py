@@ -1,4 +1,4 @@
-"""Numbers in words for people, tables, progress bars, and the number of processor cores."""
+"""Format numbers, tables and progress bars; count processor cores."""
 
 import os
 import sys
@@ -14,42 +14,45 @@ def available_cores() -> int:
 
 
 def counted(n: int, plural: str) -> str:
-    """Count things: 1 layer, 2 layers, 1 process, 1,024 processes."""
+    """Return a number with its noun: 1 layer, 2 layers, 1 process, 1,024 processes."""
     one = plural.removesuffix("es" if plural.endswith("sses") else "s")
     return f"{n:,} {one if n == 1 else plural}"
 
 
 def size(n_bytes: float) -> str:
-    """Write a size: 3.4 GB, 12.1 MB, and kB below 0.1 MB."""
+    """Return a size in GB, MB or, below 0.1 MB, in kB: "3.4 GB"."""
     if n_bytes >= 1e9:
         return f"{n_bytes / 1e9:.1f} GB"
-    return f"{n_bytes / 1e6:.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:.1f} kB"
+    if n_bytes >= 1e5:
+        return f"{n_bytes / 1e6:.1f} MB"
+    return f"{n_bytes / 1e3:.1f} kB"
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """Lay out rows of cells by column titles; all but the first column are right-aligned."""
+    """Return a table. The keys are the titles; all columns but the first are right-aligned."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    form = "  ".join(f"{{:{'>' if at else '<'}{width}}}" for at, width in enumerate(widths))
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    form = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
     return "\n".join(form.format(*line).rstrip() for line in lines)
 
 
 def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, **options) -> tqdm:
-    """Make a tqdm bar; in a file or a pipe, a line per minute."""
+    """Return a tqdm bar. In a file or a pipe it prints one line per minute instead."""
+    options["delay"] = 0.01  # do not draw an empty bar
     kind = tqdm
     if not sys.stderr.isatty():
-        kind, line = Lines, "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
-        # With any other `miniters`, tqdm's own thread draws once more, 10 seconds after each time.
-        options |= {"mininterval": 60, "miniters": 1, "bar_format": line}
-    options["delay"] = 0.01  # first drawn when there is something to show
+        kind = Lines
+        options["bar_format"] = "{desc} {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+        # With any other miniters, tqdm's own thread draws again 10 seconds later.
+        options |= {"mininterval": 60, "miniters": 1}
     return kind(total=total, desc=desc, unit=unit, unit_scale=scale, dynamic_ncols=True, **options)
 
 
 class Lines(tqdm):
-    """A bar that prints whole lines, and none at its end."""
+    """A progress bar that prints whole lines, and no line at its end."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        with suppress(OSError):  # a reader that has gone or a full disk must not end the work
+        with suppress(OSError):  # a full disk or a closed pipe must not stop the work
             print(self, file=sys.stderr, flush=True)
 
     def clear(self, nolock: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""A trained model that writes."""
+"""Text generation: decoding, sampling, the terminal programs and the server."""

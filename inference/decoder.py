@@ -1,6 +1,6 @@
-"""A model as it writes: prompts are read, then one token of each sequence at a time.
+"""Decoding: read the prompts, then take one token of each sequence at a time.
 
-The block is that of `model/`; `prepare_for_writing` lays its weights out for single tokens.
+The blocks are those of `model/`. `prepare_for_writing` reorders their weights for single tokens.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,11 @@ from model.lora import weight_of
 
 
 class Packed:
-    """x → x Wᵀ, where W stacks the weights of layers with the same input.
+    """Compute x Wᵀ, where W stacks the weights of layers with the same input.
 
-    On a CPU a large W is reordered once into the blocks in which oneDNN reads it, which doubles the
-    speed of products with a few rows (benchmarks/generation.py). A small fp32 W is not worth the
-    10 µs of such a call.
-    """
+    On a CPU, a large W is reordered once into oneDNN's blocks. This doubles the speed of products
+    with a few rows (benchmarks/generation.py). A small fp32 W is faster without oneDNN, whose call
+    takes 10 µs."""
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
         self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
@@ -36,6 +35,7 @@ class Packed:
 
 
 def _onednn_gains(weight: Tensor) -> bool:
+    """Return True if oneDNN multiplies by this weight faster than `F.linear`."""
     if not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -44,14 +44,14 @@ def _onednn_gains(weight: Tensor) -> bool:
 
 
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
-    """Return `attention.project` with one product for q, k and v. The rotation is a complex
-    product, which is quicker where nothing is compiled."""
+    """Return a function like `attention.project`, with one matrix product for q, k and v. It
+    rotates by a complex product, which is faster than real arithmetic without torch.compile."""
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
 
     def project(x: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        qkv = product(x).view(*x.shape[:2], *shape)
+        qkv = product(x).view(*x.shape[:2], *shape)  # (B, T, all heads, head_dim)
         qk, v = qkv.split_with_sizes((n_heads + n_kv_heads, n_kv_heads), dim=2)
         pairs = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2)))  # (B, T, H, head_dim/2)
         qk = torch.view_as_real(pairs * pos_cis.unsqueeze(-2)).flatten(-2).type_as(x)
@@ -61,16 +61,14 @@ def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
 
 
 def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
-    """Return `feed_forward.project` with one product for w1 and w3."""
+    """Return a function like `feed_forward.project`, with one matrix product for w1 and w3."""
     product = Packed(feed_forward.w1, feed_forward.w3, dtype=dtype)
     return lambda x: product(x).chunk(2, dim=-1)
 
 
 def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """Return a model that computes the same with weights in `dtype`, laid out for single tokens.
-
-    Adapters are added to their weights. Later changes of the model's weights do not reach it.
-    """
+    """Return a copy of the model for generation, with weights in `dtype` and adapters merged. Later
+    changes of the model's weights do not change the copy."""
 
     def fused(norm: nn.Module) -> Callable:
         weight = norm.weight.detach().to(dtype)
@@ -104,20 +102,19 @@ def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
 
 
 def _replace(module: nn.Module, **others) -> None:
-    """Replace submodules by functions: calls of modules take a tenth of a small model's time."""
+    """Replace submodules by functions. Module calls take a tenth of a small model's time."""
     for name, other in others.items():
         delattr(module, name)
         setattr(module, name, other)
 
 
 class Decoder:
-    """Read prompts, then take one token for each and return the logits of the next.
+    """Compute the logits of the next token, for prompts and then token by token.
 
     Args:
-        model: as it is now; when its weights change, make another decoder.
+        model: its weights are copied; make a new decoder after they change.
         dtype: of weights and cache; logits are always fp32.
-        divided: whether ZeRO-3 divides the model; all processes must then make the same passes.
-    """
+        divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
         self.config, self.divided = model.config, divided
@@ -127,8 +124,8 @@ class Decoder:
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
-        """Read prompts of 1 to max_seq_len token ids; return their cache, and fp32 logits of each
-        prompt's next token, (B, vocab_size)."""
+        """Read prompts of 1 to max_seq_len token ids. Return their cache and the fp32 logits of
+        each prompt's next token, (B, vocab_size)."""
         lengths = [len(prompt) for prompt in prompts]
         cache = Cache(self.config, lengths, self.dtype, self.device)
         rows = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
@@ -137,9 +134,9 @@ class Decoder:
     @torch.inference_mode()
     @without_cudnn()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Take one token for each sequence, (B, 1) int64; return fp32 logits of the next, (B,
-        vocab_size). Raises ValueError: a sequence has filled the context."""
+        """Append one token to each sequence, (B, 1) int64. Return the fp32 logits of the next
+        token, (B, vocab_size). Raises ValueError: a sequence has filled the context."""
         logits = self.forward(tokens, cache=cache).logits.float()
-        if self.divided:  # GPUs of another kind may round differently, and draw another token
+        if self.divided:  # different GPUs may round differently and then draw another token
             torch.distributed.broadcast(logits, src=0)
         return logits

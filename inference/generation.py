@@ -1,8 +1,7 @@
-"""Continue prompts: the one decoding loop of terminal, server and samples in training.
+"""The decoding loop, shared by the terminal, the server and the samples in training.
 
-Texts join and leave a batch at any token, and one pass over the weights serves all of them
-(continuous batching). Source: Yu et al., Orca,
-https://www.usenix.org/conference/osdi22/presentation/yu.
+Texts join and leave the batch at any token, and one forward pass serves them all (continuous
+batching). Source: Yu et al., Orca, https://www.usenix.org/conference/osdi22/presentation/yu.
 """
 
 import math
@@ -21,14 +20,13 @@ from model.transformer import Transformer
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """The tokens that follow one prompt. A text that fills the context goes on from its later half.
+    """One prompt and its new tokens. A text that fills the context goes on from its second half.
 
     Args:
         prompt: token ids, at least one.
         max_new_tokens: at least 1.
-        next_ids: tokens that may follow the prompt at once; [] for all.
-        stop_ids: tokens that end the text and are no part of it.
-    """
+        next_ids: the tokens allowed directly after the prompt; empty for all.
+        stop_ids: tokens that end the text and do not become part of it."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -37,14 +35,16 @@ class Continuation:
     stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        self.ids: list[int] = []  # the tokens so far
+        self.ids: list[int] = []  # generated so far
         self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
-        self.settings = replace(self.sampling, seed=0)  # texts with the same are drawn together
-        self._start = 0  # the model sees what stands from here on
+        self.settings = replace(
+            self.sampling, seed=0
+        )  # texts with equal settings are drawn together
+        self._start = 0  # index of the first token that the model sees
 
     def take(self, token: int) -> None:
-        """Append the next token, or end the text. A text that has ended takes nothing."""
+        """Append the next token, or end the text. An ended text ignores the token."""
         if self.finish_reason:
             return
         if token in self.stop_ids:
@@ -55,11 +55,11 @@ class Continuation:
                 self.finish_reason = "length"
 
     def cancel(self) -> None:
-        """Write no more of it. May be called from any thread."""
+        """End the text early. Any thread may call this."""
         self.finish_reason = self.finish_reason or "cancelled"
 
     def seen(self, context: int) -> list[int]:
-        """Return the tokens that the model has to read, at most `context`."""
+        """Return the tokens that the model has to read, at most `context` of them."""
         ids = self.prompt + self.ids
         if len(ids) - self._start > context:
             self._start = len(ids) - max(1, context // 2)
@@ -68,15 +68,14 @@ class Continuation:
 
 @dataclass(kw_only=True, eq=False)
 class StreamedText(Continuation):
-    """A continuation that is delivered as text while it is written. It ends at the end piece.
+    """A continuation that delivers its text during generation. The tokenizer's eos_id ends it.
 
-    Text that the next id may change is held back: the first bytes of a character, and an end that
-    may be the beginning of a stop string.
+    Text that the next token may change is held back: an incomplete character, or the possible
+    beginning of a stop string.
 
     Args:
         deliver: called with each piece of text, which may be empty, and `finish_reason`.
-        stop: texts that end it and are no part of it.
-    """
+        stop: strings that end the text and do not become part of it."""
 
     tokenizer: Tokenizer
     deliver: Callable[[str, str | None], None]
@@ -85,36 +84,36 @@ class StreamedText(Continuation):
     def __post_init__(self):
         super().__post_init__()
         self.stop_ids = (self.tokenizer.eos_id,)
-        self.text = ""  # everything that was delivered
-        # Some tokenizers drop a space at the beginning of what they decode: let something precede.
+        self.text = ""  # delivered so far
+        # Some tokenizers drop a leading space when they decode, so always decode behind an "x".
         self._before = self.tokenizer.encode("x")
-        # Where `next_ids` are given, the prompt has the space with which the first token begins.
-        self._skipped = len(self.tokenizer.decode(self._before)) + bool(self.next_ids)
-        self._n_decoded = 0  # ids
-        self._held = ""  # decoded, not delivered
+        self._skipped = len(self.tokenizer.decode(self._before))  # characters to drop again
+        self._skipped += bool(self.next_ids)  # a space, which the prompt has already
+        self._n_decoded = 0  # how many of `ids` are decoded
+        self._held = ""  # decoded but not delivered
 
     def take(self, token: int) -> None:
         if self.finish_reason:
             return
         super().take(token)
         self._decode()
-        if starts := [at for stop in self.stop if stop and (at := self._held.find(stop)) >= 0]:
+        end = len(self._held) - self._n_uncertain()
+        starts = [self._held.find(stop) for stop in self.stop if stop and stop in self._held]
+        if starts:
             self.finish_reason = "stop"
-            piece = self._held[: min(starts)]
-        else:
-            piece = self._held[: len(self._held) - self._n_uncertain()]
-        self._held = self._held[len(piece) :]
+            end = min(starts)
+        piece, self._held = self._held[:end], self._held[end:]
         self.text += piece
         self.deliver(piece, self.finish_reason)
 
     def fail(self) -> None:
-        """End it where an error has stopped the writing."""
+        """End the text because of an error."""
         if not self.finish_reason:
             self.finish_reason = "error"
             self.deliver("", "error")
 
     def _decode(self) -> None:
-        """Decode the ids that are not decoded yet, once they end with a whole character."""
+        """Decode the new ids if they end with a complete character."""
         text = self.tokenizer.decode(self._before + self.ids[self._n_decoded :])
         if self.finish_reason or not text.endswith("\ufffd"):
             self._held += text[self._skipped :]
@@ -122,14 +121,16 @@ class StreamedText(Continuation):
             self._skipped = len(self.tokenizer.decode(self._before))
 
     def _n_uncertain(self) -> int:
+        """Return how many last characters may be the beginning of a stop string."""
+        if self.finish_reason:
+            return 0
         starts = [stop[:n] for stop in self.stop for n in range(1, len(stop))]
-        found = [len(start) for start in starts if self._held.endswith(start)]
-        return 0 if self.finish_reason else max(found, default=0)
+        return max((len(start) for start in starts if self._held.endswith(start)), default=0)
 
 
 class Batch:
-    """Texts that grow together, each as it would alone, but for rounding. Row i of the cache and
-    the logits belongs to `texts[i]`."""
+    """Texts generated together. Apart from rounding, each is the same as if generated alone. Row i
+    of the cache and of the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
@@ -138,11 +139,11 @@ class Batch:
         self._logits = torch.empty(0, decoder.config.vocab_size, device=decoder.device)
 
     def add(self, texts: list[Continuation]) -> None:
-        """Read the prompts of these texts, which join at the next token."""
+        """Read the prompts of new texts, which join the batch at the next token."""
         cache, logits = self._read(texts)
         logits = logits.clone()
         for row, text in zip(logits, texts, strict=True):
-            if text.next_ids:
+            if text.next_ids:  # make all other tokens impossible
                 allowed = row[text.next_ids]
                 row.fill_(-math.inf)
                 row[text.next_ids] = allowed
@@ -154,7 +155,7 @@ class Batch:
         self.texts += texts
 
     def step(self) -> None:
-        """Give each text its next token. Texts that have ended leave."""
+        """Append the next token to each text, then remove the texts that have ended."""
         tokens = self._draw()
         for text, token in zip(self.texts, tokens.tolist(), strict=True):
             text.take(token)
@@ -167,7 +168,7 @@ class Batch:
             self._cache.keep(rows)
             tokens = tokens[rows]
         if self._cache.longest == self._cache.context:
-            self._cache = None  # before another takes the same memory
+            self._cache = None  # free its memory before the next cache needs it
             self._cache, self._logits = self._read(self.texts)
         else:
             self._logits = self.decoder.step(tokens[:, None], self._cache)
@@ -182,7 +183,7 @@ class Batch:
             groups.setdefault(text.settings, []).append(row)
         tokens = torch.empty(len(self.texts), dtype=torch.int64, device=self._logits.device)
         for sampling, group in groups.items():
-            rows = slice(None) if len(groups) == 1 else group  # all of them, without a copy
+            rows = slice(None) if len(groups) == 1 else group  # a slice makes no copy
             texts = [self.texts[row] for row in group]
             logits = self._logits[rows]
             if sampling.repetition_penalty != 1:
@@ -194,7 +195,7 @@ class Batch:
 
 
 def write(decoder: Decoder, texts: list[Continuation]) -> None:
-    """Write these texts to their ends."""
+    """Generate these texts together until all have ended."""
     batch = Batch(decoder)
     batch.add(texts)
     while batch.texts:
@@ -210,15 +211,14 @@ def generate(
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the ids that follow each prompt, which draws with seed + its index.
-
-    See `Continuation`; `next_ids` has one list for each prompt, or none.
-    """
+    """Return the token ids that follow each prompt; prompt i draws with seed + i. The arguments are
+    those of `Continuation`; `next_ids` has one list per prompt, or is empty."""
+    sampling = sampling or Sampling()
     texts = [
         Continuation(
             prompt=prompt,
             max_new_tokens=max_new_tokens,
-            sampling=(sampling or Sampling()).numbered(i),
+            sampling=sampling.numbered(i),
             next_ids=next_ids[i] if next_ids else (),
             stop_ids=stop_ids,
         )

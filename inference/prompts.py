@@ -1,4 +1,4 @@
-"""Prompts from flags, from a file, and from the keyboard."""
+"""Read prompts from flags, from a file, and from the keyboard."""
 
 import json
 import sys
@@ -10,15 +10,13 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the given prompts, then those of a file with one per line, or .jsonl; "-" is stdin.
-
-    Raises UsageError: no prompt, an empty one, or a file that cannot be read.
-    """
+    """Return the given prompts, then the prompts in a file: .jsonl, or one per line; "-" is stdin.
+    Raises UsageError: there is no prompt, a prompt is empty, or the file cannot be read."""
     prompts = list(given)
     if path:
         try:
             raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-            # Not splitlines, which cuts at form feeds and Unicode's own line separators too.
+            # splitlines would also split at form feeds and at Unicode's line separators.
             lines = raw.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
             parse = _prompt_of if path.endswith(".jsonl") else str
             prompts += [parse(line) for line in lines if line]
@@ -30,6 +28,7 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
 
 
 def _prompt_of(line: str) -> str:
+    """Return the field "prompt" of a line of JSON, or its field "text". Raises ValueError."""
     try:
         row = json.loads(line)
         return str(row["prompt"] if "prompt" in row else row["text"])
@@ -38,14 +37,14 @@ def _prompt_of(line: str) -> str:
 
 
 def require_text(prompt: str) -> str:
-    """Return the prompt. Raises UsageError: it is empty, or holds bytes that are no text."""
+    """Return the prompt. Raises UsageError: it is empty, or not valid UTF-8."""
     if not prompt or not is_text(prompt):
         raise UsageError(f"prompt {prompt!r} is empty, or not valid UTF-8")
     return prompt
 
 
 def converse(answer: Callable[[str], None]) -> None:
-    """Hand each typed line to `answer` until Ctrl-D. Ctrl-C stops an answer."""
+    """Call `answer` with each typed line until Ctrl-D. Ctrl-C only stops the current answer."""
     while True:
         try:
             line = input("\n> ")
@@ -61,5 +60,5 @@ def converse(answer: Callable[[str], None]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a remark to stderr; stdout is for what the model writes."""
+    """Print a remark to stderr, because stdout is for the model's text."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Which token comes next: settings with their limits, and the choice from the logits."""
+"""Sampling: the settings with their limits, and the choice of the next token from the logits."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-LIMITS = {  # setting: what has to be true of it, and in words
+LIMITS = {  # setting: (test of a value, the same limit in words)
     "repetition_penalty": (lambda penalty: 0 < penalty < math.inf, "positive and finite"),
     "temperature": (lambda temperature: 0 <= temperature < math.inf, "at least 0 and finite"),
     "top_k": (lambda k: k >= 0, "at least 0"),
@@ -15,7 +15,7 @@ LIMITS = {  # setting: what has to be true of it, and in words
     "min_p": (lambda p: 0 <= p <= 1, "between 0 and 1"),
     "seed": (lambda seed: 0 <= seed < 2**63, "at least 0 and below 2**63"),
 }
-MEANINGS = {
+MEANINGS = {  # setting: help text of its flag
     # Source: Keskar et al., https://arxiv.org/abs/1909.05858
     "repetition_penalty": "divides logits of tokens in the text, or multiplies them below 0",
     "temperature": "divides the logits; 0 always takes the likeliest token",
@@ -29,10 +29,8 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of a draw. Each setting acts on what the ones before it have left.
-
-    Raises ValueError: a value outside its limits; the message begins with the setting's name.
-    """
+    """Sampling settings, applied in this order. MEANINGS explains each setting. Raises ValueError:
+    a value is out of its limits; the message begins with the setting's name."""
 
     repetition_penalty: float = 1.0
     temperature: float = 0.8
@@ -43,17 +41,18 @@ class Sampling:
 
     def __post_init__(self):
         for setting in fields(self):
-            value, (holds, limits) = getattr(self, setting.name), LIMITS[setting.name]
-            if not holds(value):
+            value = getattr(self, setting.name)
+            is_allowed, limits = LIMITS[setting.name]
+            if not is_allowed(value):
                 raise ValueError(f"{setting.name} must be {limits}, not {value!r}")
 
     def numbered(self, i: int) -> "Sampling":
-        """Return the settings of continuation i, which draws with seed + i."""
+        """Return the settings of continuation i: the same with seed + i."""
         return replace(self, seed=(self.seed + i) % 2**63)
 
 
 def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tensor":
-    """Return logits, (B, vocab_size), in which the tokens of text i are less likely in row i."""
+    """Return the logits, (B, vocab_size), with the tokens of texts[i] made less likely in row i."""
     logits = logits.clone()
     for row, text in zip(logits, texts, strict=True):
         seen = row[text]
@@ -62,12 +61,12 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
-    """Return the tokens, (B,), at which the sums of probabilities pass the numbers, (B,) in [0, 1).
-    logits are (B, vocab_size) in fp32, after `penalise`."""
+    """Choose one token per row, (B,), where the cumulative probability exceeds the random number.
+    logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,) in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     count = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-    best, ids = logits.topk(count)  # the likeliest first
+    best, ids = logits.topk(count)  # (B, count) each, the likeliest first
     p = (best.double() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         before = p.cumsum(-1) - p

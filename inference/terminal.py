@@ -1,4 +1,4 @@
-"""Writing in the terminal: continuations of prompts, and a conversation."""
+"""Generation in the terminal: continuations of prompts, and a chat."""
 
 import argparse
 import json
@@ -22,11 +22,13 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt as the flags of scripts.generate say, and their speed. A
-    text that is computed alone is printed as it comes. Raises UsageError: a prompt is too long."""
+    """Print continuations of each prompt, and the speed. A batch of one is printed token by token.
+    `flags` are those of scripts.generate. Raises UsageError: a prompt is too long."""
     asked = [prompt for prompt in prompts for _ in range(flags.num_samples)]
-    context, size = decoder.config.max_seq_len, min(flags.batch_size, len(asked))
-    streams, slides = size == 1 and not flags.jsonl, flags.beyond_context == "slide"
+    context = decoder.config.max_seq_len
+    size = min(flags.batch_size, len(asked))
+    streams = size == 1 and not flags.jsonl
+    slides = flags.beyond_context == "slide"
     texts = []
     for i, prompt in enumerate(asked):
         ids, next_ids = tokenizer.encode_prompt(prompt)
@@ -53,12 +55,16 @@ def write_continuations(
             print(_heading(first, asked), end="", flush=True)
         write(decoder, batch)
         for i, text in enumerate(batch, first):
-            row = {"prompt": asked[i], "text": text.text}
-            shown = "" if streams else _heading(i, asked) + text.text
-            print(json.dumps(row, ensure_ascii=False) if flags.jsonl else shown, flush=True)
-    seconds, n_tokens = time.perf_counter() - started, sum(len(text.ids) for text in texts)
+            if flags.jsonl:
+                row = {"prompt": asked[i], "text": text.text}
+                print(json.dumps(row, ensure_ascii=False), flush=True)
+            else:
+                print("" if streams else _heading(i, asked) + text.text, flush=True)
+    seconds = time.perf_counter() - started
+    n_tokens = sum(len(text.ids) for text in texts)
     lengths = [len(text.ids) for text in texts if text.finish_reason == "length"]
-    if cut := sum(n < flags.max_new_tokens for n in lengths):
+    cut = sum(length < flags.max_new_tokens for length in lengths)
+    if cut:
         full = f"{cut} of {len(texts)} ended with the context of {context} tokens"
         say(f"{full}; --beyond_context slide goes on")
     say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
@@ -75,13 +81,13 @@ def _heading(i: int, prompts: list[str]) -> str:
 
 @dataclass
 class Chat:
-    """A conversation. When the context is full, the oldest questions and answers are forgotten."""
+    """A conversation. When the context is full, the oldest questions and answers are dropped."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     sampling: Sampling  # answer i draws with seed + i
-    max_new_tokens: int | None  # of an answer; None for as many as the context has room for
-    system: str  # a message that stands before all others; "" for none
+    max_new_tokens: int | None  # per answer; None: until the context is full
+    system: str  # a first message that is never dropped; "" for none
 
     def __post_init__(self):
         self.context = self.decoder.config.max_seq_len
@@ -93,13 +99,14 @@ class Chat:
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
-        """Append a question; return the ids after which the model answers. Raises UsageError: the
-        question is too long by itself; then nothing is changed."""
+        """Append a question and return the ids of the prompt. Raises UsageError: the question alone
+        is too long. The conversation is then unchanged."""
+        # Keep a quarter of the context free for the answer.
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []
         turns = [*self.turns, Turn("user", question)]
-        for forgotten in range(0, len(turns), 2):
-            ids = encode_chat_prompt(self.tokenizer, before + turns[forgotten:])
+        for dropped in range(0, len(turns), 2):
+            ids = encode_chat_prompt(self.tokenizer, before + turns[dropped:])
             if len(ids) + reserve <= self.context:
                 break
         else:
@@ -107,13 +114,13 @@ class Chat:
                 f"this is {len(ids)} tokens and the context of this model has {self.context}, of "
                 f"which {reserve} are kept for the answer: shorten it"
             )
-        self.turns = turns[forgotten:]
-        if forgotten:
-            say(f"(The context is full: the model no longer sees the oldest {forgotten} messages.)")
+        self.turns = turns[dropped:]
+        if dropped:
+            say(f"(The context is full: the model no longer sees the oldest {dropped} messages.)")
         return ids
 
     def answer(self, line: str) -> None:
-        """Print the answer to what was typed, up to Ctrl-C. Raises UsageError: it is too long."""
+        """Print the answer to a typed line; Ctrl-C ends it. Raises UsageError: it is too long."""
         if line.strip() == "/reset":
             self.turns.clear()
             say("Forgotten.")

@@ -1,4 +1,4 @@
-"""One thread that writes for everybody who asks."""
+"""The server's worker: one thread that generates the texts of all requests."""
 
 import threading
 import traceback
@@ -8,8 +8,8 @@ from inference.generation import Batch, StreamedText
 
 
 class Worker:
-    """Writes texts in a thread of its own, at most `together` at a time. A new text joins the
-    others at their next token."""
+    """Generate texts in a thread, at most `together` at a time. A new text joins the running batch
+    at the next token."""
 
     def __init__(self, decoder: Decoder, together: int):
         self._decoder, self._together = decoder, together
@@ -21,7 +21,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, text: StreamedText) -> None:
-        """Have a text written; its `deliver` is called in the worker's thread."""
+        """Queue a text. The worker's thread calls its `deliver`."""
         with self._changed:
             self._waiting.append(text)
             self._changed.notify()
@@ -29,7 +29,7 @@ class Worker:
             text.fail()
 
     def close(self) -> None:
-        """End the thread at the next token. Texts that are not finished by then fail."""
+        """End the thread at the next token. All unfinished texts fail."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -54,7 +54,7 @@ class Worker:
                     batch.add(new)
                 if batch.texts:
                     batch.step()
-            except Exception:  # such as too little memory; the next requests may be smaller
+            except Exception:  # such as out of memory: smaller requests may still succeed
                 traceback.print_exc()
                 for text in self._running:
                     text.fail()

@@ -1,7 +1,7 @@
 """A small Llama-like transformer in plain PyTorch."""
 
 from model.attention import Attention, repeat_kv
-from model.config import ConfigError, LMConfig, RopeScaling
+from model.config import ConfigError, LMConfig
 from model.rotary import apply_rotary_emb, precompute_pos_cis
 from model.transformer import (
     IGNORE_INDEX,
@@ -9,5 +9,4 @@ from model.transformer import (
     RMSNorm,
     Transformer,
     TransformerBlock,
-    TransformerOutput,
 )

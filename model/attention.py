@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads and rotary positions."""
+"""Causal self-attention with grouped key/value heads and rotary positions (D is head_dim)."""
 
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """Repeat each head n_rep times: (batch, seq_len, n_kv_heads, head_dim) → (batch, seq_len,
-    n_heads, head_dim). Query head h then finds its key/value head at index h."""
+    """Repeat each key/value head n_rep times, so that query head h finds its own at index h."""
     if n_rep == 1:
         return x
     batch, seq_len, n_kv_heads, head_dim = x.shape
@@ -25,53 +24,52 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
+    """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past.
 
-    This is the readable reference for the fast paths. It holds all T × T scores in memory. q and
-    the result are (B, T, H, head_dim), k and v (B, T, n_kv_heads, head_dim); dropout is the share
-    of the attention weights set to zero.
-    """
+    This is the definition. The fast paths below compute the same without all T × T scores in
+    memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]
     k, v = repeat_kv(k, group), repeat_kv(v, group)
-    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
-    scores = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    scores = (q @ k.transpose(-2, -1)).float() / q.shape[-1] ** 0.5  # (B, H, T, T)
     future = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).triu(1)
     weights = F.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
-    return (F.dropout(weights, dropout).type_as(v) @ v).transpose(1, 2)
+    return (F.dropout(weights, dropout).type_as(v) @ v).transpose(1, 2)  # (B, T, H, D)
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` without holding all T × T scores."""
-    if q.device.type == "cpu":
-        return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
-    return fused_attention(q, k, v, dropout)
+    """Compute `plain_attention` by the fastest path of the device."""
+    if q.device.type == "cpu" and not dropout:
+        return row_block_attention(q, k, v)
+    attend = plain_attention if q.device.type == "cpu" else fused_attention
+    return attend(q, k, v, dropout)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` by PyTorch's own kernels for GPUs."""
+    """Compute `plain_attention` by PyTorch's fused GPU kernels."""
     if not takes_grouped_heads(q.dtype):
         group = q.shape[2] // k.shape[2]
         k, v = repeat_kv(k, group), repeat_kv(v, group)
-    q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, head_dim)
-    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)  # (B, T, H, D)
 
 
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
-    """Return whether the GPU kernels of this dtype take fewer key/value heads than query heads.
+    """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
 
-    Flash attention and cuDNN do, but not the memory-efficient kernel, which is left for fp32 and
-    for fp16 on old GPUs: PyTorch would silently compute all T × T scores.
-    """
+    Flash attention and cuDNN do. The memory-efficient kernel, the only one for fp32 and for fp16 on
+    old GPUs, does not: PyTorch would then silently compute all T × T scores."""
     return dtype == torch.bfloat16
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: each n_heads / n_kv_heads query heads share one key/value head.
-
-    Source: Ainslie et al., https://arxiv.org/abs/2305.13245.
-    """
+    """Grouped-query attention: n_heads / n_kv_heads query heads share each key/value head.
+    Source: Ainslie et al., https://arxiv.org/abs/2305.13245."""
 
     def __init__(self, config: LMConfig):
         super().__init__()
@@ -86,24 +84,23 @@ class Attention(nn.Module):
         self.attend = fast_attention if config.use_flash_attn else plain_attention
 
     def forward(self, x: Tensor, pos_cis: Tensor, cache: "LayerCache | None" = None) -> Tensor:
-        """Attend from every position to itself and the past: (B, T, dim) → (B, T, dim).
+        """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
-        Args:
-            pos_cis: rotations of the positions, (T, head_dim/2) or (B, T, head_dim/2).
-            cache: holds the past of each sequence, and takes up these positions.
-        """
+        pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). A cache has the keys
+        and values of the past, and stores the new ones."""
         q, k, v = self.project(x, pos_cis)
         if cache is None:
             out = self.attend(q, k, v, self.dropout if self.training else 0.0)
         else:
-            out = cache.attend(q, k, v)
+            out = cache.attend(q, k, v)  # (B, T, H, D)
         out = self.wo(out.flatten(2))  # (B, T, H · D) → (B, T, dim)
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 
     def project(self, x: Tensor, pos_cis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries, rotated keys, and values, (B, T, heads, head_dim) each."""
+        """Return rotated queries, rotated keys, and values, each (B, T, heads, D)."""
         batch, seq_len, _ = x.shape
         q = self.wq(x).view(batch, seq_len, self.n_heads, self.head_dim)
         k = self.wk(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
         v = self.wv(x).view(batch, seq_len, self.n_kv_heads, self.head_dim)
-        return *apply_rotary_emb(q, k, pos_cis), v
+        q, k = apply_rotary_emb(q, k, pos_cis)
+        return q, k, v

@@ -1,7 +1,7 @@
-"""Keys and values of the tokens that a model has read, so that each token is computed once.
+"""Key/value cache: keep the keys and values of past tokens, so that each token is computed once.
 
-Column t of a row belongs to position t of that sequence. Shorter prompts are padded on the right;
-the tokens that follow are written over the padding.
+Row i of a tensor belongs to sequence i, column t to its position t. Shorter prompts are padded on
+the right, and new tokens overwrite the padding.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from model.attention import fused_attention
 from model.config import LMConfig
 
-STRETCH = 64  # positions beyond the prompts at first; a long context takes gigabytes
+STRETCH = 64  # free positions at first; room for a whole long context would take gigabytes
 
 
 class LayerCache:
@@ -24,58 +24,56 @@ class LayerCache:
         self.cache, self.keys, self.values = cache, keys, values
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v, (B, T, n_kv_heads, head_dim), and attend to everything that is stored.
-
-        q and the result are (B, T, H, head_dim). T is 1 but for the prompts of an empty cache.
-        """
+        """Store k and v, (B, T, n_kv_heads, head_dim), then attend to all stored positions. q and
+        the result are (B, T, H, head_dim). T is 1, except when the prompts are read."""
         cache, keys, values = self.cache, self.keys, self.values
-        if cache.longest == 0:
+        if cache.longest == 0:  # the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
             values[:, :, : k.shape[1]] = v.transpose(1, 2)
             return fused_attention(q, k, v, 0.0)
-        if cache.mask is None:
+        if cache.mask is None:  # all sequences have the same length: write one column
             keys.select(2, cache.longest).copy_(k[:, 0])
             values.select(2, cache.longest).copy_(v[:, 0])
         else:
             keys[cache.rows, :, cache.columns] = k[:, 0]
             values[cache.rows, :, cache.columns] = v[:, 0]
-        # The query heads that share a key/value head are the rows of one matrix.
-        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])
-        n = cache.longest + 1
-        keys, values = keys.narrow(2, 0, n), values.narrow(2, 0, n)
+        # The query heads that share a key/value head become the rows of one matrix.
+        grouped = q.view(q.shape[0], keys.shape[1], -1, q.shape[-1])  # (B, n_kv_heads, rows, D)
+        keys = keys.narrow(2, 0, cache.longest + 1)  # (B, n_kv_heads, stored positions, D)
+        values = values.narrow(2, 0, cache.longest + 1)
         return F.scaled_dot_product_attention(grouped, keys, values, cache.mask).view(q.shape)
 
 
 class Cache:
-    """The cache of a whole model. It grows with its sequences up to max_seq_len.
-
-    Args:
-        lengths: tokens of each prompt that is to be read first.
-    """
+    """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. lengths
+    are the numbers of tokens of the prompts, which are read first."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
     ):
-        self.device, self.context = device, config.max_seq_len
-        self.room = min(max(lengths) + STRETCH, self.context)  # positions of each sequence
+        self.device = device
+        self.context = config.max_seq_len
+        self.room = min(max(lengths) + STRETCH, self.context)  # allocated positions per sequence
         shape = (2, len(lengths), config.n_kv_heads, self.room, config.head_dim)
         self.layers = [
             LayerCache(self, *torch.zeros(shape, dtype=dtype, device=device))
             for _ in range(config.n_layers)
         ]
         self._set_lengths(lengths)
-        self.longest = 0  # tokens of the longest sequence that are stored
+        self.longest = 0  # nothing is stored until the prompts are read
 
     def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths, self.longest = lengths, max(lengths)
+        self.lengths = lengths
+        self.longest = max(lengths)  # stored tokens of the longest sequence
         self.rows = torch.arange(len(lengths), device=self.device)
-        self.columns = torch.tensor(lengths, device=self.device)  # where the next tokens go
+        self.columns = torch.tensor(lengths, device=self.device)  # of each sequence's next token
         self.even = min(lengths) == self.longest
-        self.mask: Tensor | None = None  # (B, 1, 1, columns), true where the next token looks
+        # (B, 1, 1, stored positions), True where the next token attends; None if lengths are equal
+        self.mask: Tensor | None = None
 
     def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
-        """Return the rows of pos_cis for the next tokens, (seq_len, head_dim/2), or (B, 1,
-        head_dim/2) where sequences differ in length. Raises ValueError: the context is full."""
+        """Make room for the next tokens and return their rotations, (seq_len, head_dim/2), or (B,
+        1, head_dim/2) if the lengths differ. Raises ValueError: a sequence fills the context."""
         if self.longest == 0:
             return pos_cis[:seq_len]
         if self.longest == self.room:
@@ -89,7 +87,7 @@ class Cache:
         return pos_cis[self.columns][:, None]
 
     def end(self, x: Tensor) -> Tensor:
-        """Count the tokens as stored; return the last row of each sequence in x, (B, dim)."""
+        """Count the new tokens as stored; return the last of each sequence from x: (B, dim)."""
         if self.longest == 0:
             self.longest = max(self.lengths)
             return x[self.rows, self.columns - 1]
@@ -101,14 +99,14 @@ class Cache:
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Go on with these sequences only, in this order."""
+        """Keep only the sequences with these indices, in this order."""
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
         self._set_lengths([self.lengths[row] for row in rows])
 
     @torch.inference_mode()
     def append(self, other: "Cache") -> None:
-        """Add the sequences of another cache as the last rows."""
+        """Append the sequences of another cache as the last rows."""
         for cache in (self, other):
             cache._make_room(max(self.room, other.room))
         for mine, new in zip(self.layers, other.layers, strict=True):
@@ -117,19 +115,18 @@ class Cache:
         self._set_lengths(self.lengths + other.lengths)
 
     def _make_room(self, room: int) -> None:
-        more = (0, 0, 0, room - self.room)
+        padding = (0, 0, 0, room - self.room)  # behind the last position
         for layer in self.layers:
-            layer.keys, layer.values = F.pad(layer.keys, more), F.pad(layer.values, more)
+            layer.keys, layer.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
         self.room = room
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """Leave out cuDNN's attention, which makes a plan for every new length.
+    """Switch cuDNN's attention off, because it makes a new plan for every new length.
 
-    PyTorch prefers it in 16 bits on compute capability 9 and 10 (H100, H200, B200). (`sdpa_kernel`
-    can do this too, but takes several times as long at every token.)
-    """
+    PyTorch prefers it in 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
+    `sdpa_kernel` would do the same, but takes several times as long at every token."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:

@@ -1,30 +1,30 @@
-"""The shape of the model: every number that decides how many parameters there are."""
+"""The configuration of the model: every number that decides how many parameters it has."""
 
 import sys
 from dataclasses import asdict, dataclass, field, fields
 
-HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields of LMConfig that weights do not depend on
-LARGEST = 1 << 24  # of any size; a table of so many rows fits into memory
+HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may change for trained weights
+LARGEST = 1 << 24  # upper limit of every size; a table with this many rows fits into memory
 
 
 class ConfigError(ValueError):
-    """A model shape that cannot be built; the message names the field and its value."""
+    """A model configuration that cannot work. The message names the field and its value."""
 
 
 def setting(default, help_text: str, must=None, **metadata):
-    """A dataclass field whose help text also becomes the command-line flag's help; `must` says what
-    values it may have."""
+    """Return a dataclass field that becomes a flag with this help text, unless flag=False is given.
+    `must` says which values the flag accepts."""
     return field(default=default, metadata={"help": help_text, "must": must, **metadata})
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3 stretches its rotary positions, see `rotary_frequencies`. Raises ConfigError."""
+    """Llama 3's scaling, see `rotary_frequencies`. Raises ConfigError: a value is not positive."""
 
-    factor: float  # by which slow rotations are slowed down
-    low_freq_factor: float  # turns in the original context up to which they are slow
-    high_freq_factor: float  # and from which they are fast, and left as they are
-    original_max_seq_len: int
+    factor: float  # slow rotations become this many times slower
+    low_freq_factor: float  # a rotation is slow up to this many turns in the original context
+    high_freq_factor: float  # a rotation keeps its frequency from this many turns on
+    original_max_seq_len: int  # the original context, in tokens
 
     def __post_init__(self):
         for name, value in asdict(self).items():
@@ -36,23 +36,22 @@ class RopeScaling:
 class LMConfig:
     """Shape of a Llama-style decoder.
 
-    `hidden_dim` left at None becomes 2/3 of 4·dim rounded up to `multiple_of`, as in Llama's
-    release. `head_dim` left at None becomes dim / n_heads.
+    If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
+    release. If `head_dim` is None, it becomes dim / n_heads.
 
-    Raises ConfigError: a size that is not positive, or sizes that do not divide each other.
-    """
+    Raises ConfigError: a value is out of range, or two sizes do not divide each other."""
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
     n_heads: int = setting(8, "query heads; dim must be divisible by it, or head_dim be given")
     n_kv_heads: int = setting(2, "key/value heads, shared by query heads (grouped-query attention)")
-    vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # comes with the data
+    vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # the data decides
     head_dim: int | None = setting(None, "channels of a head, even (default: dim / n_heads)")
     hidden_dim: int | None = setting(None, "inner width of the feed-forward (default: from dim)")
     multiple_of: int = setting(64, "hidden_dim computed from dim is rounded up to this")
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
-    rope_scaling: RopeScaling | None = setting(  # noqa: RUF009  (a field); comes with weights
+    rope_scaling: RopeScaling | None = setting(  # noqa: RUF009  imported weights decide it
         None, "Llama 3's scaling of rotary frequencies", flag=False
     )
     max_seq_len: int = setting(512, "tokens per training sequence, and the context length")
@@ -66,16 +65,7 @@ class LMConfig:
 
     def __post_init__(self):
         for item in fields(self):
-            value = getattr(self, item.name)
-            if item.type is int or (item.type == int | None and value is not None):
-                if type(value) is not int or not 0 < value <= LARGEST:
-                    limits = f"a positive whole number, at most {LARGEST:,}"
-                    raise ConfigError(f"{item.name} must be {limits}, not {value!r}")
-            elif item.type is float:
-                if type(value) not in (int, float) or abs(value) > sys.float_info.max:
-                    raise ConfigError(f"{item.name} must be a number, not {value!r}")
-            elif item.type is bool and type(value) is not bool:
-                raise ConfigError(f"{item.name} must be true or false, not {value!r}")
+            self._check_type(item.name, item.type)
         if self.head_dim is None:
             if self.dim % self.n_heads:
                 sizes = f"dim {self.dim} is not divisible by n_heads {self.n_heads}"
@@ -92,23 +82,34 @@ class LMConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be positive and finite, not {value!r}")
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, not {getattr(self, name)!r}")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            self.rope_scaling = RopeScaling(**self.rope_scaling)  # as it stands in a file
+            self.rope_scaling = RopeScaling(**self.rope_scaling)  # a dict, from a file
+
+    def _check_type(self, name: str, kind: type) -> None:
+        """Raise ConfigError unless the field holds a size, a number or a bool as declared."""
+        value = getattr(self, name)
+        if kind is int or (kind == int | None and value is not None):
+            if type(value) is not int or not 0 < value <= LARGEST:
+                limits = f"a positive whole number, at most {LARGEST:,}"
+                raise ConfigError(f"{name} must be {limits}, not {value!r}")
+        elif kind is float:
+            if type(value) not in (int, float) or abs(value) > sys.float_info.max:
+                raise ConfigError(f"{name} must be a number, not {value!r}")
+        elif kind is bool and type(value) is not bool:
+            raise ConfigError(f"{name} must be true or false, not {value!r}")
 
     def to_dict(self) -> dict:
         return asdict(self)
 
     def shape(self) -> dict:
-        """The fields that belong to trained weights; HOW_IT_COMPUTES may be others each time."""
+        """Return the fields that trained weights depend on: all except HOW_IT_COMPUTES."""
         return {name: value for name, value in asdict(self).items() if name not in HOW_IT_COMPUTES}
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":
-        """Inverse of `to_dict`. Raises ConfigError: a field that this version does not know, or a
-        value that cannot be right."""
+        """Undo `to_dict`. Raises ConfigError: a field is unknown, or a value is not allowed."""
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"unknown model settings: {', '.join(sorted(unknown))}")

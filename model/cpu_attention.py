@@ -1,11 +1,11 @@
-"""Causal attention for CPUs, block of rows by block of rows.
+"""Causal attention for CPUs, computed in blocks of query positions.
 
-A block of queries sees the keys up to its own end, so that almost half of the T × T scores are
-never computed. The matrix products reach several times the speed of PyTorch's own CPU attention
-(docs/performance.md). Query heads that share a key/value head stand as rows under each other. In
-the shapes below Z is batch · n_kv_heads, D is head_dim.
+A block of queries attends to the keys up to the end of the block. Almost half of the T × T scores
+are therefore never computed. The matrix products are several times as fast as PyTorch's own CPU
+attention (docs/performance.md). The query heads that share a key/value head are rows of one matrix.
+In shape comments Z is batch · n_kv_heads, and D is head_dim.
 
-The two operations are opaque to torch.compile, which would unroll their loops.
+Forward and backward are custom operations, because torch.compile would unroll their loops.
 """
 
 import math
@@ -16,11 +16,10 @@ from torch import Tensor
 
 
 def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute softmax(q kᵀ / sqrt(head_dim)) v; each position sees itself and the past.
+    """Compute softmax(q kᵀ / sqrt(head_dim)) v, where each position sees itself and the past.
 
-    q and the result are (B, T, H, head_dim), k and v (B, T, n_kv_heads, head_dim). Scores and
-    weights have the dtype of q; gradients of k and v are summed over the blocks in fp32.
-    """
+    q and the result are (B, T, H, head_dim), k and v are (B, T, n_kv_heads, head_dim). Scores and
+    weights have the dtype of q. Gradients of k and v are summed over the blocks in fp32."""
     batch, seq_len, n_heads, head_dim = q.shape
     n_kv_heads = k.shape[2]
     group = n_heads // n_kv_heads
@@ -33,15 +32,15 @@ def row_block_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _blocks(seq_len: int, group: int) -> list[tuple[int, int]]:
-    """Positions (start, end) of each block: 64 of them, or 128 rows where heads are not shared,
-    which is within 6% of the best size for 256 to 2,048 tokens."""
+    """Return the positions (start, end) of each block. A block has at least 64 positions and 128
+    rows, which is within 6% of the best speed for 256 to 2,048 tokens."""
     size = max(64, 128 // group)
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
 def _walk(flat: Tensor, rows: Tensor, seq_len: int) -> Iterator[tuple[slice, int, int, Tensor]]:
-    """Yield (rows, start, end, weights) of each block; weights is a view of flat, (Z, rows of the
-    block, end)."""
+    """Yield (slice of rows, start, end, weights) of each block; weights, (Z, rows of the block,
+    end), is a view into flat."""
     group = rows.shape[1] // seq_len
     used = 0
     for start, end in _blocks(seq_len, group):
@@ -59,13 +58,13 @@ def _weights_like(rows: Tensor, k: Tensor) -> Tensor:
 
 @torch.library.custom_op("small_lm::row_block_attention", mutates_args=())
 def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, like rows, and the flat attention weights of all blocks, for backward.
-    rows (Z, T · group, D) are already scaled; k and v are (Z, T, D)."""
+    """Return the output, (Z, T · group, D), and for backward the flat attention weights of all
+    blocks. rows are the scaled queries, (Z, T · group, D); k and v are (Z, T, D)."""
     seq_len = k.shape[1]
     group = rows.shape[1] // k.shape[1]
     out = torch.empty_like(rows)
     flat = _weights_like(rows, k)
-    size = min(seq_len, _blocks(seq_len, group)[0][1])
+    size = _blocks(seq_len, group)[0][1]  # positions of the first block, the largest
     future = torch.full((size, size), float("-inf"), dtype=rows.dtype, device=rows.device).triu(1)
     future = future.repeat_interleave(group, dim=0)  # (size · group, size)
     for block, start, end, weights in _walk(flat, rows, seq_len):
@@ -80,7 +79,7 @@ def _attend(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _attend_backward(
     grad: Tensor, rows: Tensor, k: Tensor, v: Tensor, flat: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of rows, k and v from that of the output, (Z, T · group, D)."""
+    """Return the gradients of rows, k and v. `grad` is the gradient of the output."""
     grad_rows = torch.empty_like(rows)
     wide = torch.promote_types(rows.dtype, torch.float32)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))

@@ -1,9 +1,9 @@
-"""LoRA: trained matrices stay as they are, and beside each a product of two thin ones is trained.
+"""LoRA: freeze a trained matrix and train an adapter beside it, the product of two thin matrices.
 
 y = W x + (alpha / dim) · B A x, with A of shape (dim, in) and B of shape (out, dim). Source: Hu et
-al., https://arxiv.org/abs/2106.09685. Scaling and first values are those of PEFT: B begins with
-zeros, so that training begins with what the base computes. DeepSpeed-Chat has the same flags, but
-its scaling is 1 / dim.
+al., https://arxiv.org/abs/2106.09685. Scaling and initial values are those of PEFT. B starts at
+zero, so at first the model computes the same as without adapters. DeepSpeed-Chat has the same
+flags, but scales by 1 / dim.
 """
 
 import math
@@ -17,17 +17,15 @@ from torch.nn import functional as F
 from model.config import ConfigError
 from model.transformer import Transformer
 
-FACTORS = ("lora_a", "lora_b")
-
 
 @dataclass(frozen=True)
 class LoRA:
-    """Which layers have adapters, and how much these weigh."""
+    """Settings of a model's adapters."""
 
-    dim: int  # inner dimension, the rank
+    dim: int  # the rank: the inner dimension of the product B A
     alpha: float
-    module_name: str  # a part of the layers' names
-    only_lora: bool  # whether nothing else is trained
+    module_name: str  # layers with this text in their names have adapters
+    only_lora: bool  # True if all other parameters are frozen
 
     @property
     def scaling(self) -> float:
@@ -35,10 +33,10 @@ class LoRA:
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer with an adapter; `weight` is frozen, and keeps its name."""
+    """A linear layer with an adapter. Its `weight` is frozen and keeps its name."""
 
     def __init__(self, base: nn.Linear, lora: LoRA):
-        nn.Module.__init__(self)  # Linear's own would make another weight
+        nn.Module.__init__(self)  # nn.Linear.__init__ would allocate a new weight
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, None
         self.scaling = lora.scaling
         self.weight = base.weight.requires_grad_(False)
@@ -54,16 +52,18 @@ class LoRALinear(nn.Linear):
 def add_lora(
     model: Transformer, *, dim: int, alpha: float, module_name: str = "layers", only_lora: bool
 ) -> Transformer:
-    """Give adapters to the linear layers whose names contain `module_name`, in place, and freeze
-    their weights; with `only_lora` everything else too. Raises ConfigError."""
+    """Add an adapter to each linear layer with `module_name` in its name. Return the same model.
+
+    The weights of these layers are frozen. With only_lora, all other parameters are frozen too.
+    Raises ConfigError: a value is out of range, or the layers cannot have adapters."""
     if not 1 <= dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {dim}")
     if not 0 < alpha < math.inf:
         raise ConfigError(f"lora_alpha must be positive and finite, not {alpha!r}")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    chosen = {name: layer for name, layer in layers.items() if module_name in name}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    chosen = {name: layer for name, layer in linear.items() if module_name in name}
     if not chosen:
-        names = ", ".join(list(layers)[:7])
+        names = ", ".join(list(linear)[:7])
         raise ConfigError(f"lora_module_name {module_name!r} is no part of any of {names}, ...")
     if "output" in chosen and model.config.tie_embeddings:
         also = f"lora_module_name {module_name!r} means the output layer too"
@@ -72,41 +72,42 @@ def add_lora(
     if only_lora:
         model.requires_grad_(False)
     for name, layer in chosen.items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, LoRALinear(layer, lora))
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, LoRALinear(layer, lora))
     model.lora = lora
     return model
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of this name is a factor of an adapter."""
-    return name.rpartition(".")[2] in FACTORS
+    """Return True for the name of a parameter that belongs to an adapter."""
+    return name.endswith((".lora_a", ".lora_b"))
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """Return the matrix, (out, in), of a linear layer with its adapter, if any."""
+    """Return the matrix of a linear layer, (out, in), with its adapter added if it has one."""
     if isinstance(layer, LoRALinear):
         return _merged(layer.weight, layer.lora_a, layer.lora_b, layer.scaling)
     return layer.weight
 
 
 def merged_weights(weights: Mapping[str, Tensor], lora: LoRA | None) -> Mapping[str, Tensor]:
-    """Return the weights of a model without adapters that computes the same."""
+    """Return the weights by name with all adapters added; unchanged if `lora` is None."""
     return Merged(weights, lora.scaling) if lora else weights
 
 
 class Merged(Mapping):
-    """Weights with their adapters added, each made when it is asked for."""
+    """Weights by name with their adapters added. Each sum is computed when it is read."""
 
     def __init__(self, weights: Mapping[str, Tensor], scaling: float):
         self._weights, self._scaling = weights, scaling
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._weights[name]
-        a, b = (f"{name.removesuffix('weight')}{factor}" for factor in FACTORS)
-        if a not in self._weights:
+        layer = name.removesuffix("weight")
+        if f"{layer}lora_a" not in self._weights:
             return weight
-        return _merged(weight, self._weights[a], self._weights[b], self._scaling)
+        a, b = self._weights[f"{layer}lora_a"], self._weights[f"{layer}lora_b"]
+        return _merged(weight, a, b, self._scaling)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._weights if not is_adapter(name))
@@ -116,4 +117,5 @@ class Merged(Mapping):
 
 
 def _merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """Return W + scaling · B A in fp32."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)

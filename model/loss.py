@@ -1,8 +1,9 @@
-"""The loss: cross-entropy of the next token, without all logits of a large vocabulary in memory.
+"""Cross-entropy of the next token, without holding all logits of a large vocabulary in memory.
 
-With log-probabilities and gradients a logit takes up to 12 bytes: 2.4 GB for 8 sequences of 512
-tokens and 49,152 pieces. Above LARGE_VOCABULARY at most CHUNK_LOGITS are made at a time, and
-backward computes them again, which adds a third to the output layer's products.
+Each logit takes up to 12 bytes with its log-probability and gradient. For 8 sequences of 512 tokens
+and a vocabulary of 49,152 this is 2.4 GB. Above LARGE_VOCABULARY the tokens therefore pass in
+chunks of at most CHUNK_LOGITS logits. Backward computes the logits of a chunk again, which adds a
+third to the matrix products of the output layer.
 """
 
 from torch import Tensor, nn
@@ -10,15 +11,16 @@ from torch.nn import functional as F
 
 IGNORE_INDEX = -100  # a target with this id does not count in the loss
 LARGE_VOCABULARY = 1 << 15
-CHUNK_LOGITS = 1 << 25  # 400 MB with all that they take
+CHUNK_LOGITS = 1 << 25  # 400 MB at 12 bytes
 
 
 class TokenLoss(nn.Module):
-    """Cross-entropy in fp32; a module without parameters, so that it can be compiled on its own."""
+    """Cross-entropy in fp32. It is a module so that it can be compiled on its own."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Return the loss of logits (B, T, vocab_size): a mean, or one per target, (B, T)."""
         loss = F.cross_entropy(
-            logits.flatten(0, 1).float(),
+            logits.flatten(0, 1).float(),  # (B · T, vocab_size)
             targets.flatten(),
             ignore_index=IGNORE_INDEX,
             reduction=reduction,
@@ -27,8 +29,8 @@ class TokenLoss(nn.Module):
 
 
 def tokens_at_once(vocab_size: int, tokens: int) -> int:
-    """Return how many of these tokens have their logits in memory together."""
+    """Return how many of `tokens` tokens pass through the output layer in one chunk."""
     if vocab_size <= LARGE_VOCABULARY:
         return tokens
-    chunks = -(-tokens * vocab_size // CHUNK_LOGITS)
-    return -(-tokens // chunks)  # all but the last equally many
+    chunks = -(-tokens * vocab_size // CHUNK_LOGITS)  # rounded up
+    return -(-tokens // chunks)  # equal chunks; only the last may be smaller

@@ -1,7 +1,7 @@
-"""Gradient checkpointing: backward computes a block again instead of keeping what forward made.
+"""Gradient checkpointing: backward computes a block again, so forward need not keep its tensors.
 
-Only the input of each block stays from forward to backward. Forward is computed twice. Source: Chen
-et al., https://arxiv.org/abs/1604.06174.
+Memory holds only the input of each block between forward and backward. In return, forward is
+computed twice. Source: Chen et al., https://arxiv.org/abs/1604.06174.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model import cpu_attention  # noqa: F401  it registers the first of these
+from model import cpu_attention  # noqa: F401  this import registers row_block_attention
 
 RECOMPUTE = ("off", "blocks", "selective")
-# What the fast paths of attention end in. Those of GPUs have names inside PyTorch only.
+# The operations in which fast attention ends: on a CPU, and three kernels of PyTorch on a GPU.
 ATTENTION = [
     torch.ops.small_lm.row_block_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -23,13 +23,13 @@ ATTENTION = [
 
 
 def recomputed(block: Callable, what: str, *inputs):
-    """Return block(*inputs), and compute it again in backward, with the same random numbers.
+    """Return block(*inputs), and let backward compute it again with the same random numbers.
 
-    With "blocks" all of it is computed again, with "selective" all but attention, with "off"
-    nothing.
-    """
+    `what` is from RECOMPUTE: "blocks" recomputes everything, "selective" everything except
+    attention, "off" nothing."""
     if what == "off" or not torch.is_grad_enabled():
         return block(*inputs)
-    contexts = partial(create_selective_checkpoint_contexts, ATTENTION)
-    options = {"context_fn": contexts} if what == "selective" else {}
-    return checkpoint(block, *inputs, use_reentrant=False, **options)
+    if what == "blocks":
+        return checkpoint(block, *inputs, use_reentrant=False)
+    keep_attention = partial(create_selective_checkpoint_contexts, ATTENTION)
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=keep_attention)

@@ -1,7 +1,7 @@
 """The whole model, a Llama-style decoder: embedding, blocks, norm, output layer, loss.
 
-Pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and SwiGLU, no biases, input
-embedding and output layer tied by default.
+It has pre-norm blocks with RMSNorm, rotary positions, grouped-query attention and SwiGLU. No layer
+has a bias. The input embedding and the output layer share one matrix by default.
 """
 
 from itertools import repeat
@@ -20,14 +20,14 @@ from model.rotary import precompute_pos_cis
 
 
 class TransformerOutput(NamedTuple):
-    logits: Tensor | None  # (B, T, vocab_size); None when a loss was asked for
-    loss: Tensor | None  # fp32; None when no targets were given
-    hits: Tensor | None = None  # (B, T), whether the target was the likeliest, where asked for
+    logits: Tensor | None  # (B, T, vocab_size); None if targets were given
+    loss: Tensor | None  # fp32; None if no targets were given
+    hits: Tensor | None = None  # (B, T), True where the target was the likeliest token
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32 and returned in
-    the dtype of x. Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in fp32.
+    Source: Zhang and Sennrich, https://arxiv.org/abs/1910.07467."""
 
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__()
@@ -41,29 +41,29 @@ class RMSNorm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1 x) · w3 x), dim → hidden_dim → dim. Source: Shazeer, https://arxiv.org/abs/2002.05202."""
+    """SwiGLU, w2(silu(w1 x) · w3 x). Source: Shazeer, https://arxiv.org/abs/2002.05202."""
 
     def __init__(self, config: LMConfig):
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # gate
-        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)  # to the residual stream
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)  # output
         self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)  # value
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.project(x)  # (B, T, hidden_dim) each
-        out = self.w2(F.silu(gate) * value)
+        gate, value = self.project(x)
+        out = self.w2(F.silu(gate) * value)  # (B, T, dim)
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return gate and value before they are multiplied."""
+        """Return gate and value, the two projections of x: (B, T, hidden_dim) each."""
         return self.w1(x), self.w3(x)
 
 
 class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x)): (B, T, dim) → (B, T, dim)."""
 
-    recompute = "off"  # see model/recompute.py
+    recompute = "off"  # gradient checkpointing, see model/recompute.py
 
     def __init__(self, config: LMConfig):
         super().__init__()
@@ -81,24 +81,24 @@ class TransformerBlock(nn.Module):
 
 
 def flops_per_token(config: LMConfig) -> float:
-    """`Transformer.flops_per_token` at max_seq_len, of a model that need not be there."""
+    """Return `Transformer.flops_per_token` at max_seq_len, without building the model."""
     with torch.device("meta"):  # shapes without memory
         return Transformer(config).flops_per_token(config.max_seq_len)
 
 
 class Transformer(nn.Module):
-    """Tokens in, logits or loss out. Parameter names are those of Llama's own release.
+    """The decoder. It takes tokens and returns logits or a loss.
 
-    The model knows nothing of how it is trained, with three exceptions: it computes nothing on the
-    meta device, `forward` follows autocast, and LoRA records its settings in `lora`.
-    """
+    Its parameters have the names of Llama's own release. The model does not know how it is trained,
+    with three exceptions: on the meta device it computes no values, `forward` follows autocast, and
+    `add_lora` records its settings in `lora`."""
 
-    lora = None  # of a model with adapters, see model/lora.py
+    lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
     def __init__(self, config: LMConfig | None = None):
         super().__init__()
         self.config = config = config or LMConfig()
-        # Random numbers on the meta device take torch's compiler, and seconds to load it.
+        # Random numbers on the meta device would load torch's compiler, which takes seconds.
         on_meta = torch.get_default_device().type == "meta"
         weight = torch.empty(config.vocab_size, config.dim) if on_meta else None
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim, _weight=weight)
@@ -109,8 +109,9 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("pos_cis", self._pos_cis(), persistent=False)
-        for block in self.layers:  # the two layers of a block that write into the residual stream
-            block.attention.wo.writes_residual = block.feed_forward.w2.writes_residual = True
+        for block in self.layers:
+            block.attention.wo.writes_residual = True
+            block.feed_forward.w2.writes_residual = True
         self.apply(self._init_weights)
 
     def forward(
@@ -120,35 +121,33 @@ class Transformer(nn.Module):
         reduction: str = "mean",
         cache: Cache | None = None,
     ) -> TransformerOutput:
-        """Compute the logits of every position, or the loss against targets.
+        """Compute the logits of every position or, if targets are given, the loss.
 
         Args:
             tokens: (B, T) int64, T at most max_seq_len.
-            targets: (B, T) int64, the token after each position; IGNORE_INDEX leaves one out.
-            reduction: "mean" over the targets that count, "none" for the loss of each position, or
-                "hits" for that and whether its target was the likeliest.
-            cache: holds the tokens before these, and takes these up. The logits are then those of
-                the last token of each sequence, (B, vocab_size).
+            targets: (B, T) int64, the next token of each position; IGNORE_INDEX does not count.
+            reduction: "mean" over the targets that count, "none" for the loss of each position,
+                (B, T), or "hits" for the loss of each position and `hits`.
+            cache: has the keys and values of the past, and stores the new ones. Only the last token
+                of each sequence then has logits, (B, vocab_size).
 
-        Returns:
-            Logits of shape (B, T, vocab_size), or with targets the cross-entropy in nats, in fp32.
+        Returns: logits, (B, T, vocab_size), or the cross-entropy in nats, in fp32.
 
-        Raises ValueError: the sequence is longer than max_seq_len.
-        """
+        Raises ValueError: the sequence is longer than max_seq_len."""
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
-            most = self.config.max_seq_len
-            raise ValueError(f"sequence of {seq_len} tokens, but max_seq_len is {most}")
+            limit = self.config.max_seq_len
+            raise ValueError(f"sequence of {seq_len} tokens, but max_seq_len is {limit}")
         x = self.tok_embeddings(tokens)  # (B, T, dim)
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
         if torch.is_autocast_enabled(x.device.type):
-            # The residual stream in 16 bits, as it is under DeepSpeed: half the memory traffic.
+            # Keep the residual stream in 16 bits, as DeepSpeed does: half the memory traffic.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         pos_cis = cache.begin(self.pos_cis, seq_len) if cache else self.pos_cis[:seq_len]
         caches = cache.layers if cache else repeat(None)
-        for layer, own in zip(self.layers, caches, strict=False):
-            x = layer(x, pos_cis, own)
+        for layer, layer_cache in zip(self.layers, caches, strict=False):
+            x = layer(x, pos_cis, layer_cache)
         if cache:
             x = cache.end(x)  # (B, dim)
         x = self.norm(x)
@@ -157,35 +156,37 @@ class Transformer(nn.Module):
         return self._loss(x, targets, reduction)
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> TransformerOutput:
-        """From (B, T, dim) before the output layer, `tokens_at_once` at a time."""
-        size = tokens_at_once(self.config.vocab_size, targets.numel())
-        whole = size == targets.numel()
-        if whole and reduction == "mean":
+        """Compute the loss from x, (B, T, dim), in chunks of tokens; see model/loss.py."""
+        n_tokens = targets.numel()
+        size = tokens_at_once(self.config.vocab_size, n_tokens)
+        if size == n_tokens and reduction == "mean":
             return TransformerOutput(None, self.token_loss(self.output(x), targets, reduction))
 
-        def score(x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-            logits = self.output(x)  # (tokens, vocab_size)
+        def score(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+            logits = self.output(x)  # (tokens of the chunk, vocab_size)
             loss = self.token_loss(logits[None], targets[None], "none")[0]
-            return (loss, logits.argmax(dim=-1) == targets) if reduction == "hits" else (loss,)
+            return loss, logits.argmax(dim=-1) == targets if reduction == "hits" else None
 
+        what = "off" if size == n_tokens else "blocks"
         chunks = zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        scored = [recomputed(score, "off" if whole else "blocks", *chunk) for chunk in chunks]
-        loss, *hits = (torch.cat(each).view_as(targets) for each in zip(*scored, strict=True))
+        losses, hits = zip(*(recomputed(score, what, *chunk) for chunk in chunks), strict=True)
+        loss = torch.cat(losses).view_as(targets)  # (B, T)
         if reduction == "mean":
-            loss = loss.sum() / (targets != IGNORE_INDEX).sum()
-        return TransformerOutput(None, loss, *hits)
+            return TransformerOutput(None, loss.sum() / (targets != IGNORE_INDEX).sum())
+        if reduction == "hits":
+            return TransformerOutput(None, loss, torch.cat(hits).view_as(targets))
+        return TransformerOutput(None, loss)
 
     def num_parameters(self) -> int:
-        """All parameters, a tied matrix counted once."""
+        """Return the number of parameters. A tied matrix counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs of forward and backward for one token of a sequence of seq_len.
 
-        6·N, or 4·N for frozen weights, and 12·n_layers·n_heads·head_dim·seq_len for attention, not
-        halved for causality (PaLM, appendix B, https://arxiv.org/abs/2204.02311). N leaves out an
-        input embedding that is not the output layer too.
-        """
+        The sum of 6 per trained parameter, 4 per frozen parameter, and for attention
+        12·n_layers·n_heads·head_dim·seq_len, not halved for causality. An untied input embedding is
+        a lookup and does not count. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311."""
         config = self.config
         counted = {id(p): p for p in self.parameters()}
         if not config.tie_embeddings:
@@ -194,22 +195,23 @@ class Transformer(nn.Module):
         return products + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw normal weights of deviation 0.02, as in GPT-2 scaled by 1/sqrt(2·n_layers) in layers
-        that write into the residual stream: 2·n_layers such writes add up.
+        """Draw the weights of a layer from a normal distribution with deviation 0.02.
 
-        Called through `apply`, which gathers the parameters first under `deepspeed.zero.Init`;
-        there they may be 16 bits and on a GPU, with other random numbers.
-        """
+        Layers that write into the residual stream have 0.02 / sqrt(2·n_layers), as in GPT-2,
+        because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply` gathers the
+        whole weight before this call."""
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
             if getattr(module, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
+            # deepspeed.zero.Init makes torch.empty return 16 bits on the GPU, where the same seed
+            # gives other random numbers.
             drawn = torch.empty(module.weight.shape).normal_(mean=0.0, std=std)
             module.weight.data.copy_(drawn)
 
     def _pos_cis(self) -> Tensor:
         config = self.config
-        if self.norm.weight.is_meta:  # computing it there takes torch's compiler too
+        if self.norm.weight.is_meta:  # computing it there would load torch's compiler
             shape = config.max_seq_len, config.head_dim // 2
             return torch.empty(shape, dtype=torch.complex64, device="meta")
         return precompute_pos_cis(
@@ -217,12 +219,11 @@ class Transformer(nn.Module):
         )
 
     def _apply(self, fn, recurse=True):
-        """Move or cast the module. pos_cis is moved but never cast: a real dtype has no imaginary
-        part."""
+        """Move or cast the module. `pos_cis` is moved but never cast, so it stays complex."""
         pos_cis = self._buffers.pop("pos_cis")
         super()._apply(fn, recurse)
         device = fn(torch.zeros(0, device=pos_cis.device)).device
-        if pos_cis.is_meta and device.type != "meta":  # to_empty(): there is nothing to copy from
+        if pos_cis.is_meta and device.type != "meta":  # to_empty() leaves the meta device
             pos_cis = self._pos_cis()
         self.register_buffer("pos_cis", pos_cis.to(device), persistent=False)
         return self

@@ -1,1 +1,1 @@
-"""A model behind OpenAI's interface, and a page to talk to it. Needs fastapi and uvicorn."""
+"""A server with OpenAI's API and a chat page. It needs fastapi and uvicorn."""

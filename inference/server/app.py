@@ -1,4 +1,4 @@
-"""OpenAI's interface as an application: its paths, and how answers and errors go out."""
+"""The web application with OpenAI's API: its paths, its answers and its errors."""
 
 import asyncio
 import html
@@ -36,17 +36,15 @@ class Served:
     tokenizer: Tokenizer
     context: int  # tokens
     name: str
-    sampling: Sampling  # where a request does not say
-    max_bytes: int  # of a request's body
-    hosts: tuple[str, ...] = ("*",)  # names under which the server answers; "*" for any
+    sampling: Sampling  # defaults for fields that a request leaves out
+    max_bytes: int  # limit of a request's body
+    hosts: tuple[str, ...] = ("*",)  # host names that the server accepts; "*" for all
 
 
 class ApiError(HTTPException):
-    """A request that is refused; `param` is the field to blame, `code` tells programs why."""
+    """A refused request, as OpenAI's error. `param` names the wrong field."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ):
+    def __init__(self, status: int, message: str, param=None, code=None):
         kind = "server_error" if status == 500 else "invalid_request_error"
         error = {"message": message, "type": kind, "param": param, "code": code}
         super().__init__(status, {"error": error})
@@ -56,15 +54,15 @@ FAILED = ApiError(500, "the server could not write this; its terminal shows the 
 
 
 def make_app(served: Served) -> FastAPI:
-    """Return the application; its paths are OpenAI's, and the page at "/"."""
+    """Return the application with OpenAI's paths and the chat page at "/"."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A page on the web could let its own name lead to this machine (DNS rebinding).
+    # Against DNS rebinding: a web page may point its own host name at this machine.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=served.hosts)
     page = PAGE.read_text(encoding="utf-8").replace("{{name}}", html.escape(served.name))
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
-        if isinstance(error.detail, str):  # one of Starlette's own, such as 404
+        if isinstance(error.detail, str):  # an error of Starlette, such as 404
             error = ApiError(error.status_code, f"{request.url.path}: {error.detail}")
         return JSONResponse(error.detail, error.status_code)
 
@@ -89,8 +87,8 @@ def make_app(served: Served) -> FastAPI:
 
 
 async def read(form: type[Asked], request: Request, max_bytes: int) -> Asked:
-    """Parse a request. Raises ApiError: it is too large, or not of this form."""
-    # A page of a stranger may send other types without asking the browser.
+    """Parse the body of a request. Raises ApiError: it is too large, or has another form."""
+    # Browsers let any web page send other content types without a CORS check.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type has to be application/json")
     body = b""
@@ -101,13 +99,14 @@ async def read(form: type[Asked], request: Request, max_bytes: int) -> Asked:
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
-        wrong = error.errors()
-        told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in wrong]
-        raise ApiError(400, "; ".join(told).removeprefix(": "), *wrong[0]["loc"][:1]) from error
+        faults = error.errors()
+        told = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults]
+        param = next(iter(faults[0]["loc"]), None)
+        raise ApiError(400, "; ".join(told).removeprefix(": "), param) from error
 
 
 async def answer(served: Served, form: type[Asked], request: Request) -> Response:
-    """Have a prompt continued, and send what comes. Raises ApiError: it cannot be."""
+    """Answer a request. Raises ApiError: the request is refused."""
     asked = await read(form, request, served.max_bytes)
     if asked.model not in (None, served.name):
         message = f"there is no model {asked.model!r} here, only {served.name!r}"
@@ -115,7 +114,7 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
     try:
         sampling = asked.sampling(served.sampling)
         prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
-    except ValueError as error:  # whose message begins with the field's name
+    except ValueError as error:  # its message begins with the name of the field
         raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     room = served.context - len(prompt)
     if room < 1:
@@ -139,27 +138,27 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
         reply.events(text, asked.stream_options.include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
-        background=BackgroundTask(text.cancel),  # the client may have left
+        background=BackgroundTask(text.cancel),  # for a client that disconnects
     )
 
 
 class Reply:
-    """The answer to one request in OpenAI's form, whole or in chunks."""
+    """The answer to one request as OpenAI's JSON, complete or in chunks."""
 
     def __init__(self, chat: bool, model: str):
         self.chat = chat
-        self.inbox = asyncio.Queue()  # what the text delivers
-        number = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._head = {"id": number, "created": int(time.time()), "model": model}
+        self.inbox = asyncio.Queue()  # pieces of text with their finish_reason
+        answer_id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
 
     async def whole(self, text: StreamedText, request: Request) -> Response:
-        """Return the text when it has ended; cancel it when the client leaves."""
+        """Wait for the end of the text and return it. Cancel it if the client disconnects."""
         finish_reason = None
         while not finish_reason:
-            _, finish_reason = await self.inbox.get()  # at every token
+            _, finish_reason = await self.inbox.get()  # one per token
             if await request.is_disconnected():
                 text.cancel()
-                return Response(status_code=499)  # which nobody reads
+                return Response(status_code=499)  # the client no longer reads it
         if finish_reason == "error":
             raise FAILED
         message = {"role": "assistant", "content": text.text, "refusal": None}
@@ -167,7 +166,7 @@ class Reply:
         return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
 
     async def events(self, text: StreamedText, with_usage: bool) -> AsyncIterator[str]:
-        """Yield the text as it comes, as server-sent events."""
+        """Yield the text token by token as server-sent events."""
         if self.chat:
             yield event(self._chunk(role="assistant", content=""))
         finish_reason = None
@@ -204,7 +203,7 @@ def usage(text: StreamedText) -> dict:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket on which connections wait. Raises UsageError: nobody can listen there."""
+    """Return a listening socket. Raises UsageError: the address cannot be used."""
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
@@ -212,7 +211,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers until SIGINT or SIGTERM; answers that are being written then end with an error."""
+    """An HTTP server that runs until SIGINT or SIGTERM. Unfinished answers then fail."""
 
     def __init__(self, served: Served):
         app = make_app(served)
@@ -220,6 +219,6 @@ class Server(uvicorn.Server):
         self._worker = served.worker
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all answers, for which uvicorn would wait."""
+        """End all answers first, because uvicorn waits for them."""
         self._worker.close()
         await super().shutdown(sockets)

@@ -1,6 +1,6 @@
-"""Bodies of requests, in OpenAI's form: https://platform.openai.com/docs/api-reference.
+"""Request bodies of OpenAI's API: https://platform.openai.com/docs/api-reference.
 
-top_k, min_p and repetition_penalty are as in vLLM; inference/sampling.py has the limits.
+top_k, min_p and repetition_penalty are vLLM's. inference/sampling.py has their limits.
 """
 
 import random
@@ -15,15 +15,15 @@ from data.tokenizer import Tokenizer
 from inference.prompts import require_text
 from inference.sampling import Sampling
 
-WITHOUT_EFFECT = (  # on the answer of any server, or where there are no tools
-    *("metadata", "name", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
-    *("include_obfuscation", "service_tier", "store", "tool_choice", "user"),
-)
+# Fields that are accepted and ignored: they do not change an answer, or concern tools.
+WITHOUT_EFFECT = (  # noqa: SIM905
+    "include_obfuscation metadata name parallel_tool_calls prompt_cache_key safety_identifier "
+    "service_tier store tool_choice user"
+).split()
 
 
 class Form(BaseModel):
-    """A JSON object. Null says the same as a field that is left out; so does 0, false or nothing in
-    a field that is not known."""
+    """A JSON object. Null means a missing field; so do 0, false and "" in an unknown one."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -50,12 +50,13 @@ class Message(Form):
     content: str | list[TextPart]
 
     def turn(self) -> Turn:
-        parts = [self.content] if isinstance(self.content, str) else [p.text for p in self.content]
-        return Turn(self.role, "".join(parts))
+        if isinstance(self.content, str):
+            return Turn(self.role, self.content)
+        return Turn(self.role, "".join(part.text for part in self.content))
 
 
 class Asked(Form):
-    """The fields of both kinds of request."""
+    """The fields that chat and completion requests share."""
 
     model: str | None = None
     stream: bool = False
@@ -72,18 +73,20 @@ class Asked(Form):
     n: Literal[1] = 1
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return the settings, with a random seed unless one is given. Raises ValueError."""
+        """Return the sampling settings of this request; the seed is random if not given. Raises
+        ValueError: a value is out of its limits."""
         names = {field.name for field in fields(Sampling)}
         given = self.model_dump(include=names, exclude_none=True)
-        return replace(default, **{"seed": random.getrandbits(62)} | given)
+        given.setdefault("seed", random.getrandbits(62))
+        return replace(default, **given)
 
 
 class ChatAsked(Asked):
     messages: list[Message] = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the prompt's ids, and the ids that may come next, [] for all. Raises ValueError:
-        messages that are no conversation with a question at its end."""
+        """Return the ids of the prompt, and [], because every token may follow. Raises ValueError:
+        the messages are not a conversation that ends with a question."""
         turns = [message.turn() for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
@@ -95,5 +98,6 @@ class CompletionAsked(Asked):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the same of a text. Raises ValueError: it is empty, or no text."""
+        """Return the ids of the prompt, and the ids that may come next, [] for all. Raises
+        ValueError: the prompt is empty, or not valid text."""
         return tokenizer.encode_prompt(require_text("".join(self.prompt)))
