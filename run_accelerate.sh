@@ -24,6 +24,8 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 wrong() { echo "run_accelerate.sh: error: $1" >&2; exit 2; }
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
+[ -n "${NUM_MACHINES:-}" ] || [ -z "${MACHINE_RANK:-}${MASTER_ADDR:-}" ] ||
+  wrong "MACHINE_RANK and MASTER_ADDR are for several machines: say how many by NUM_MACHINES"
 [[ $machines$machine$port != *[^0-9]* ]] && ((machine < machines && port < 65536)) ||
   wrong "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536) cannot be $machines, $machine and $port"
 meeting= # the launcher's flags for several machines

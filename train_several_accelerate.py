@@ -103,6 +103,8 @@ class Runs:
     def __init__(self, runs: dict[Run, dict], folders: list[RunFolder]):
         self.all, self.folders = list(runs), [folder.path for folder in folders]
         self.first = self.all[0]
+        for run in self.all:
+            run.checkpointer.beside = [each.checkpointer for each in self.all]
         self._random = runs
         self._left = dict.fromkeys(runs, time.perf_counter())  # when each run's turn ended
 
@@ -141,14 +143,20 @@ class Runs:
                 print(f"  {how_to_resume('auto')}", flush=True)
             end_stopped([run.engine for run in self.all], all(each_saved))
             return
+        errors = []
         for run in self.in_turn():
             run.log.say(f"\n{run.folder.path}:")
-            run.leave_results()
+            try:
+                run.leave_results()
+            except UsageError as error:
+                errors.append(str(error))
         if self.first.engine.is_main:
             page = Path(self.first.args.out_dir) / "several.html"
             print(f"\nreport of all: {leave_report(self.folders, page)}", flush=True)
         for run in self.all:
             run.accelerator.end_training()
+        if errors:
+            raise UsageError("; ".join(errors))
 
 
 def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:

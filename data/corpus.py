@@ -135,7 +135,14 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         _known_columns(path, (column,), rows.fieldnames or [column])
-        for row in rows:
+        while True:
+            try:
+                row = next(rows, None)
+            except csv.Error as error:  # of this row only
+                yield Record(path, rows.line_num, b"", f"cannot be read: {error}")
+                continue
+            if row is None:
+                return
             fault = "too few fields" if row[column] is None else ""
             raw = (row[column] or "").encode(errors="surrogateescape")
             yield Record(path, rows.line_num, raw, fault)

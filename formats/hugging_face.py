@@ -161,8 +161,8 @@ def read_llama_config(folder: Path) -> LMConfig:
     values = read_json(folder / CONFIG_FILE)
     if (kind := values.get("model_type")) != "llama":
         raise WeightsError(f"{folder}: model_type is {kind!r}, only 'llama' can be read")
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope = (values.get("rope_parameters") or {}) | (values.get("rope_scaling") or {})
+    rope_type = rope.get("type") or rope.get("rope_type", "default")  # "type" is the old name
     for name, allowed in COMPUTED.items():
         value = (values | {"rope_type": rope_type}).get(name, allowed[0])
         if value not in allowed:
@@ -194,6 +194,9 @@ def read_llama_weights(folder: Path) -> dict[str, Tensor]:
             if is_learned(name):
                 ours = our_name(name, str(folder))
                 weights[ours] = our_rows(config, ours, weight)
+    output = weights.get("output.weight") if config.tie_embeddings else None
+    if output is not None and not torch.equal(output, weights["tok_embeddings.weight"]):
+        raise WeightsError(f"{folder}: config.json ties the embeddings, but lm_head differs")
     return weights
 
 

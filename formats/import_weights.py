@@ -65,8 +65,13 @@ def import_weights(
             config = build_config(read_llama_config(source).to_dict() | given, source)
             weights = read_llama_weights(source)
         else:
+            weights, said = _state_dict(source)
+            for name in said.keys() & given.keys() - {"max_seq_len"}:
+                if said[name] != given[name]:
+                    raise UsageError(f"--{name} {given[name]}: {source} says {said[name]}")
+            given = said | given
             assumed = {name: DEFAULTS[name] for name in DEFAULTS if name not in given}
-            config, weights = _read_file(source, assumed | given)
+            config, weights = _read_file(source, weights, assumed | given)
         require_fit(without_memory(config), weights, str(source))
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
@@ -92,11 +97,12 @@ def is_import(folder: Path) -> bool:
     return CONFIG_FILE in names and not others and "n_layers" in read_json(folder / CONFIG_FILE)
 
 
-def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Read a state dict. Raises UsageError if it is not a Llama, or if `n_heads` is missing."""
+def _read_file(
+    path: Path, weights: dict[str, Tensor], settings: dict
+) -> tuple[LMConfig, dict[str, Tensor]]:
+    """Return the settings and weights by our names. Raises UsageError: no Llama, or no heads."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
-    weights = _state_dict(path)
     if theirs := any(name in weights for name in OUTER.values()):
         weights = {our_name(name, str(path)): weight for name, weight in weights.items()}
     config = _config_from_shapes(weights, settings, path)
@@ -105,8 +111,9 @@ def _read_file(path: Path, settings: dict) -> tuple[LMConfig, dict[str, Tensor]]
     return config, weights
 
 
-def _state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by clean names. Raises WeightsError if it has no state dict."""
+def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """Return the tensors of a file by clean names, and the settings that the file, or Meta's
+    params.json beside it, gives. Raises WeightsError: no state dict, or a scaled rotation."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
@@ -116,11 +123,17 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         raise
     except Exception as error:  # a damaged pickle can raise any class
         raise WeightsError(f"{path}: no state dict, or it holds code, which is not run") from error
+    beside = path.with_name("params.json")
+    said = read_json(beside) if beside.exists() else {}
     if isinstance(content.get("model"), dict):  # a checkpoint of training, as in llama2.c
+        said |= content.get("model_args") or {}
         content = content["model"]
+    if said.get("use_scaled_rope"):
+        raise WeightsError(f"{path}: use_scaled_rope: import the model's Hugging Face folder")
+    said = {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
     if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
         raise WeightsError(f"{path}: no state dict: {others[0]} is no tensor")
-    return {PREFIX.sub("", name): content[name] for name in content if is_learned(name)}
+    return {PREFIX.sub("", name): content[name] for name in content if is_learned(name)}, said
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:

@@ -113,10 +113,15 @@ class StreamedText(Continuation):
             self.deliver("", "error")
 
     def _decode(self) -> None:
-        """Decode the new ids if they end with a complete character."""
+        """Decode the new ids, without the first bytes of a character that may be completed."""
         text = self.tokenizer.decode(self._before + self.ids[self._n_decoded :])
-        if self.finish_reason or not text.endswith("\ufffd"):
-            self._held += text[self._skipped :]
+        incomplete = len(text) - len(text.rstrip("\ufffd"))
+        end = len(text)
+        if not self.finish_reason:
+            end -= min(incomplete, 3)  # a character has at most 4 bytes
+        self._held += text[self._skipped : end]
+        self._skipped = max(self._skipped, end)
+        if not incomplete:
             self._n_decoded = len(self.ids)
             self._skipped = len(self.tokenizer.decode(self._before))
 

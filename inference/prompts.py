@@ -31,7 +31,10 @@ def _prompt_of(line: str) -> str:
     """Return the field "prompt" of a line of JSON, or its field "text". Raises ValueError."""
     try:
         row = json.loads(line)
-        return str(row["prompt"] if "prompt" in row else row["text"])
+        prompt = row["prompt"] if "prompt" in row else row["text"]
+        if isinstance(prompt, str):
+            return prompt
+        raise TypeError
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"no JSON object with 'prompt' or 'text': {line[:80]}") from error
 

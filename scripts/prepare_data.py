@@ -45,13 +45,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
     add("--overwrite", action="store_true", help="replace data of other text")
     add("--reuse", action="store_true", help="accept data with other settings")
-    add("--flags", default="", metavar="WORDS", help="more flags; flags outside win")
+    add("--flags", default="", metavar="WORDS", help="more flags, in one word")
     typed = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(typed).flags
     try:
-        args = parser.parse_args([*shlex.split(flags), *typed])
+        words = shlex.split(flags)
     except ValueError as error:
         raise UsageError(f"--flags {flags!r}: {error}") from error
+    outside = {word.partition("=")[0] for word in typed}
+    if twice := [name for word in words if (name := word.partition("=")[0]) in outside]:
+        parser.error(f"{twice[0]} stands in --flags and beside it")
+    args = parser.parse_args([*words, *typed])
     if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
     segmentations = 1 if args.segmentations is None else args.segmentations

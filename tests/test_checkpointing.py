@@ -237,6 +237,11 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
     assert checkpointer.log.lines[-1].startswith("CHECKPOINT NOT SAVED: [Errno 28] No space left")
     assert steps_of(run) == [1]
     assert run.latest.read_text() == "step-00000001\n"
+    beside = checkpointer_of(run)
+    beside.keep_last, beside.beside = 1, [checkpointer]
+    beside.save(2, None)  # of a model that resumes together with the one that failed
+    assert beside.wait()
+    assert steps_of(run) == [1, 2]
     checkpointer.save(3, None)
     assert checkpointer.wait()
     assert damage(run.checkpoint(3)) is None

@@ -161,6 +161,13 @@ def test_rows_are_counted_through_row_groups_and_lines_to_the_end_of_a_row(tmp_p
     assert [(r.position, parse(r)) for r in records(path)] == [(4, "one\n\nmore"), (6, "two")]
 
 
+def test_a_malformed_row_is_one_bad_document(tmp_path):
+    path = write(tmp_path / "a.csv", b'text\ngood\n"a"b\nmore\n')
+    first, bad, last = records(path)
+    assert (parse(first), parse(last)) == ("good", "more")
+    assert "cannot be read: ',' expected after '\"'" in bad.fault
+
+
 def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "LONGEST_FIELD", 1000)
     path = write(tmp_path / "a.csv", b'text\na\n"no end\nb\n')

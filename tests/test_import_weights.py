@@ -144,6 +144,7 @@ def test_weights_may_lie_in_shards(llama, tmp_path, refusal):
         # transformers lets rope_scaling win where both are there
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
+        ({"tie_word_embeddings": True}, "ties the embeddings, but lm_head differs"),
     ],
 )
 def test_a_model_with_other_arithmetic_is_refused(llama, tmp_path, refusal, values, expected):
@@ -187,6 +188,21 @@ def test_a_state_dict_is_read_also_from_a_training_file(weights, state, tmp_path
     flags = ["--n_heads", "6", "--rope_theta", "1e6"]
     import_weights.main([str(tmp_path / "model.pth"), str(tmp_path / "out"), *flags])
     assert_same_weights(tmp_path / "out", weights)
+
+
+def test_what_a_file_or_metas_params_say_is_taken_and_not_contradicted(state, tmp_path, refusal):
+    said = {"n_heads": 6, "norm_eps": 1e-6, "dropout": 0.1}
+    torch.save({"model": state, "model_args": said}, tmp_path / "m.pth")
+    (tmp_path / "params.json").write_text('{"rope_theta": 500000.0, "dim": 48}')
+    import_weights.main([str(tmp_path / "m.pth"), str(tmp_path / "out")])
+    config = load_portable(tmp_path / "out").config
+    assert (config.n_heads, config.norm_eps, config.rope_theta) == (6, 1e-6, 500000.0)
+    refused = refusal(import_weights, tmp_path / "m.pth", tmp_path / "other", "--n_heads", "3")
+    assert "--n_heads 3: " in refused
+    assert "m.pth says 6" in refused
+    (tmp_path / "params.json").write_text('{"use_scaled_rope": true}')
+    refused = refusal(import_weights, tmp_path / "m.pth", tmp_path / "other")
+    assert "use_scaled_rope: import the model's Hugging Face folder" in refused
 
 
 def test_a_state_dict_with_transformers_names_has_its_rotation_undone(llama, tmp_path):

@@ -52,11 +52,12 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
         ({"GRADIENT_ACCUMULATION_STEPS": "8"}, BF16, "--gradient_accumulation_steps 8"),
         ({"USE_DEEPSPEED": "true", "USE_CPU": "yes"}, BF16, "switches DeepSpeed off"),
         ({"USE_DEEPSPEED": "true"}, BF16, "without a launcher"),
+        ({"USE_CPU": "yes"}, BF16, "accelerate launch --cpu starts one process"),
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
     ],
 )
 def test_a_launch_that_would_not_do_as_told_is_refused(environ, variables, args, named):
-    environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()}
+    environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
     with pytest.raises(UsageError) as error:
         build_engines([args])
     assert named in str(error.value)
@@ -68,6 +69,7 @@ def test_what_a_gpu_lacks_is_refused(environ, monkeypatch):
         ({"has_bf16": False}, BF16, "Tesla V100 has no bfloat16: pass --dtype float16"),
         ({"capability": (7, 5)}, tf32, "Ampere"),
         ({"cuda": None}, tf32, "NVIDIA"),  # AMD's
+        ({}, TrainingArguments(tf32=True), "--tf32 is for --dtype float32, not bfloat16"),
         ({"devices": 2}, BF16, "4 processes for 2 GPUs: pass --num_processes 2"),
     ):
         fake_gpu(monkeypatch, **gpu)

@@ -65,6 +65,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
         take_step(meter, loss, norm=norm)
         counts.append((int(meter.skipped_steps), int(meter.bad_in_row)))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 0)]
+    assert meter.worst_in_row == 2
     assert mean_of(meter) == 3.5
 
 

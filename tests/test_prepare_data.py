@@ -97,10 +97,13 @@ def test_a_text_without_a_validation_document_is_told_so_and_flags_come_in_one_w
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
-    for flags in ("--val_fraction 0", "--data nowhere --vocab_size '290' --val_fraction=0"):
+    for flags in ("--val_fraction 0", "--vocab_size '290' --val_fraction=0"):
         main([f"--flags={flags}", "--data", "short.txt", "--overwrite"])
         assert "no validation split" not in capsys.readouterr().out
     assert read_description("out/data/short")["vocab_size"] == 290
+    with pytest.raises(SystemExit):
+        main(["--flags=--data nowhere", "--data", "short.txt"])
+    assert "--data stands in --flags and beside it" in capsys.readouterr().err
 
 
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):

@@ -273,11 +273,10 @@ def test_a_run_that_is_told_to_stop_is_saved(run_of, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("most", "norms"), [(2, [NAN, 1.0, NAN, INF]), (3, [1.0, NAN, NAN, NAN])])
 def test_a_run_gives_up_after_too_many_bad_steps(run_of, tmp_path, most, norms):
-    """It looks every --max_bad_steps steps, and at the end."""
     run = run_of(ALL * 2, max_bad_steps=most)
     for step in (1, 2, 3):
         run.end(step, norms[step - 1])
-    with pytest.raises(UsageError, match=f"{most} steps in a row .* step 4"):
+    with pytest.raises(UsageError, match=f"{most} steps in a row, up to step 4"):
         run.end(4, norms[3])
     assert not list(tmp_path.glob("checkpoints/*"))
 

@@ -113,6 +113,7 @@ class FakeRun:
         self.engine = SimpleNamespace(is_main=False)
         self.args, self.total_steps = TrainingArguments(), 9
         self.due, self.done, self.stopped = False, [], None
+        self.checkpointer = SimpleNamespace()
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         return self.due

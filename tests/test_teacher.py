@@ -113,6 +113,9 @@ def test_a_student_must_read_what_its_teacher_does(weights, data, engine, packed
     said = refused(weights, other)
     assert f"{data.folder}, vocabulary 400, has another tokenizer than the model in" in said
     assert f"--tokenizer {weights / 'tokenizer.model'}" in said
+    nameless = save(tmp_path / "nameless", opinionated(400, SEQ_LEN), packed)
+    (nameless / "tokenizer.model").unlink()
+    assert "has no tokenizer to compare" in refused(nameless, data)
     divided = {"teacher_config": "configs/zero3_inference.json"}
     config = find(weights, **divided).zero.config
     assert config["bf16"] == {"enabled": True}

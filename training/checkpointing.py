@@ -42,6 +42,7 @@ class Checkpointer:
         # All processes need the same value, but other machines may see the files late.
         self.lowest = on_main_process(engine, lambda: lowest)  # validation loss so far
         self._writer = threading.Thread()  # of the latest save
+        self.beside: list[Checkpointer] = []  # of models that are trained beside this one
         self._saved = True  # False: the latest save has failed
 
     def save(self, step: int, val_loss: float | None) -> None:
@@ -78,7 +79,9 @@ class Checkpointer:
         self._saved = True
         path = self.folder.checkpoint(state["step"])
         self.log.say(f"saved {path}: training stalled {stalled:.2f} s, {size:.1f} MB behind it")
-        prune(self.folder, self.keep_last)
+        # Models resume together, from a step that all have saved.
+        if all(other._saved for other in self.beside):
+            prune(self.folder, self.keep_last)
 
 
 def prune(run: RunFolder, keep_last: int) -> None:

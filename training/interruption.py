@@ -16,6 +16,7 @@ from training.engine.launch import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 2.0  # terminal and launcher both send the signal of one Ctrl-C
+LIVES_ON = "PROCESS_LIVES_ON"  # variable that is set while a notebook runs `main(argv)`
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
 CHECKPOINT_WRITER = "checkpoint writer"  # name of the thread that `leave` waits for
 SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
@@ -53,7 +54,7 @@ class StopRequest:
         if not self._signal:
             self._signal, self._signalled_at = number, time.monotonic()
         elif time.monotonic() - self._signalled_at > SAME_REQUEST_SECONDS:
-            if number == signal.SIGINT and "RANK" not in os.environ:  # a notebook lives on
+            if number == signal.SIGINT and LIVES_ON in os.environ:  # a notebook
                 raise KeyboardInterrupt
             os._exit(128 + number)
 

@@ -35,6 +35,7 @@ class LossMeter:
         self._sums = torch.zeros_like(self._step)  # of the steps since the last `take`
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self.bad_in_row = torch.zeros_like(self.skipped_steps)  # skipped since the last good step
+        self.worst_in_row = torch.zeros_like(self.skipped_steps)  # the largest `bad_in_row` so far
 
     def add(self, weight: float, **means: Tensor) -> None:
         """Add a micro-batch's mean values (detached). `weight` is its share of counted targets."""
@@ -46,6 +47,7 @@ class LossMeter:
         good = torch.as_tensor(grad_norm, device=self._step.device).isfinite()
         self._sums += self._step.where(good, 0.0)
         self.bad_in_row = (self.bad_in_row + 1).where(~good, 0)
+        self.worst_in_row = torch.maximum(self.worst_in_row, self.bad_in_row)
         self.skipped_steps += ~good
         self._step.zero_()
 

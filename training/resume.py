@@ -50,7 +50,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         else:
             searched = out / (args.run_name or "")
             print(f"--resume auto: no checkpoint in {searched}, a new run starts")
-    elif args.resume:
+    elif args.resume is not None:
         named = Path(args.resume).resolve()
         checkpoints = RunFolder(named).all_checkpoints() or [named]
         if not (checkpoints[-1] / STATE).is_file():

@@ -182,13 +182,16 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for the GPU, so it is read every `most` steps only.
-        if self._is_time(step, most) and (bad := int(self.log.meter.bad_in_row)) >= most:
-            self.checkpointer.wait()
-            raise UsageError(
-                f"{bad} steps in a row had a non-finite gradient and changed nothing, the "
-                f"last one was step {step}: try a lower --learning_rate"
-            )
+        # Reading the counter waits for a GPU, so there it is read every `most` steps only.
+        waits = getattr(grad_norm, "is_cuda", False)
+        if self._is_time(step, most if waits else 1):
+            bad = int(self.log.meter.worst_in_row)
+            if bad >= most:
+                self.checkpointer.wait()
+                raise UsageError(
+                    f"{bad} steps in a row, up to step {step}, had a non-finite gradient and "
+                    "changed nothing: try a lower --learning_rate"
+                )
         val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)

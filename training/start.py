@@ -27,7 +27,7 @@ from training.engine.estimate import GIB, estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
-from training.interruption import SIGNALS, StopRequest, leave
+from training.interruption import LIVES_ON, SIGNALS, StopRequest, leave
 from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
@@ -70,6 +70,7 @@ def left_as_found(command: list[str]) -> Iterator[None]:
 
     typed, sys.argv = sys.argv, command
     environ = os.environ.copy()  # the run adds variables that name its engine
+    os.environ[LIVES_ON] = "1"
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     forget_models()
     try:
@@ -114,6 +115,12 @@ def set_up_together(
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name):
             runs[run] = random_state(engine.accelerator.device)
+    for run in runs:  # files change once no run can be refused any more
+        if run.engine.is_main:
+            set_aside(run.prepared.start)
+            tokenizer = run.prepared.train_set.tokenizer_path
+            write_settings(run.folder, run.args, run.prepared.config, run.engine, tokenizer)
+        run.log.open()
     if not runs:
         engines[0].accelerator.end_training()
     return runs
@@ -153,10 +160,6 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
     changes = changes_since_stop(start, args, prepared.config, engine)
     for text in (start_block(run), *changes, *warnings(run)):
         run.log.say(text)
-    if engine.is_main:
-        set_aside(start)
-        write_settings(start.folder, args, prepared.config, engine, train_set.tokenizer_path)
-    run.log.open()
     return run
 
 
@@ -166,6 +169,8 @@ def start_block(run: Run) -> str:
     device, data, batch = run.accelerator.device, prepared.train_set, run.samples_per_step
     lora, checkpoint = prepared.shapes.lora, prepared.start.checkpoint
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
+    if prepared.source and not prepared.source.tokenizer.is_file():
+        origin += "; no tokenizer there, the vocabulary has the same size"
     read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
         read = data.summary

@@ -74,6 +74,8 @@ class TeacherWeights:
         be divided because there is no launcher. `engine` is None before a launch."""
         if self.zero and engine and not torch.distributed.is_initialized():
             raise UsageError("--teacher_config divides the teacher among a launcher's processes")
+        if not self.source.tokenizer.is_file():
+            raise UsageError(f"{self.source.path} has no tokenizer to compare with the data's")
         require_same_tokenizer(self.source, data)
         if (most := self.shapes.config.max_seq_len) < data.seq_len:
             raise UsageError(

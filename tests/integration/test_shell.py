@@ -61,6 +61,7 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA"),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
         ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
+        ("", {"MASTER_ADDR": "node1"}, "say how many by NUM_MACHINES"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "which 'no name' is not here"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],

@@ -39,6 +39,7 @@ KNOWN = {
     "aio.": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
     "data_types.": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
     "optimizer.": "type params legacy_fusion",
+    "optimizer.params.": "lr betas eps weight_decay torch_adam fused adam_w_mode bias_correction",
     "timers.": "throughput",
 }
 # Keys that are refused unless they are switched off: some have no effect here, some have state
@@ -51,7 +52,7 @@ REFUSED = {
     "fp16.": "fp16_master_weights_and_grads",
     "zero_optimization.": "legacy_stage1 zenflow zero_quantized_weights zero_quantized_gradients "
     "zero_quantized_nontrainable_weights cpu_offload cpu_offload_param "
-    "stage3_gather_fp16_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save cpu_offload_use_pin_memory",
     "zero_optimization.offload_optimizer.": "super_offload",
 }
 # Keys of "zero_optimization" that need stage 3, besides those that begin with "stage3_".
@@ -189,6 +190,8 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
     if "optimizer" in config:  # DeepSpeed has two names for AdamW
         if config["optimizer"].setdefault("type", "AdamW") not in ("Adam", "AdamW"):
             problems.append('the optimizer must be Adam or AdamW; or remove "optimizer"')
+        if config["optimizer"].get("params", {}).get("adam_w_mode") is False:
+            problems.append('"adam_w_mode": false is another decay than AdamW\'s: remove it')
         wanted |= {
             "optimizer.params.lr": ("--learning_rate", args.learning_rate),
             "optimizer.params.weight_decay": ("--weight_decay", args.weight_decay),
@@ -249,6 +252,8 @@ def take_schedule(
             values[flag] = value
         elif value not in ("auto", typed):
             problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
+    if "max_steps" in values and args.epochs != type(args).epochs:
+        problems.append(f'"total_num_steps" and --epochs {args.epochs} both set the steps')
     if problems:
         raise UsageError(f"{source}: {'; '.join(problems)}")
     said = " ".join(f"--{flag} {value}" for flag, value in values.items())

@@ -106,6 +106,11 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     plugins = {}
     if deepspeed:
         plugins = {str(i): deepspeed_plugin(args) for i, args in enumerate(models)}
+        if len(models) > 1:  # ZeRO-3 would replace PyTorch's linear function for all of them
+            for plugin in plugins.values():
+                zero = plugin.deepspeed_config["zero_optimization"]
+                if zero["stage"] == 3:
+                    zero["memory_efficient_linear"] = False
         # "auto" is allowed there, but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
@@ -180,6 +185,8 @@ def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
     nvidia = has_gpu and torch.version.cuda is not None
     if args.tf32 and not (nvidia and torch.cuda.get_device_capability() >= (8, 0)):
         raise UsageError("--tf32 needs an NVIDIA GPU of the Ampere generation or newer")
+    if args.tf32 and args.dtype != "float32":
+        raise UsageError(f"--tf32 is for --dtype float32, not {args.dtype}")
 
 
 def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
@@ -189,6 +196,8 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
     wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if deepspeed and wants_cpu:
         raise UsageError("ACCELERATE_USE_CPU or --cpu switches DeepSpeed off: leave it out")
+    if wants_cpu and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
+        raise UsageError("accelerate launch --cpu starts one process: pass --multi_gpu (DDP)")
     if deepspeed and "RANK" not in os.environ:
         raise UsageError("DeepSpeed without a launcher: use accelerate launch, or --deepspeed")
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -201,7 +210,8 @@ def _check_flag(name: str, value, source: str) -> None:
     """Raise UsageError if a launcher's flag differs from the value in use.
     `name` is that of the launcher's variable without "ACCELERATE_"."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
-    if launched not in ("auto", "none", "no", str(value), f"{value}.0"):
+    same = launched in ("auto", "none", "no", str(value))
+    if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
         flag = name.removeprefix("DEEPSPEED_").lower()
         raise UsageError(f"the launcher says --{flag} {launched}, but {source} gives {value}")
 
