@@ -34,9 +34,7 @@ def train_tokenizer(
         if size < LEAST_VOCABULARY:
             raise DataError("too little text to train a tokenizer on")
     if size < vocab_size and not may_shrink:
-        raise DataError(
-            f"too little text for {vocab_size} pieces: pass --vocab_size {size} or less"
-        )
+        raise DataError(f"too little text for {vocab_size} pieces: pass --vocab_size {size}")
     Path(path).write_bytes(model)
 
 

@@ -83,9 +83,7 @@ def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
     rows = progress_bar(total, desc="scoring", unit=" rows", iterable=rows, disable=not is_main)
     units = list(scorer.units(rows))  # this scores all rows
     if not units:
-        raise DataError(
-            f"{args.data}: no text, no answer within the context, and no question in it"
-        )
+        raise DataError(f"{args.data}: no text, question, or answer within the context")
     scores = answers(units) if args.task == "choice" else summary(units)
     settings = {
         "model": str(trained.folder),

@@ -88,10 +88,8 @@ def export_gguf(
     Matrices have the type `file_type`: f32, f16 or q8_0. `chat` adds the chat template. Raises
     UsageError if GGUF cannot hold the weights or the tokenizer, OSError if the disk is full."""
     if isinstance(tokenizer, JsonTokenizer):
-        raise DataError(
-            f"{tokenizer.path}: export_gguf writes SentencePiece only: run scripts.export_hf, "
-            "then llama.cpp's convert_hf_to_gguf.py on its folder"
-        )
+        remedy = "run scripts.export_hf, then llama.cpp's convert_hf_to_gguf.py"
+        raise DataError(f"{tokenizer.path}: only SentencePiece can be written: {remedy}")
     writer = gguf.GGUFWriter(None, "llama")
     writer.add_name(out.stem)
     kind = "ALL_F32" if file_type == "f32" else f"MOSTLY_{file_type.upper()}"

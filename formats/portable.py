@@ -93,8 +93,7 @@ def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) ->
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
     require_fit(without_memory(config), weights, source)  # a damaged config may have any size
     model = Transformer(config)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(weights[name])
+    load_weights(model, weights, source)
     return model.eval()
 
 

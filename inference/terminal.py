@@ -34,10 +34,8 @@ def write_continuations(
         ids, next_ids = tokenizer.encode_prompt(prompt)
         room = context + 1 - len(ids)  # a full context predicts one more token
         if room < 1 and not slides:
-            raise UsageError(
-                f"a prompt has {len(ids)} tokens, the context of this model is {context}: shorten "
-                "it, or pass --beyond_context slide to go on from its end"
-            )
+            remedy = "shorten it, or pass --beyond_context slide"
+            raise UsageError(f"a prompt has {len(ids)} tokens, the context {context}: {remedy}")
         text = StreamedText(
             prompt=ids,
             max_new_tokens=flags.max_new_tokens if slides else min(flags.max_new_tokens, room),

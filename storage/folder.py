@@ -69,9 +69,7 @@ def lock(path: Path, otherwise: str = "--run_name") -> None:
     if not try_lock(descriptor):
         os.close(descriptor)
         holder = path.read_text(encoding="utf-8", errors="replace")
-        raise UsageError(
-            f"{path.parent} is in use by {holder}: wait for it, or take another {otherwise}"
-        )
+        raise UsageError(f"{path.parent} is in use by {holder}: wait, or use another {otherwise}")
     _held.append(descriptor)
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)

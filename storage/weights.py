@@ -147,6 +147,4 @@ def find_checkpoint(path: Path) -> Path:
         return newest
     if problems:
         raise UsageError(f"every checkpoint of {path} is damaged: {', '.join(problems.values())}")
-    raise UsageError(
-        f"{path} has neither {portable.WEIGHTS_FILE} nor checkpoints: give a run folder"
-    )
+    raise UsageError(f"{path} has neither {portable.WEIGHTS_FILE} nor checkpoints")

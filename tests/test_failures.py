@@ -61,7 +61,7 @@ def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
 def test_a_process_that_waited_for_one_that_is_gone_says_so(text, what):
     line = said(RuntimeError(text))
     assert line.startswith(f"another process {what}")
-    assert f"({text.split('. ')[0]}); --resume auto goes on from the last checkpoint" in line
+    assert f"({text.split('. ')[0]}); use --resume auto" in line
 
 
 def test_other_errors_are_what_they_were():

@@ -135,7 +135,7 @@ def test_a_conversation_goes_on_until_the_input_ends(call, weights):
     out, err, code = call("--interactive", "--max_new_tokens", "5", stdin=typed)
     assert expected(weights, "sum 1", 5) in out
     assert expected(weights, "第", 5) in out
-    assert "the context of this model is 40" in err
+    assert "the context 40: shorten it" in err
     assert code == 0
 
 
@@ -144,7 +144,7 @@ REFUSED = {  # flags of the program, behind the run: a keyword of the message
         (): "nothing to continue",
         ("--prompt", ""): "is empty",
         ("--prompt", "\udcff"): "not valid UTF-8",
-        ("--prompt", "sum 1 " * 40): "the context of this model is 40: shorten",
+        ("--prompt", "sum 1 " * 40): "the context 40: shorten",
         ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: .*No such file",
         ("--interactive", "--prompt", "x"): "leave --prompt and --prompts out",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",

@@ -114,7 +114,7 @@ def test_flags_that_cannot_work_are_refused(flags, more, keyword, monkeypatch):
             {"ds_config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}},
             "--accumulation_steps gives 1",
         ),
-        ({"num_machines": 2}, "2 machines: start each with NUM_MACHINES"),
+        ({"num_machines": 2}, "2 machines: set NUM_MACHINES"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(flags, config_file, changes, keyword):

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from model.loss import IGNORE_INDEX
 from model.recompute import recomputed
 
-KL = ("forward", "reverse")
 CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six times as much
 
 

@@ -96,10 +96,8 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
         reason = " ".join(str(error).split())
         raise UsageError(f"Accelerate rejects {config_file}: {reason}") from error
     if config.num_machines != 1 and os.environ.get("NUM_MACHINES", "1") == "1":
-        raise UsageError(
-            f"{config_file} is for {config.num_machines} machines: start each with NUM_MACHINES, "
-            "MACHINE_RANK and MASTER_ADDR (bash run_accelerate.sh --help)"
-        )
+        remedy = "set NUM_MACHINES, MACHINE_RANK and MASTER_ADDR"
+        raise UsageError(f"{config_file} is for {config.num_machines} machines: {remedy}")
     if config.distributed_type == "DEEPSPEED":
         if config.mixed_precision is not None:
             fields.append("mixed_precision")

@@ -145,10 +145,8 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
     theirs = source.config().shape() if source else {}
     for name, value in typed.items():
         if source and name not in MAY_DIFFER and value != theirs[name]:
-            raise UsageError(
-                f"--{name} {value} (there {theirs[name]}): leave it out, --init_from takes the "
-                f"shape from {source.path}"
-            )
+            shape = f"{source.path} has {theirs[name]}"
+            raise UsageError(f"--{name} {value}: leave it out, {shape}")
     LMConfig(**theirs | typed)
     return theirs | typed
 

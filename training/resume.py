@@ -58,10 +58,7 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
             raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(checkpoints[-1])
     if run.settings.exists() and (program := program_of(run)) != args.program:
-        raise UsageError(
-            f"{run.path} holds a run of {program}: choose another run_name, or that program (in "
-            "run_accelerate.sh by STAGE)"
-        )
+        raise UsageError(f"{run.path} holds a run of {program}: choose another --run_name")
     if run.metrics.exists() and not args.resume:
         raise UsageError(f"{run.path} holds a run: pass --resume auto, or another run_name")
     problem = None

@@ -188,10 +188,8 @@ class Run:
             bad = int(self.log.meter.worst_in_row)
             if bad >= most:
                 self.checkpointer.wait()
-                raise UsageError(
-                    f"{bad} steps in a row, up to step {step}, had a non-finite gradient and "
-                    "changed nothing: try a lower --learning_rate"
-                )
+                steps = f"{bad} steps in a row, up to step {step}"
+                raise UsageError(f"{steps}, had a non-finite gradient: lower --learning_rate")
         val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)

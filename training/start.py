@@ -204,7 +204,7 @@ def start_block(run: Run) -> str:
         "processes": f"{engine.processes} ({run.accelerator.state.backend or 'no process group'})",
         "device": device_name(device),
         "precision": precision,
-        "attention": attention_kernel(prepared.config, getattr(torch, args.dtype), device)[0],
+        "attention": attention_kernel(prepared.config, getattr(torch, args.dtype), device),
         "compiled": run.built.compilation,
         "parameters": _parameters(prepared.shapes),
         "adapters": lora

@@ -78,10 +78,8 @@ class TeacherWeights:
             raise UsageError(f"{self.source.path} has no tokenizer to compare with the data's")
         require_same_tokenizer(self.source, data)
         if (most := self.shapes.config.max_seq_len) < data.seq_len:
-            raise UsageError(
-                f"the teacher in {self.source.path} reads {most} tokens at most, the student "
-                f"{data.seq_len}: pass --max_seq_len {most}"
-            )
+            limit = f"the teacher reads {most} tokens at most, the student {data.seq_len}"
+            raise UsageError(f"{limit}: pass --max_seq_len {most}")
 
 
 class Teacher:

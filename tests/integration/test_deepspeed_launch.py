@@ -95,9 +95,9 @@ def test_a_template_of_others_trains_as_our_own_file(accelerate, deepspeed, tmp_
 
 
 def test_a_debugger_steps_through_one_deepspeed_process(packed, tmp_path):
-    """launch.json of the README: its program with its arguments, and without the debugger."""
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    launch = json.loads(re.search(r"```json\n(.*?)```", readme, re.DOTALL)[1])
+    """launch.json of docs/engines.md: its program with its arguments, and without the debugger."""
+    page = (REPOSITORY / "docs/engines.md").read_text(encoding="utf-8")
+    launch = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
     (configuration,) = launch["configurations"]
     assert configuration["request"] == "launch"
     program = Path(configuration["program"].replace("${workspaceFolder}", str(REPOSITORY)))

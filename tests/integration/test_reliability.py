@@ -73,7 +73,7 @@ def ranks(launcher: WarmProcess) -> list[psutil.Process]:
 # to the disk before it has its name, which is forced too, and then a file that names it.
 PLACES = {
     "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
-    "write a file of a checkpoint": ("storage.checkpoint", "save_tensors", range(4, 10)),
+    "write a file of a checkpoint": ("formats.portable", "save_tensors", range(4, 10)),
     "force it to the disk": ("common.atomic", "sync", range(12, 30)),
     "delete what is not needed": ("shutil", "rmtree", range(3, 10)),
 }

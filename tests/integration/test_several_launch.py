@@ -121,7 +121,7 @@ def test_a_model_that_gives_up_ends_all_of_them(packed, tmp_path):
     where = ["--data", str(packed), "--out_dir", str(tmp_path), "--max_steps", "5"]
     ended = run_warm([sys.executable, SEVERAL, *words, *TINY, *where])
     assert ended.code == 2
-    assert " steps in a row had a non-finite gradient" in ended.out
+    assert "had a non-finite gradient: lower --learning_rate" in ended.out
 
 
 def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, capsys):

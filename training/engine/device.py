@@ -119,16 +119,14 @@ def mfu(
     return tokens_per_second * flops_per_token / (peak * devices)
 
 
-def attention_kernel(
-    config: LMConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[str, bool]:
-    """Return the name of the attention that will run, and whether it keeps all T × T scores."""
+def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """Return the name of the attention that will run."""
     if not config.use_flash_attn:
-        return "plain: all T × T scores (--use_flash_attn for the fast paths)", True
+        return "plain: all T × T scores (--use_flash_attn for the fast paths)"
+    if device.type == "cpu" and config.dropout:
+        return "plain: all T × T scores (blocks of rows have no dropout)"
     if device.type == "cpu":
-        if config.dropout:
-            return "plain: all T × T scores (blocks of rows have no dropout)", True
-        return "blocks of rows", False
+        return "blocks of rows"
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
     shape = (config.max_seq_len, config.head_dim)
     # With gradients, because not every kernel has a backward pass for every shape.
@@ -138,7 +136,7 @@ def attention_kernel(
     choice = torch._fused_sdp_choice(
         q, k, k, dropout_p=config.dropout, is_causal=True, enable_gqa=grouped
     )
-    return KERNELS.get(choice, f"PyTorch's fused kernel number {choice}"), choice == 0
+    return KERNELS.get(choice, f"PyTorch's fused kernel number {choice}")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

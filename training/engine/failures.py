@@ -45,7 +45,4 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
             what = "does not answer any more"
         else:
             raise
-        raise UsageError(
-            f"another process {what} ({sentences[0]}); --resume auto goes on from the last "
-            "checkpoint"
-        ) from error
+        raise UsageError(f"another process {what} ({sentences[0]}); use --resume auto") from error

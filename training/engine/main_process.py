@@ -63,10 +63,8 @@ def require_the_same(engine: Engine, facts: dict) -> None:
         different = [key for key in main | other if other.get(key) != main.get(key)]
         if different:
             theirs = [f"{key} {other.get(key)} (not {main.get(key)})" for key in different[:3]]
-            raise UsageError(
-                f"rank {rank} on {host} has {', '.join(theirs)}: start all machines with the same "
-                "flags, on the same data"
-            )
+            remedy = "start all machines with the same flags and data"
+            raise UsageError(f"rank {rank} on {host} has {', '.join(theirs)}: {remedy}")
 
 
 def _gather(engine: Engine, mine) -> list[tuple]:
