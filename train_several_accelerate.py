@@ -193,10 +193,8 @@ def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | No
         if not damaged:
             return [str(path) for path in paths]
         print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying the step before", flush=True)
-    raise UsageError(
-        "--resume auto: there is no step of which all have a sound checkpoint: leave out the "
-        "--model that is behind, or give it another run_name and start it apart"
-    )
+    reason = "there is no step of which all have a sound checkpoint"
+    raise UsageError(f"--resume auto: {reason}: leave out the --model that is behind")
 
 
 if __name__ == "__main__":

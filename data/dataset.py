@@ -69,10 +69,8 @@ class TokenStream(Dataset):
         parts = [shard[max(start - begin, 0) : end - begin] for begin, shard in shards]
         tokens = np.concatenate(parts)
         if (largest := tokens.max()) >= self.vocab_size:
-            raise DataError(
-                f"{self.folder}: damaged, prepare the data again: token id {largest} in "
-                f"{self.split} is outside the vocabulary of {self.vocab_size}"
-            )
+            limit = f"id {largest} is outside the vocabulary of {self.vocab_size}"
+            raise DataError(f"{self.folder}: damaged, prepare the data again: {limit}")
         return torch.from_numpy(tokens.astype(np.int64))
 
 
@@ -87,10 +85,8 @@ class PackedDataset(TokenStream):
     def __init__(self, folder: str | Path, split: str, seq_len: int):
         super().__init__(folder, split, seq_len)
         if len(self) < 1:
-            raise NothingFitsError(
-                f"{folder}: the {split} split has {self.n_tokens} tokens, one sequence needs "
-                f"max_seq_len + 1 = {seq_len + 1}: use a shorter --max_seq_len or more text"
-            )
+            reason = f"the {split} split has {self.n_tokens} tokens, a sequence needs {seq_len + 1}"
+            raise NothingFitsError(f"{folder}: {reason}: use a shorter --max_seq_len or more text")
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.seq_len
@@ -134,10 +130,8 @@ class ConversationSet(TokenStream):
         self._first = fitting[rows]
         self._end = self._first + n_answers
         if not len(self):
-            raise NothingFitsError(
-                f"{folder}: no conversation of the {split} split has an answer within "
-                f"{seq_len} tokens: use a longer --max_seq_len"
-            )
+            reason = f"no answer of the {split} split is within {seq_len} tokens"
+            raise NothingFitsError(f"{folder}: {reason}: use a longer --max_seq_len")
         self.lengths = end[self._end - 1] - begins - 1  # targets of each row
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
         self.n_left_out = self._part["documents"] - len(self)

@@ -1,6 +1,5 @@
 """Find a run by its path, or find the newest run."""
 
-import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -50,9 +49,7 @@ def data_of(name: str) -> str:
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """Return the folder with this name; 'auto' is the run of this program that logged last.
-
-    Raises UsageError: there is no such folder. The message suggests a similar name.
-    """
+    Raises UsageError: there is no such folder."""
     if name == "auto":
         newest = newest_run(runs.glob("*"), program, lambda run: run.metrics)
         if newest is None:
@@ -60,8 +57,5 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
             raise UsageError(f"there is no run in {where} yet: start one, bash run_accelerate.sh")
         return newest.path
     if not Path(name).is_dir():
-        names = {"auto": "auto"} | {path.name: str(path) for path in runs.glob("*")}
-        close = difflib.get_close_matches(Path(name).name, names, n=1)
-        guess = f": did you mean '{names[close[0]]}'?" if close else ""
-        raise UsageError(f"{name}: no such folder{guess}")
+        raise UsageError(f"{name}: no such folder")
     return Path(name)

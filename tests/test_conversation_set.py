@@ -89,7 +89,7 @@ def test_no_answer_within_the_context_is_refused(tmp_path):
     assert tokens.tolist() == list(range(1, 11))
     assert targets.tolist() == [IGNORE_INDEX] * 7 + [9, 10, 11]
     for split in ("train", "val"):
-        with pytest.raises(NothingFitsError, match=f"no conversation of the {split} split"):
+        with pytest.raises(NothingFitsError, match=f"no answer of the {split} split"):
             ConversationSet(folder, split, 9)
 
 

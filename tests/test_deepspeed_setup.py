@@ -16,7 +16,7 @@ CPU_ONLY, ON_NVME = ({"offload_optimizer": {"device": device}} for device in ("c
 def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
     claim(tmp_path / "new" / "one")
     claim(tmp_path / "two")
-    with pytest.raises(UsageError, match=r'one is in use by .* take another "nvme_path"'):
+    with pytest.raises(UsageError, match=r'one is in use by .* use another "nvme_path"'):
         claim(tmp_path / "new" / "one")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file, for NVMe, cannot be used"):
@@ -53,7 +53,7 @@ def test_a_start_that_compiles_says_so_and_a_failure_is_one_line(monkeypatch, tm
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     folder = cpp_extension._get_build_directory("cpu_adam", verbose=False)
     load_operation("CPUAdamBuilder")
-    (line,) = capsys.readouterr().out.splitlines()
+    *_, line = capsys.readouterr().out.splitlines()  # DeepSpeed may warn when it is imported
     assert line.startswith(f"DeepSpeed compiles cpu_adam in {folder}")
     assert "delete the file lock" in line
     Path(folder, "cpu_adam.so").touch()

@@ -205,7 +205,7 @@ def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
     ("name", "lines", "flags", "says"),
     [
         ("a.jsonl", [], "", "a.jsonl: no text"),
-        ("a.jsonl", [], "--task choice", "no question in it"),
+        ("a.jsonl", [], "--task choice", "no text, question, or answer"),
         ("a.jsonl", [{"text": "x"}, {"no": 1}], "", 'a.jsonl, line 2: no "text"'),
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: no question"),
     ],

@@ -33,14 +33,9 @@ def test_auto_is_the_run_written_to_last_and_of_the_program_asked_for(run, tmp_p
         find_run("auto", tmp_path / "none")
 
 
-def test_a_path_is_taken_as_it_is_and_a_name_that_is_nearly_one_is_answered_with_it(
-    run, tmp_path, monkeypatch
-):
+def test_a_path_is_taken_as_it_is(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_run(str(run), tmp_path / "elsewhere") == run
-    for typed, meant in {"atuo": "auto", "out/mines": "runs/mine"}.items():
-        with pytest.raises(UsageError, match=f"{typed}: no such folder: did you mean '{meant}'"):
-            find_run(typed, Path("runs"))
     with pytest.raises(UsageError, match=r"zebra: no such folder$"):
         find_run("zebra", Path("runs"))
 

@@ -29,7 +29,7 @@ def test_machines_that_cannot_meet_are_one_line(monkeypatch, capsys):
     ("exitcode", "ends", "says"),
     [
         (2, 2, ""),  # the process has said why
-        (-11, 1, "process 1 was ended by SIGSEGV; to go on from what it has saved:\n  bash x "),
+        (-11, 1, "process 1 was ended by SIGSEGV; to resume:\n  bash x "),
     ],
 )
 def test_a_process_that_failed_decides_the_exit_code(monkeypatch, capsys, exitcode, ends, says):

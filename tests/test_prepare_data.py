@@ -146,7 +146,7 @@ def test_reuse_takes_the_same_text_and_leaves_another_text_alone(workplace, capf
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
     said = refused(capfd, "--data", "other/sums.jsonl", "--reuse")
-    assert f"made of {workplace}/sums.jsonl" in said
+    assert f"holds other data, of {workplace}/sums.jsonl" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
     main([*SMALL, "--data", "sums.jsonl", "--reuse"])  # the text has changed

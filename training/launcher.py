@@ -33,10 +33,7 @@ def launch() -> int:
         if failure.exitcode > 0:
             return failure.exitcode
         name = failure.signal_name()  # SIGKILL if the memory ran out
-        say(
-            f"error: process {rank} was ended by {name}; to go on from what it has saved:\n"
-            f"  {how_to_resume('auto')}"
-        )
+        say(f"error: process {rank} was ended by {name}; to resume:\n  {how_to_resume('auto')}")
         return 1
     except (ConnectionError, torch.distributed.DistError) as failed:  # before a process was started
         say(f"error: the machines cannot meet: {str(failed).splitlines()[0]}")

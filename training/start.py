@@ -140,10 +140,8 @@ def start_run(prepared: Prepared, engine: Engine, stop: StopRequest, name: str) 
     engine.set_accumulation(args.accumulation_steps)
     finished = start.step >= prepared.total_steps
     if finished and on_main_process(engine, start.folder.weights.exists):
-        engine.accelerator.print(
-            f"{start.folder.path} is finished: {start.step} of {prepared.total_steps} steps; more "
-            "--epochs or --max_steps would go on with it"
-        )
+        steps = f"{start.step} of {prepared.total_steps} steps"
+        engine.accelerator.print(f"{start.folder.path} is finished: {steps}; raise --max_steps")
         return None
     teacher = None
     if prepared.teacher:
