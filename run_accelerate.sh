@@ -17,7 +17,7 @@
 # NUM_MACHINES=N    number of machines; NUM_PROCESSES counts the processes of all machines
 # MACHINE_RANK=R    number of this machine, from 0
 # MASTER_ADDR=HOST  address of machine 0; its port is MASTER_PORT (default: 29500)
-# Training flags: python train_pretrain_accelerate.py --help, or README.md
+# Training flags: python train_pretrain_accelerate.py --help, or docs/flags.md
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
   exec sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"

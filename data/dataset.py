@@ -69,7 +69,7 @@ class TokenStream(Dataset):
         parts = [shard[max(start - begin, 0) : end - begin] for begin, shard in shards]
         tokens = np.concatenate(parts)
         if (largest := tokens.max()) >= self.vocab_size:
-            limit = f"id {largest} is outside the vocabulary of {self.vocab_size}"
+            limit = f"token id {largest} is outside the vocabulary of {self.vocab_size}"
             raise DataError(f"{self.folder}: damaged, prepare the data again: {limit}")
         return torch.from_numpy(tokens.astype(np.int64))
 

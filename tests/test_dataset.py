@@ -67,7 +67,7 @@ def test_an_id_outside_the_vocabulary_is_found(tmp_path):
     position = sum(map(len, documents[:-10]))
     folder = make_folder(tmp_path / "data", documents, 300, shard_tokens=50)
     dataset = PackedDataset(folder, "train", 16)
-    with pytest.raises(DataError, match=rf"{folder}: damaged.* id 300 .*vocabulary of 300"):
+    with pytest.raises(DataError, match=rf"{folder}: damaged.* token id 300 .*vocabulary of 300"):
         dataset[position // 16]
     dataset[0]
 

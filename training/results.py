@@ -91,10 +91,10 @@ def leave_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
         prompt, continuation = prompt_and_continuation(model, tokenizer, prepared)
         run.sample.write_text(f"{prompt}{continuation}\n", encoding="utf-8")
         draw_losses([run.path], run.loss_picture)
-    write = f"scripts.chat {run.path}"
+    path, prompt_flag = shlex.quote(str(run.path)), shlex.quote(prompt.replace("\n", " "))
+    write = f"scripts.chat {path}"
     if not run.template.exists():
-        again = shlex.quote(prompt.replace("\n", " "))
-        write = f"scripts.generate {run.path} --prompt {again}"
+        write = f"scripts.generate {path} --prompt {prompt_flag}"
     adapter = f"adapter:    {run.adapter}, for PEFT, onto {run.base}\n" if lora else ""
     best = final_numbers(read_history(run.path)).get("best validation loss", "")
     best = best and f"best validation loss {best}: {run.path}{BEST}\n"
@@ -105,8 +105,8 @@ def leave_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
         f"report:     {leave_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
-        f"      {python()} -m scripts.evaluate {run.path}\n"
-        f"      {python()} -m scripts.export_hf {run.path} out/hf/{run.path.name}"
+        f"      {python()} -m scripts.evaluate {path}\n"
+        f"      {python()} -m scripts.export_hf {path} {shlex.quote(f'out/hf/{run.path.name}')}"
     )
 
 

@@ -143,7 +143,7 @@ def set_aside(start: StartingPoint) -> None:
     old = [path for path in run.all_checkpoints() if step_of(path) > start.step]
     for path in [*old, run.weights]:
         if path.exists():
-            path.rename(f"{path}.aside-{int(time.time())}")
+            path.rename(f"{path}.aside-{time.time_ns()}")
             print(f"set aside {path}: the run goes on from step {start.step}", flush=True)
 
 
