@@ -178,3 +178,12 @@ def test_beside_the_flags_of_others_stand_flags_that_exist():
     ours = {flag for row in rows(TEXTS["docs/coming-from.md"]) for flag in flags_in(row[0])}
     assert {"--dim", "--prompt"} <= ours
     assert ours <= flags_of("train_pretrain_accelerate") | flags_of("scripts.generate")
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if name != "docs/lab-log.md"])
+def test_every_test_that_is_named_exists(name):
+    tests = [REPOSITORY / "tests", REPOSITORY / "tests/integration"]
+    files = [path for folder in tests for path in folder.glob("test_*.py")]
+    known = "\n".join(f"{path.stem}\n" + path.read_text(encoding="utf-8") for path in files)
+    for test in re.findall(r"\btest_\w+", TEXTS[name]):
+        assert re.search(rf"(^|def ){test}", known, re.MULTILINE), f"{name} names {test}"
