@@ -124,7 +124,7 @@ class ConversationSet(TokenStream):
         sound = (begin >= 0) & (begin < answer) & (answer < end) & (end <= self.n_tokens)
         if not sound.all():
             raise DataError(f"{folder}: damaged answers in {split}; prepare the data again")
-        # Row i has the answers first[i] : end[i], all of which fit into seq_len targets.
+        # Row i has the answers _first[i] : _end[i], all of which fit into seq_len targets.
         fitting = np.flatnonzero(end - begin <= seq_len + 1)
         begins, rows, n_answers = np.unique(begin[fitting], return_index=True, return_counts=True)
         self._first = fitting[rows]
@@ -133,6 +133,7 @@ class ConversationSet(TokenStream):
             reason = f"no answer of the {split} split is within {seq_len} tokens"
             raise NothingFitsError(f"{folder}: {reason}: use a longer --max_seq_len")
         self.lengths = end[self._end - 1] - begins - 1  # targets of each row
+        # A row is cut if the answer after its last one belongs to the same conversation.
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
         self.n_left_out = self._part["documents"] - len(self)
 
@@ -177,7 +178,7 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or as `collate` pads them.
     num_workers processes read ahead; 0 reads in this process."""
-    # The loader needs its own generator. The global generator is for dropout.
+    # The loader draws a seed. From the global generator, that would change the dropout masks.
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -1,8 +1,8 @@
 """The order in which samples are read: a shuffle without a list, divided among processes.
 
 A position is the number of samples that all processes have consumed. The sample at a position
-depends only on the position and the seed, so a run that stopped continues with the same samples,
-also with another number of processes.
+depends only on the position and the seed. A resumed run therefore continues with the same samples,
+also on another number of processes with the same global batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -96,7 +96,8 @@ class LengthSampler(MicroBatchSampler):
     global_batch: int  # samples of one step, on all processes together
 
     def __post_init__(self):
-        # A window over two epochs would put both copies of a sample side by side.
+        # Sorting would put both copies of a sample side by side in a window that spans two epochs.
+        # A window of at most a quarter of an epoch seldom does.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

@@ -29,11 +29,11 @@ SHARD_TOKENS = 100_000_000
 SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
 # A tokenizer trained on three times as much text saves only 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-# Share of the built-in conversations for validation: they are much smaller than their source.
+# Share of the built-in conversations for validation. They are short: made from docstrings only.
 BUILTIN_VAL_FRACTION = 0.1
 
 
-class Suited(NamedTuple):
+class TextDefaults(NamedTuple):
     """Default settings for a text of less than `below` bytes."""
 
     below: float
@@ -43,53 +43,53 @@ class Suited(NamedTuple):
     segmentations: int  # see `data.encoding`
 
 
-# A model memorises a small text before it learns a large vocabulary. One document of 16 KiB would
-# be too little validation text.
+# A small text has a small vocabulary, because a model memorises the text before it learns a large
+# one. It has short sections, so that its validation split has more than one.
 BY_SIZE = (
-    Suited(500e3, 512, 0.1, 1 << 10, 7),
-    Suited(4e6, 2048, 0.1, 2 << 10, 7),
-    Suited(10e6, 4096, 0.05, 2 << 10, 1),
-    Suited(50e6, 6400, 0.03, 4 << 10, 1),  # the built-in text
-    Suited(math.inf, 6400, 0.02, 16 << 10, 1),
+    TextDefaults(500e3, 512, 0.1, 1 << 10, 7),
+    TextDefaults(4e6, 2048, 0.1, 2 << 10, 7),
+    TextDefaults(10e6, 4096, 0.05, 2 << 10, 1),
+    TextDefaults(50e6, 6400, 0.03, 4 << 10, 1),  # the built-in text
+    TextDefaults(math.inf, 6400, 0.02, 16 << 10, 1),
 )
 
 
-def suited_to(files: Iterable[str]) -> Suited:
+def defaults_for(files: Iterable[str]) -> TextDefaults:
     """Return the settings for these files. A text that grows a little usually keeps them."""
     n_bytes = text_size(files)
-    return next(suited for suited in BY_SIZE if n_bytes < suited.below)
+    return next(defaults for defaults in BY_SIZE if n_bytes < defaults.below)
 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """Settings for text or conversations. None means: choose by the size of the text."""
+    """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: the tokenizer may also get fewer pieces
-    val_fraction: float | None
+    vocab_size: int | None  # None: chosen by the size of the text, an upper limit
+    val_fraction: float | None  # None: chosen by the size of the text
     workers: int
     skip_bad_lines: bool
     tokenizer: str | None = None  # path of a tokenizer; None: train one on the text
     text_column: str = TEXT_COLUMN  # see `read_records`
-    segmentations: int | None = 1  # ways to split a training document into pieces
+    segmentations: int | None = 1  # ways to split a training document into pieces; None: by size
     kind: str = TEXT  # one of `shards.KINDS`
 
-    def share(self, files: list[str]) -> float:
+    def val_fraction_of(self, files: list[str]) -> float:
         """Return the share of documents for validation."""
         if self.val_fraction is not None:
             return self.val_fraction
         if self.kind == CONVERSATIONS and files[0].endswith(".py"):
             return BUILTIN_VAL_FRACTION
-        return suited_to(files).val_fraction
+        return defaults_for(files).val_fraction
 
-    def ways(self, files: list[str]) -> int:
+    def segmentations_of(self, files: list[str]) -> int:
         """Return in how many ways each training document is split into pieces."""
-        return self.segmentations or suited_to(files).segmentations
+        return self.segmentations or defaults_for(files).segmentations
 
     def records(self, files: list[str]) -> Iterator[Record]:
         """Yield all records of the files."""
         if self.kind == CONVERSATIONS:
             return conversation_records(files)
-        return read_records(files, self.text_column, suited_to(files).section_bytes)
+        return read_records(files, self.text_column, defaults_for(files).section_bytes)
 
 
 def prepare(
@@ -106,11 +106,13 @@ def prepare(
             copy_tokenizer(options.tokenizer, folder)
         else:
             may_shrink = options.vocab_size is None
-            size = suited_to(files).vocab_size if may_shrink else options.vocab_size
+            size = defaults_for(files).vocab_size if may_shrink else options.vocab_size
             sample = _sample(files, options)
             train_tokenizer(sample, size, folder / TOKENIZER_FILE, may_shrink=may_shrink)
         tokenizer = open_tokenizer(folder)
-        encode = partial(encode_batch, options.kind, tokenizer.path, options.ways(files))
+        encode = partial(
+            encode_batch, options.kind, tokenizer.path, options.segmentations_of(files)
+        )
         dtype = token_dtype(tokenizer.vocab_size)
 
         def write(split: ValidationSplit) -> dict:
@@ -118,11 +120,11 @@ def prepare(
             batches = encode_all(options.records(files), encode)
             return _write_splits(batches, *writers, split, options, progress)
 
-        split = ValidationSplit(options.share(files))
+        split = ValidationSplit(options.val_fraction_of(files))
         written = write(split)
         empty = split.share > 0 and not written["splits"]["val"]["documents"]
         if empty and split.least < split.greatest:
-            # A small corpus may have no document below the share: take the one of the least hash.
+            # No document of a small corpus has a hash below the share: take the smallest hash.
             for path in folder.glob("train-*.bin"):
                 path.unlink()
             written = write(ValidationSplit(math.nextafter(split.least, 1)))
@@ -156,16 +158,17 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
         "files_sha256": hashlib.sha256(json.dumps(listing).encode()).hexdigest(),
         "vocab_size": options.vocab_size if options.tokenizer is None else None,
         "tokenizer": options.tokenizer and tokenizer_hash(options.tokenizer),
-        "val_fraction": options.share(files),
+        "val_fraction": options.val_fraction_of(files),
         "skip_bad_lines": options.skip_bad_lines,
         "text_column": options.text_column,
-        "segmentations": options.ways(files),
+        "segmentations": options.segmentations_of(files),
         **({"kind": options.kind} if options.kind != TEXT else {}),
     }
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums; else the first ones."""
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums. If no
+    document is chosen, yield the first ones."""
     size = TOKENIZER_SAMPLE_BYTES
     chosen = 2**32 * size / max(text_size(files), 1)
     # The limit of 2 * size is reached if text_size is wrong or documents repeat.

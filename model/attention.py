@@ -26,8 +26,8 @@ def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute softmax(q kᵀ / sqrt(D)) v, where each position sees itself and the past.
 
-    This is the definition. The fast paths below compute the same without all T × T scores in
-    memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
+    This is the definition. The fast paths below compute the same, except for rounding, without all
+    T × T scores in memory. q and the result are (B, T, H, D), k and v are (B, T, n_kv_heads, D)."""
     seq_len = q.shape[1]
     group = q.shape[2] // k.shape[2]
     k, v = repeat_kv(k, group), repeat_kv(v, group)
@@ -39,7 +39,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` by the fastest path of the device."""
+    """Compute `plain_attention` by the fastest path. On a CPU dropout has no faster one."""
     if q.device.type == "cpu" and not dropout:
         return row_block_attention(q, k, v)
     attend = plain_attention if q.device.type == "cpu" else fused_attention
@@ -62,8 +62,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
 
-    Flash attention and cuDNN do. The memory-efficient kernel, the only one for fp32 and for fp16 on
-    old GPUs, does not: PyTorch would then silently compute all T × T scores."""
+    Flash attention and cuDNN do, and always take bf16. fp32, and fp16 on old GPUs, have only the
+    memory-efficient kernel, for which PyTorch would silently compute all T × T scores."""
     return dtype == torch.bfloat16
 
 

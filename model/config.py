@@ -1,9 +1,9 @@
-"""The configuration of the model: every number that decides how many parameters it has."""
+"""The settings of the model: its sizes, and how it computes."""
 
 import sys
 from dataclasses import asdict, dataclass, field, fields
 
-HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may change for trained weights
+HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may differ after training
 LARGEST = 1 << 24  # upper limit of every size; a table with this many rows fits into memory
 
 
@@ -21,9 +21,9 @@ def setting(default, help_text: str, must=None, **metadata):
 class RopeScaling:
     """Llama 3's scaling, see `rotary_frequencies`. Raises ConfigError: a value is not positive."""
 
-    factor: float  # slow rotations become this many times slower
-    low_freq_factor: float  # a rotation is slow up to this many turns in the original context
-    high_freq_factor: float  # a rotation keeps its frequency from this many turns on
+    factor: float  # divides the frequency of pairs with few turns in the original context
+    low_freq_factor: float  # up to this number of turns the frequency is divided by factor
+    high_freq_factor: float  # from this number of turns on the frequency is unchanged
     original_max_seq_len: int  # the original context, in tokens
 
     def __post_init__(self):
@@ -39,7 +39,8 @@ class LMConfig:
     If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
     release. If `head_dim` is None, it becomes dim / n_heads.
 
-    Raises ConfigError: a value is out of range, or two sizes do not divide each other."""
+    Raises ConfigError: a value is out of range, dim is not divisible by n_heads, or n_heads is not
+    divisible by n_kv_heads."""
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")

@@ -2,7 +2,7 @@
 
 Each logit takes up to 12 bytes with its log-probability and gradient. For 8 sequences of 512 tokens
 and a vocabulary of 49,152 this is 2.4 GB. Above LARGE_VOCABULARY the tokens therefore pass in
-chunks of at most CHUNK_LOGITS logits. Backward computes the logits of a chunk again, which adds a
+chunks of about CHUNK_LOGITS logits. Backward computes the logits of a chunk again, which adds a
 third to the matrix products of the output layer.
 """
 

@@ -17,11 +17,11 @@ from model.config import RopeScaling
 def precompute_pos_cis(
     dim: int, end: int, theta: float = 1e6, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Return the table of rotations: complex64 of shape (end, dim/2), each of modulus 1. dim is
-    head_dim, end the number of positions, theta the base of the frequencies."""
+    """Return the table of rotations cis(t) = cos(t) + i·sin(t): complex64 of shape (end, dim/2). dim
+    is head_dim, end the number of positions, theta the base of the frequencies."""
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
-    # First integers: under deepspeed.zero.Init, torch.arange(…, dtype=float32) returns bf16.
+    # Cast afterwards: under deepspeed.zero.Init, torch.arange(…, dtype=float32) returns bf16.
     positions = torch.arange(end).to(torch.float32)
     angles = torch.outer(positions, rotary_frequencies(dim, theta, scaling))  # (end, dim/2)
     return torch.complex(angles.cos(), angles.sin())

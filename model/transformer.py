@@ -89,9 +89,9 @@ def flops_per_token(config: LMConfig) -> float:
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
 
-    Its parameters have the names of Llama's own release. The model does not know how it is trained,
-    with three exceptions: on the meta device it computes no values, `forward` follows autocast, and
-    `add_lora` records its settings in `lora`."""
+    Its parameters have the names of Llama's own release. The model does not know how it is trained.
+    The exceptions: on the meta device it computes no values, `forward` follows autocast, blocks
+    have `recompute`, `add_lora` sets `lora`, and deepspeed.zero.Init draws the same weights."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -108,6 +108,7 @@ class Transformer(nn.Module):
         self.token_loss = TokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        # Not saved, because the configuration determines it.
         self.register_buffer("pos_cis", self._pos_cis(), persistent=False)
         for block in self.layers:
             block.attention.wo.writes_residual = True
@@ -128,10 +129,10 @@ class Transformer(nn.Module):
             targets: (B, T) int64, the next token of each position; IGNORE_INDEX does not count.
             reduction: "mean" over the targets that count, "none" for the loss of each position,
                 (B, T), or "hits" for the loss of each position and `hits`.
-            cache: has the keys and values of the past, and stores the new ones. Only the last token
-                of each sequence then has logits, (B, vocab_size).
+            cache: for generation: it has the keys and values of the past, and stores the new ones.
+                Only the last token of each sequence then has logits, (B, vocab_size).
 
-        Returns: logits, (B, T, vocab_size), or the cross-entropy in nats, in fp32.
+        Returns: logits, (B, T, vocab_size); or the cross-entropy in nats, fp32, reduced as asked.
 
         Raises ValueError: the sequence is longer than max_seq_len."""
         seq_len = tokens.shape[1]
@@ -167,9 +168,9 @@ class Transformer(nn.Module):
             loss = self.token_loss(logits[None], targets[None], "none")[0]
             return loss, logits.argmax(dim=-1) == targets if reduction == "hits" else None
 
-        what = "off" if size == n_tokens else "blocks"
+        recompute = "off" if size == n_tokens else "blocks"
         chunks = zip(x.flatten(0, 1).split(size), targets.flatten().split(size), strict=True)
-        losses, hits = zip(*(recomputed(score, what, *chunk) for chunk in chunks), strict=True)
+        losses, hits = zip(*(recomputed(score, recompute, *c) for c in chunks), strict=True)
         loss = torch.cat(losses).view_as(targets)  # (B, T)
         if reduction == "mean":
             return TransformerOutput(None, loss.sum() / (targets != IGNORE_INDEX).sum())
@@ -185,8 +186,9 @@ class Transformer(nn.Module):
         """Return the model FLOPs of forward and backward for one token of a sequence of seq_len.
 
         The sum of 6 per trained parameter, 4 per frozen parameter, and for attention
-        12·n_layers·n_heads·head_dim·seq_len, not halved for causality. An untied input embedding is
-        a lookup and does not count. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311."""
+        12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied input
+        embedding is a lookup and does not count. Source: PaLM, appendix B,
+        https://arxiv.org/abs/2204.02311."""
         config = self.config
         counted = {id(p): p for p in self.parameters()}
         if not config.tie_embeddings:

@@ -19,7 +19,7 @@ from common.numbers import available_cores, counted, progress_bar, size
 from common.parser import OneLineParser
 from data.conversations import SUFFIXES as CONVERSATION_SUFFIXES
 from data.corpus import BUILTIN, SUFFIXES, TEXT_COLUMN, find_files, text_size
-from data.packing import PackingOptions, prepare, suited_to
+from data.packing import PackingOptions, defaults_for, prepare
 from data.prepared import default_out, find_prepared
 from data.shards import CONVERSATIONS, TEXT
 
@@ -96,11 +96,11 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
     if made_from["val_fraction"] and not splits["val"]["documents"]:
         lines.append(f"  WARNING: no validation split: it needs two different {documents}")
-    chosen, taken = suited_to(files), []
+    chosen, taken = defaults_for(files), []
     if options.vocab_size is None and options.tokenizer is None:
         taken.append(f"a vocabulary of {chosen.vocab_size:,} at most (--vocab_size)")
     if options.val_fraction is None:
-        taken.append(f"{options.share(files):.0%} for validation (--val_fraction)")
+        taken.append(f"{options.val_fraction_of(files):.0%} for validation (--val_fraction)")
     if options.segmentations is None and chosen.segmentations > 1:
         taken.append(f"{chosen.segmentations} ways to cut a document into pieces (--segmentations)")
     if of_text and any(path.endswith((".txt", ".py")) for path in files):

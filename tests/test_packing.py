@@ -14,7 +14,7 @@ import sentencepiece
 from data import encoding, packing, shards
 from data.encoding import SPLIT_ROUNDS, SPLIT_SHARE, split_at_random, ways_to_split
 from data.errors import DataError
-from data.packing import BY_SIZE, PackingOptions, prepare, suited_to
+from data.packing import BY_SIZE, PackingOptions, defaults_for, prepare
 from data.shards import ShardWriter, read_description
 from data.tokenizer import Tokenizer
 from data.tokenizer_training import train_tokenizer
@@ -98,7 +98,7 @@ def test_every_size_has_its_settings(tmp_path):
     path.touch()
     for n_bytes, row in ((0, 0), (499_999, 0), (500_000, 1), (12_100_000, 3), (10**9, -1)):
         os.truncate(path, n_bytes)
-        assert suited_to([str(path)]) == BY_SIZE[row]
+        assert defaults_for([str(path)]) == BY_SIZE[row]
 
 
 def test_the_share_of_pieces_that_are_split_is_as_said(packed):

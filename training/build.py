@@ -61,7 +61,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     seed_everything(args.seed)  # the same initial weights on every process
     with divided_as_built(engine):
         model = Transformer(config)
-        args.adapt(model)
+        args.adapt(model)  # adds the adapters of LoRA, if any
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, args.dtype))
@@ -77,7 +77,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     except (ValueError, AssertionError) as error:  # from DeepSpeed, about its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
-        KEPT.append(model)
+        KEPT.append(model)  # see engine/launch.py
     tell_layout(model, engine)
     seed_everything(args.seed, rank=accelerator.process_index)  # different dropout on each rank
     return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))

@@ -23,8 +23,8 @@ from training.engine.device import device_name, matrix_precision, mfu, peak_flop
 
 
 class LossMeter:
-    """Weighted means of the loss and of `parts` since the last `take`, which alone waits for a GPU.
-    A step with a non-finite gradient norm counts as skipped, and its losses are left out."""
+    """Weighted means of the loss and of `parts` since the last `take`. `add` and `end_step` do not
+    wait for a GPU. A step with a non-finite gradient norm is skipped: its losses do not count."""
 
     def __init__(self, accelerator: Accelerator, parts: tuple[str, ...] = ()):
         self.accelerator = accelerator
@@ -38,7 +38,8 @@ class LossMeter:
         self.worst_in_row = torch.zeros_like(self.skipped_steps)  # the largest `bad_in_row` so far
 
     def add(self, weight: float, **means: Tensor) -> None:
-        """Add a micro-batch's mean values (detached). `weight` is its share of counted targets."""
+        """Add mean values (detached) of a micro-batch. `weight` is its number of counted targets,
+        divided by that of a full micro-batch."""
         self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
         self._step[-1] += weight
 
@@ -80,7 +81,7 @@ class LossMeter:
 
 
 class StepClock:
-    """Steps and seconds since the last report. Each report makes a new clock."""
+    """Steps and seconds since the last report, or since the first step after a start."""
 
     def __init__(self):
         self.steps, self.paused, self.began = 0, 0.0, time.perf_counter()
@@ -120,9 +121,11 @@ class TrainingLog:
         first, run = self.first_step, self.folder.path
         if self.accelerator.is_main_process:
             for path in filter(Path.exists, (self.folder.metrics, self.folder.samples)):
-                rows = [row for row in read_rows(path) if row["step"] < first and first > 1]
-                lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+                rows = read_rows(path) if first > 1 else []  # a new run starts with no row
+                kept = (row for row in rows if row["step"] < first)
+                lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept)
                 write_whole(path, "".join(lines))
+            # Unbuffered, so that a killed run loses no row.
             self._file = open(self.folder.metrics, "ab", buffering=0)  # noqa: SIM115
         self.accelerator.log_with = filter_trackers(self.args.trackers, str(run))
         self.accelerator.project_configuration.logging_dir = str(run)
@@ -216,7 +219,7 @@ class TrainingLog:
         step = values.pop("step")
         names = {name: f"{section}/{name.removeprefix('val_')}" for name in values}
         tracked = {names[name]: value for name, value in values.items() if value is not None}
-        try:  # the file is unbuffered, so that a killed run loses no row
+        try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
             self.accelerator.log(tracked, step=step)

@@ -1,8 +1,9 @@
 """The optimizers, AdamW and Muon, and the learning rate.
 
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
-matrix by the nearest orthogonal matrix, as `torch.optim.Muon` does. Under ZeRO a process steps a
-flat partition of the parameters. A matrix at its edge is split and must be gathered first.
+matrix by an approximation of the nearest orthogonal matrix, as `torch.optim.Muon` does. Under ZeRO
+a process steps a flat partition of the parameters. A matrix at the edge of a partition is split and
+must be gathered first.
 """
 
 import math
@@ -158,7 +159,8 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step all groups and drop the gradients of Muon's. Under ZeRO every process must call it.
+        """Step all groups. Set Muon's gradients to None, so that AdamW leaves those matrices alone.
+        Under ZeRO every process must call it.
         As in AdamW, a nonzero tensor `found_inf` skips the step; reading it waits for the GPU."""
         if getattr(self, "found_inf", False):
             return

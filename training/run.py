@@ -1,7 +1,7 @@
 """`Run`: the methods that the training loops in train_*.py call."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +38,10 @@ class MicroBatch(NamedTuple):
 
 def step_batches(
     train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
-) -> Iterator[Iterator[MicroBatch]]:
-    """Yield an iterator over the micro-batches of each step after start_step. Every target of a
-    global batch has the same weight in the gradient. Every process must iterate."""
+) -> Iterator[Iterable[MicroBatch]]:
+    """Yield the micro-batches of each step after start_step. Every target of a
+    global batch (batch_size × accumulation_steps × processes) has the same weight in the gradient.
+    Every process must iterate."""
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
     sampler = MicroBatchSampler
@@ -122,7 +123,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate: before the backward pass, in which DeepSpeed steps."""
+        """Set the learning rate before the backward pass, because DeepSpeed steps inside it."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
@@ -174,7 +175,7 @@ class Run:
 
     def report(self, step: int, grad_norm: float | Tensor) -> float | None:
         """Log the step; validate and write a sample if it is time. Return the validation loss or
-        None. Raises UsageError after --max_bad_steps steps with a non-finite gradient."""
+        None. Raises UsageError after --max_bad_steps steps in a row with a non-finite gradient."""
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
         epoch = step * self.samples_per_step / len(self.prepared.train_set)
@@ -182,7 +183,7 @@ class Run:
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
-        # Reading the counter waits for a GPU, so there it is read every `most` steps only.
+        # Reading the counter waits for the GPU. On a GPU it is read only every `most` steps.
         waits = getattr(grad_norm, "is_cuda", False)
         if self._is_time(step, most if waits else 1):
             bad = int(self.log.meter.worst_in_row)
@@ -211,7 +212,7 @@ class Run:
             write_sample(step, self.built.state.whole_model(), self.prepared, self.log)
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
-        """Return whether val_loss is the lowest so far or --save_interval is due."""
+        """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends."""
         is_best = val_loss is not None and val_loss < self.checkpointer.lowest
         return is_best or self._is_time(step, self.args.save_interval)
 

@@ -8,12 +8,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from data.dataset import PackedDataset
+from data.dataset import TokenStream
 from model import IGNORE_INDEX
 
 
 def validation_loader(
-    dataset: PackedDataset, batch_size: int, max_samples: int, accelerator: Accelerator
+    dataset: TokenStream, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
     """Return a loader of this process's share of max_samples sequences (0: all), spread evenly."""
     chosen = spread(len(dataset), max_samples)
@@ -42,10 +42,10 @@ def validate(
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:
-        with torch.compiler.set_stance("force_eager"):  # compiling for eval would cost more time
+        with torch.compiler.set_stance("force_eager"):  # eval mode would be compiled anew
             per_token = model(tokens, targets, reduction="none").loss  # (B, T), 0 where ignored
         per_sample = per_token.sum(dim=1), (targets != IGNORE_INDEX).sum(dim=1)  # (B,) each
-        # Accelerate repeats samples to fill the last batch; this function drops them again.
+        # Accelerate repeats samples to fill the last batch; gather_for_metrics drops them.
         losses, counts = accelerator.gather_for_metrics(per_sample)
         total_loss += losses.double().sum().item()
         n_targets += counts.sum().item()
