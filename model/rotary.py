@@ -17,7 +17,7 @@ from model.config import RopeScaling
 def precompute_pos_cis(
     dim: int, end: int, theta: float = 1e6, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Return the table of rotations cis(t) = cos(t) + i·sin(t): complex64 of shape (end, dim/2). dim
+    """Return the table of rotations cis(t) = cos(t) + i·sin(t), complex64 (end, dim/2). dim
     is head_dim, end the number of positions, theta the base of the frequencies."""
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
