@@ -53,7 +53,7 @@ def write_report(runs: list[Path], out: Path) -> None:
     out.write_text(html, encoding="utf-8", errors="replace")
 
 
-def leave_report(runs: list[Path], out: Path) -> str:
+def try_to_write_report(runs: list[Path], out: Path) -> str:
     """Write the page; return its path, or why it could not be written."""
     try:
         write_report(runs, out)

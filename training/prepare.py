@@ -162,7 +162,7 @@ def prepared_data(
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
         flags += ["--overwrite", f"--flags={args.prepare_flags}"]
     elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
-        raise UsageError("--data is prepared, --conversations are not yet: give either")
+        raise UsageError("--data names prepared data, --conversations data to prepare: give either")
     elif args.data is None:
         return data_of(str(teacher.source.path))
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
