@@ -3,9 +3,9 @@
     accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
       --model small.json --model large.json [flags for all models]
 
-Each model has its own engine, random numbers and run folder. Its losses are equal to the losses of
-a single run of train_pretrain_accelerate.py. All models read the same batches, because the order of
-the data depends only on the seed. All models are saved at the same steps.
+Each model has its own engine, random numbers and run folder. Its losses equal those of a separate
+run of train_pretrain_accelerate.py. All models read the same batches, because the order of the data
+depends only on the seed. All models are saved at the same steps.
 """
 
 import json
@@ -25,7 +25,7 @@ from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state, restore_random
 from training.interruption import end_stopped, how_to_resume
 from training.run import Run
-from training.start import run_program, set_up_together, take_engine
+from training.start import run_program, select_engine, set_up_together
 
 # Training flags in which models may differ. All others concern the batches, the process, or the
 # steps at which all models log, validate or save.
@@ -112,7 +112,7 @@ class Runs:
         """Yield each run after switching to its engine and random state. The clock of a run does
         not count the turns of the others."""
         for run in self.all:
-            take_engine(run.engine)
+            select_engine(run.engine)
             run.log.clock.paused += time.perf_counter() - self._left[run]
             restore_random(self._random[run], run.accelerator.device)
             yield run

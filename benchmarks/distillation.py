@@ -6,8 +6,8 @@ For each text, a teacher is pretrained first. Then students train with every see
 the teacher. Last, students train alone for as long as the students with the teacher took. All runs
 use the same model, data, batch and order. Each schedule ends with the last step of its run. Bits
 per byte are measured on the validation split.
-Seconds are the number of steps times the median step of all runs of a kind, so the cores must be
-free. Finished runs are kept and not repeated with the same data and flags.
+Seconds are the number of steps times the median step time of all runs of a kind, so the cores must
+be free. Finished runs are kept and not repeated with the same data and flags.
 """
 
 import argparse
@@ -71,12 +71,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=600, help="steps of a student")
     add("--teacher_steps", type=int, default=1200)
     add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
-    add(
-        "--seeds",
-        type=numbers,
-        default=[1, 2, 3],
-        help="seeds of the students; the teacher's seed is 0",
-    )
+    add("--seeds", type=numbers, default=[1, 2, 3], help="students' seeds; the teacher's is 0")
     return parser.parse_args(argv)
 
 

@@ -141,7 +141,7 @@ def beside(expected: float, measured: float, digits: int = 2) -> str:
     return f"{expected:.{digits}f} ({expected / measured - 1:+.1%})"
 
 
-def meet() -> None:
+def wait_for_all() -> None:
     if distributed.is_initialized():
         distributed.barrier()
 
@@ -169,16 +169,16 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     losses, seconds, sent = [], [], 0
     for step in range(1, steps + 1):
         if step == WARMUP + 1:
-            meet()
+            wait_for_all()
             sent = loopback_bytes()
-            meet()
+            wait_for_all()
         synchronize(device)
         started = time.perf_counter()
         task.step()
         synchronize(device)
         seconds.append(time.perf_counter() - started)
         losses.append(task.loss())
-    meet()
+    wait_for_all()
     sent = loopback_bytes() - sent
     expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
     on_cpu = device.type == "cpu"

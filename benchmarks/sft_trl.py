@@ -2,7 +2,7 @@
 
     PYTHON -m benchmarks.sft_trl MODEL CONVERSATIONS.jsonl OUT BATCH_SIZE EPOCHS WAY
 
-The settings that a careful user would choose on a CPU: bf16, loss of the answers only, no recomputation.
+These are the settings of a careful user on a CPU: bf16, loss of the answers only, no recomputation.
 """
 
 import json

@@ -40,7 +40,7 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=None))
     monkeypatch.setattr(launch, "require_usable_gpu", lambda: None)
     monkeypatch.setattr(launch, "use_all_cores", lambda: None)
-    monkeypatch.setattr(launch, "name_interface", lambda: None)
+    monkeypatch.setattr(launch, "set_gloo_interface", lambda: None)
     monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
 
 

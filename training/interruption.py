@@ -33,7 +33,7 @@ class StopRequest:
         self._signal, self._signalled_at = 0, 0.0  # the first signal and its time
         self.saved()
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
 
     def saved(self) -> None:
         """Restart the clock of --save_minutes, because a checkpoint was begun."""
@@ -50,7 +50,7 @@ class StopRequest:
             return None
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
 
-    def _note(self, number: int, frame) -> None:
+    def _on_signal(self, number: int, frame) -> None:
         if not self._signal:
             self._signal, self._signalled_at = number, time.monotonic()
         elif time.monotonic() - self._signalled_at > SAME_REQUEST_SECONDS:

@@ -30,8 +30,8 @@ from training.resume import saved_arguments
 # Passes over the text on a CPU. More passes teach less and less: https://arxiv.org/abs/2305.16264
 PASSES = 4
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
-LEAST, MOST = 100, 600  # steps on a CPU
-TAUGHT = 180  # steps on a CPU with a teacher, which makes a step slower
+MIN_STEPS, MAX_STEPS = 100, 600  # steps on a CPU
+STEPS_WITH_TEACHER = 180  # steps on a CPU with a teacher, which makes a step slower
 # Muon reaches a validation loss 0.6 lower than AdamW. The rate falls in a straight line to 0.
 MUON = {
     "optimizer": "muon",
@@ -132,13 +132,13 @@ def cpu_flags(typed: dict, takes_muon: bool) -> dict:
     """Return the flags of steps and optimizer for a run of a few minutes, except typed flags. The
     steps make PASSES over the text, or one pass if the data has several segmentations of the
     text (data/encoding.py). Raises DataError: not a folder of prepared text."""
-    steps = TAUGHT
+    steps = STEPS_WITH_TEACHER
     if "teacher" not in typed:
         description = read_description(typed["data"])
         several = description.get("prepared_from", {}).get("segmentations", 1) > 1
         passes = 1 if several else PASSES
         tokens = description["splits"]["train"]["tokens"]
-        steps = min(MOST, max(LEAST, int(passes * (tokens / TOKENS_PER_STEP))))
+        steps = min(MAX_STEPS, max(MIN_STEPS, int(passes * (tokens / TOKENS_PER_STEP))))
     flags = {} if "epochs" in typed else {"max_steps": steps}
     flags |= MUON if takes_muon else ADAMW
     added = {name: value for name, value in flags.items() if name not in typed}

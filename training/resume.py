@@ -83,8 +83,8 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return `args`, which for a resumed run name its own weights and teacher: the weights of
-    --init_from may have been deleted, and 'auto' may mean another run by now."""
+    """Return `args`. For a resumed run, --init_from and --teacher become the run's own models: the
+    weights of --init_from may have been deleted, and 'auto' may mean another run by now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))

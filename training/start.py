@@ -45,7 +45,7 @@ def run_program(
     """Set up a run and train it, unless it is finished. With `argv` None, take the flags of the
     command line and end the process; otherwise, as in a notebook, the process lives on. `make`
     returns what `train` takes, or None if the run is finished (default: `set_up`)."""
-    process = nullcontext() if argv is None else left_as_found([kind.program, *argv])
+    process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
             args, model_settings = parse_arguments(argv, kind)
@@ -59,7 +59,7 @@ def run_program(
 
 
 @contextmanager
-def left_as_found(command: list[str]) -> Iterator[None]:
+def notebook_process(command: list[str]) -> Iterator[None]:
     """Context in which sys.argv is `command`. Afterwards the process can begin another run."""
 
     def forget_models() -> None:
@@ -111,7 +111,7 @@ def set_up_together(
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
     runs = {}
     for each, engine in zip(prepared, engines, strict=True):
-        take_engine(engine)
+        select_engine(engine)
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name):
             runs[run] = random_state(engine.accelerator.device)
@@ -126,7 +126,7 @@ def set_up_together(
     return runs
 
 
-def take_engine(engine: Engine) -> None:
+def select_engine(engine: Engine) -> None:
     """Make this engine's DeepSpeed configuration the one that Accelerate uses."""
     if engine.plugin is not None:
         engine.accelerator.state.select_deepspeed_plugin(engine.plugin)

@@ -96,7 +96,7 @@ def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
     assert during <= before + 2  # one step under way, and one about to be written down
     assert code == 1  # the launcher's
     (line,) = errors((tmp_path / f"{NAMES[0]}.log").read_text())
-    assert line.startswith(f"{SCRIPT}: error: another process has ended, see what it said (")
+    assert line.startswith(f"{SCRIPT}: error: another process has ended, see its output (")
     assert f"[{ADDRESSES[1]}]" in line
     assert "--resume auto" in line
 

@@ -105,7 +105,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     config.pop("scheduler", None)
     problems += _fill_by_flags(config, args, world_size)
     if args.optimizer == "muon":
-        problems += _take_muon(config)
+        problems += _use_muon(config)
     if problems:
         raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
     check_by_deepspeed(config, source)
@@ -293,7 +293,7 @@ def check_by_deepspeed(config: dict, source: str) -> None:
         raise UsageError(f"DeepSpeed rejects {source}: {reason}") from error
 
 
-def _take_muon(config: dict) -> Iterator[str]:
+def _use_muon(config: dict) -> Iterator[str]:
     """Make DeepSpeed use Muon; yield a message for each setting that Muon cannot work with."""
     if config["zero_optimization"]["stage"] == 3:
         yield '--optimizer muon steps whole matrices: take "stage": 2, or --optimizer adamw'

@@ -181,7 +181,7 @@ def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless OMP_NUM_THREADS is set.
     A launcher sets it to 1, so a 1 under a launcher is not the user's choice."""
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    asked = os.environ.get("OMP_NUM_THREADS")
-    if asked is None or (launched and asked == "1"):
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None or (launched and threads == "1"):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))

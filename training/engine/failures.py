@@ -40,7 +40,7 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
                 f"{args.accumulation_steps}: {advice} ({sizes})"
             ) from error
         if any(part in text for part in ENDED):
-            what = "has ended, see what it said"
+            what = "has ended, see its output"
         elif any(part in text for part in SILENT):
             what = "does not answer any more"
         else:

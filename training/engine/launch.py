@@ -90,7 +90,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     """Return one engine for each model. All have the same precision and accumulation.
     Raises UsageError: launcher, DeepSpeed file, flags and machine contradict each other."""
     set_launch_variables(*models)
-    name_interface()
+    set_gloo_interface()
     require_usable_gpu()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     has_gpu = torch.cuda.is_available()
@@ -250,7 +250,7 @@ def skip_compiled_communication() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def name_interface() -> None:
+def set_gloo_interface() -> None:
     """Make gloo listen on the network interface that reaches the first machine.
     By default gloo takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
     total = os.environ.get("WORLD_SIZE", "1")

@@ -43,7 +43,7 @@ class ZeroInference:
         """Return ZeRO-3 with the settings of `config` that do not concern training.
         Raises UsageError: training refuses the file too, or the file puts parameters on NVMe."""
         if deepspeed_config.offload_device(config, "param") == "nvme":
-            raise UsageError(f"{source}: only training can keep parameters on NVMe")
+            raise UsageError(f"{source}: only training keeps parameters on NVMe")
         zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         if dtype != "float32":
