@@ -1,3 +1,3 @@
-"""The steps of training, which train_*.py call; `engine/` sets up DeepSpeed or DDP."""
+"""The functions and classes that train_*.py use; `engine/` sets up DeepSpeed or DDP."""
 
 import common  # noqa: F401  imported first, so that Ctrl-C ends a program in one line

@@ -1,6 +1,6 @@
 """The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
 
-Accelerate does not prepare it: a second DeepSpeed plugin would overwrite the first's accumulation.
+The teacher bypasses Accelerate, where a second plugin would overwrite the accumulation steps.
 """
 
 from dataclasses import dataclass

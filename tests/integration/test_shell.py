@@ -54,7 +54,7 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     ("flags", "environ", "says"),
     [
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
-        ("--data out/data/none", {}, "--data is a folder that has been prepared, DATA and"),
+        ("--data out/data/none", {}, "--data names prepared data, DATA and"),
         ("", {"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set either"),
         ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),

@@ -76,8 +76,8 @@ def load_operation(name: str) -> None:
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     if not (folder / f"{builder.name}.so").exists():
         print(
-            f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If an "
-            "earlier compilation was killed, delete the file lock there, or this one waits forever",
+            f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If it "
+            "never ends, an earlier compilation was killed: delete the file lock there",
             flush=True,
         )
     try:

@@ -28,7 +28,7 @@ from training.engine.estimate import Kind, kind_of
 KEPT: list = []
 # A library calls a deprecated function of another library. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# DeepSpeed warns of optimizers that it does not know. The tests run them under DeepSpeed.
+# DeepSpeed warns of "untested" optimizers. Our tests run our optimizers under DeepSpeed.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record.getMessage())
 
 
