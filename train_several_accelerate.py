@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from common.errors import UsageError
 from model.config import setting
-from report.page import leave_report
+from report.page import try_to_write_report
 from storage.checkpoint import damage
 from storage.folder import RunFolder, step_of
 from training.arguments import TrainingArguments, as_arguments, build_parser
@@ -152,7 +152,7 @@ class Runs:
                 errors.append(str(error))
         if self.first.engine.is_main:
             page = Path(self.first.args.out_dir) / "several.html"
-            print(f"\nreport of all: {leave_report(self.folders, page)}", flush=True)
+            print(f"\nreport of all: {try_to_write_report(self.folders, page)}", flush=True)
         for run in self.all:
             run.accelerator.end_training()
         if errors:

@@ -145,11 +145,9 @@ def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
 
 def with_base(run: RunFolder, trained: Mapping, lora: LoRA | None) -> Mapping[str, Tensor]:
     """Return the trained weights; with adapters, also the frozen weights of the run."""
-    return (
-        ChainMap(trained, portable.load_tensors(run.base / portable.WEIGHTS_FILE))
-        if lora
-        else trained
-    )
+    if not lora:
+        return trained
+    return ChainMap(trained, portable.load_tensors(run.base / portable.WEIGHTS_FILE))
 
 
 def run_of(checkpoint: Path) -> RunFolder:

@@ -21,7 +21,7 @@ from inference.sampling import Sampling
 from model import IGNORE_INDEX, Transformer
 from model.lora import merged_weights
 from report.history import read_history
-from report.page import draw_losses, final_numbers, leave_report
+from report.page import draw_losses, final_numbers, try_to_write_report
 from storage.checkpoint import with_base
 from storage.find import BEST
 from storage.folder import RunFolder
@@ -102,7 +102,7 @@ def leave_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
         f"\n{best}"
         f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n\n"
         f"loss curve: {run.loss_picture}\n"
-        f"report:     {leave_report([run.path], run.report)}\n"
+        f"report:     {try_to_write_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter}\n"
         f"next: {python()} -m {write}\n"
         f"      {python()} -m scripts.evaluate {path}\n"
@@ -120,5 +120,5 @@ def say_stopped(run: RunFolder, step: int, reason: str, saved: bool) -> None:
     state, command = "saved" if saved else "NOT SAVED", "nothing has been saved so far"
     if run.latest.exists():
         command = f"to go on:\n  {how_to_resume(run.path)}"
-    print(f"report: {leave_report([run.path], run.report)}")
+    print(f"report: {try_to_write_report([run.path], run.report)}")
     print(f"stopped by {reason} after step {step}, {state}; {command}", flush=True)
