@@ -92,7 +92,7 @@ def try_lock(file: IO | int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        print(f"no locks on this file system ({error.strerror}): start no second process for this")
+        print(f"this file system has no locks ({error.strerror}): do not start this twice at once")
     return True
 
 

@@ -19,7 +19,7 @@ from model.transformer import IGNORE_INDEX
 
 class TokenStream(Dataset):
     """The shards of one split as one stream of tokens.
-    It maps all shards when it is built, so the folder may be deleted during a run. Raises
+    All shards are memory-mapped from the start, so the folder may be deleted during a run. Raises
     DataError if the folder is damaged or holds another kind of data."""
 
     kind: str  # one of `shards.KINDS`

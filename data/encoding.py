@@ -116,7 +116,7 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # Where answers start and end. If the tokenizer drops line ends, the last answer ends the ids.
+    # Where answers start and end. append: without line ends, the ids end with an answer.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)

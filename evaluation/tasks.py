@@ -127,7 +127,7 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
     """Return rows, number and facts for the samples that training uses for validation.
-    Raises DataError: the tokenizer is another, or the data is shorter than one sequence."""
+    Raises DataError: the data has another tokenizer, or is shorter than one sequence."""
     data, split = args.data, args.split or "val"
     tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):

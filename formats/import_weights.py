@@ -1,6 +1,6 @@
-"""Import a Llama from a Hugging Face folder, or from a state dict with our names or theirs.
+"""Import a Llama: a Hugging Face folder, or a state dict with our or Hugging Face's names.
 
-No code from a file is run: files are read as safetensors, as JSON, or with weights_only=True.
+No code from a file is run: the readers are safetensors, JSON and torch.load(weights_only=True).
 """
 
 import re
@@ -40,7 +40,7 @@ from formats.portable import (
 )
 from model.config import LMConfig
 
-PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # DDP and torch.compile add it
+PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # added by DDP and torch.compile
 # Settings of Llama 1 and 2 that do not follow from the shapes of weights.
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 
@@ -122,9 +122,7 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
     except (MemoryError, OSError, WeightsError):
         raise
     except Exception as error:  # a damaged pickle can raise any class
-        raise WeightsError(
-            f"{path}: not a state dict, or it holds code, which is not run"
-        ) from error
+        raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}
     if isinstance(content.get("model"), dict):  # a checkpoint of training, as in llama2.c

@@ -85,7 +85,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
     if config.tie_embeddings and "output.weight" in weights:
         embedding = weights.get("tok_embeddings.weight")
         if embedding is None or not torch.equal(weights.pop("output.weight"), embedding):
-            raise WeightsError(f"{folder}: the output layer was trained without the embedding")
+            raise WeightsError(f"{folder}: output layer and embedding were trained separately")
     return weights, scaling
 
 

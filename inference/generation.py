@@ -134,7 +134,7 @@ class StreamedText(Continuation):
 
 
 class Batch:
-    """Texts generated together. Apart from rounding, each is the same as if generated alone. Row i
+    """Texts generated together. Apart from rounding, each text is as if generated alone. Row i
     of the cache and of the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):

@@ -62,7 +62,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
 
-    Flash attention and cuDNN accept them, and always support bf16. For fp32, and fp16 on old GPUs,
+    Flash attention and cuDNN do, and always take bf16. For fp32, and for fp16 on old GPUs,
     PyTorch would silently compute all T × T scores instead of using a fused kernel."""
     return dtype == torch.bfloat16
 

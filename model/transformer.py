@@ -199,9 +199,9 @@ class Transformer(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of a layer from a normal distribution with deviation 0.02.
 
-        For layers that write into the residual stream it is 0.02 / sqrt(2·n_layers), as in GPT-2,
-        because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply` gathers the
-        whole weight before this call."""
+        For layers that write into the residual stream the deviation is 0.02 / sqrt(2·n_layers), as
+        in GPT-2, because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply`
+        gathers the whole weight before this call."""
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
             if getattr(module, "writes_residual", False):

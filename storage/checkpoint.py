@@ -1,6 +1,6 @@
 """Write, verify and read checkpoints.
 
-A checkpoint is the folder checkpoints/step-N of a run. It is complete, or it is absent:
+A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent. Its files:
 
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,

@@ -29,7 +29,7 @@ def program_of(run: RunFolder) -> str:
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `out`/`name`, or the run that saved last; None if there is no checkpoint."""
+    """Return the run `out`/`name`; without name, the one that saved last. None: no checkpoint."""
     paths = [out / name] if name else out.glob("*")
     return newest_run(paths, program, lambda run: max(run.all_checkpoints(), default=None))
 

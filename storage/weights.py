@@ -60,8 +60,7 @@ class WeightsFolder:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
             program: 'auto' considers only runs of this training program.
             foreign: accept a Hugging Face folder.
-        Raises UsageError: no sound weights there.
-        """
+        Raises UsageError: there are no sound weights."""
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name, program=program)
         if at_best:
@@ -124,8 +123,7 @@ class WeightsFolder:
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     """Load a model and its tokenizer; `name` is as in `WeightsFolder.find`.
-    Raises UsageError, ConfigError: files are missing, damaged, or do not match.
-    """
+    Raises UsageError, ConfigError: files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)

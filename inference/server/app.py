@@ -91,7 +91,7 @@ def make_app(served: Served) -> FastAPI:
 async def read(
     form: type[GenerationRequest], request: Request, max_bytes: int
 ) -> GenerationRequest:
-    """Parse the body of a request. Raises ApiError: it is too large, or not a `form`."""
+    """Parse the body of a request. Raises ApiError: it is too large, or does not fit `form`."""
     # Browsers let any web page send other content types without a CORS check.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type has to be application/json")

@@ -23,8 +23,7 @@ WITHOUT_EFFECT = (  # noqa: SIM905
 
 
 class Form(BaseModel):
-    """A JSON object. Null counts as missing. In an unknown field so does any empty value: 0, false,
-    "", [], {}."""
+    """A JSON object. Null counts as missing. So does 0, false, "" or [] in an unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
