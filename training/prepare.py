@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import SaidError, UsageError
+from common.errors import ReportedError, UsageError
 from data.dataset import TokenStream
 from data.errors import NothingFitsError
 from data.prepared import conversations_out
@@ -172,7 +172,7 @@ def prepared_data(
         return args.data
     command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
-        raise SaidError(f"{folder}: the data could not be prepared")
+        raise ReportedError(f"{folder}: the data could not be prepared")
     return folder
 
 
