@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from common.errors import UsageError
+from common.errors import UsageError, reason
 from model.config import setting
 from report.page import try_to_write_report
 from storage.checkpoint import damage
@@ -174,7 +174,7 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
             own = {"run_name": Path(file).stem} | vars(build_parser(only=OWN).parse_args(words))
             models.append(as_arguments(flags_of_all | own))
         except (OSError, ValueError) as error:
-            raise UsageError(f"--model {file}: {error}") from error
+            raise UsageError(f"--model {file}: {reason(error)}") from error
     names = [args.run_name for args, _ in models]
     if len({*names}) < len(names):
         raise UsageError(f"two models have the same run_name: {', '.join(names)}")

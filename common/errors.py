@@ -18,6 +18,11 @@ class UsageError(ValueError):
     """Flags, files or launcher settings cannot work, or contradict each other."""
 
 
+def reason(error: Exception) -> str:
+    """Return the message of an error, without the number and path of OSError."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 class ReportedError(UsageError):
     """A child process has failed and has already printed its own error line."""
 

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 
 from common.errors import UsageError
 
@@ -49,6 +50,6 @@ class OneLineParser(argparse.ArgumentParser):
         return values
 
 
-def is_text(typed: str) -> bool:
-    """Return False for an argument that is not UTF-8, or JSON with a lone surrogate."""
-    return not any("\ud800" <= character <= "\udfff" for character in typed)
+def is_text(typed: object) -> bool:
+    """Return True for a str that UTF-8 can encode: it has no half of a surrogate pair."""
+    return isinstance(typed, str) and not re.search("[\ud800-\udfff]", typed)

@@ -2,14 +2,17 @@
 
 Each conversation is one JSON object. Its keys tell the form:
 
-    {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
     {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
+    {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
+    {"conversations": [{"from": "human", "value": "…"}, …]}     ShareGPT
+    {"prompt": "…", "completion": "…"}                          TRL; two texts or two lists
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-An answer with "weight": 0 does not count in the loss. A prompt that begins with "\\n\\nHuman:"
-holds several turns, as in Anthropic's hh-rlhf. The built-in conversations are made from the
-docstrings of Python's standard library.
+An answer with "weight": 0 does not count in the loss; neither does one in a list under "prompt".
+A content may be a list of parts {"type": "text", "text": "…"}. A prompt that begins with
+"\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf. "rejected" is not read. The built-in
+conversations are made from the docstrings of Python's standard library.
 """
 
 import ast
@@ -30,9 +33,11 @@ from data.errors import DataError
 
 SUFFIXES = (*JSONL, ".parquet")
 ROLES = SYSTEM, USER, ASSISTANT = ("system", "user", "assistant")
+SHAREGPT = {"human": USER, "gpt": ASSISTANT}
+TOOLS = ("tool", "function", "function_call", "observation")
 LISTS = ("conversations", "messages")
-ANSWERS = ("chosen", "response")
-KEYS = (*LISTS, "prompt", *ANSWERS, "instruction", "input", "output")
+ANSWERS = ("chosen", "response", "completion")
+KEYS = (*LISTS, "prompt", *ANSWERS, "rejected", "instruction", "input", "output")
 # The built-in conversations use signatures and summaries of these lengths, in characters.
 LONGEST_SIGNATURE = 120
 SUMMARY_LENGTHS = range(20, 301)
@@ -83,26 +88,37 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
         if role not in expected:
             known = " or ".join(expected)
             raise DataError(f"{place} has the role {_shown(role)}, expected is {known}")
-        if not isinstance(content, str) or not is_text(content):
+        if not is_text(content):
             raise DataError(f"{place} has {_shown(content)} instead of a text")
         if role == ASSISTANT and not content.strip():
             raise DataError(f"{place} is an empty answer")
         expected = (ASSISTANT,) if role == USER else (USER,)
 
 
+def text_of(content: object) -> object:
+    """Join a list of text parts, or return its first other part; else return `content`."""
+    with suppress(TypeError, KeyError):
+        if isinstance(content, list):
+            others = [part for part in content if part["type"] != "text"]
+            return others[0] if others else "".join(part["text"] for part in content)
+    return content
+
+
 def _shown(value: object) -> str:
     return textwrap.shorten(repr(value), 40)
 
 
-def _turns(value: object, where: str) -> list[Turn]:
-    keys = KEYS if isinstance(value, dict) else ()
+def _turns(value: dict, where: str) -> list[Turn]:
     # A table has null in the columns that a row does not use.
-    given = {key: value[key] for key in keys if value.get(key) is not None}
+    given = {key: value[key] for key in KEYS if value.get(key) is not None}
     for key in LISTS:
         if key in given:
             return _listed_turns(given[key], where)
+    answers = [given[key] for key in ANSWERS if key in given]
+    if "prompt" in given and answers and isinstance(answers[0], list):
+        asked = [turn._replace(has_weight=False) for turn in _listed_turns(given["prompt"], where)]
+        return asked + _listed_turns(answers[0], where)
     if all(isinstance(text, str) for text in given.values()):
-        answers = [given[key] for key in ANSWERS if key in given]
         if "prompt" in given and answers:
             return _turns_of_prompt(given["prompt"], answers[0])
         if "instruction" in given and "output" in given:
@@ -110,17 +126,25 @@ def _turns(value: object, where: str) -> list[Turn]:
             question = "\n\n".join(part for part in parts if part)
             return [Turn(USER, question), Turn(ASSISTANT, given["output"])]
     raise DataError(
-        f'{where}: no conversation. It needs "conversations", or "messages", or texts in "prompt" '
-        'and "chosen" or "response", or texts in "instruction" and "output"'
+        f'{where}: no conversation. It needs "conversations", or "messages", or "prompt" and '
+        '"completion", "chosen" or "response", or texts in "instruction" and "output"'
     )
 
 
 def _listed_turns(turns: object, where: str) -> list[Turn]:
     with suppress(TypeError, KeyError, AttributeError):
         if all(turn.get("weight") in (None, 0, 1) for turn in turns):
-            return [Turn(t["role"], t["content"], t.get("weight") != 0) for t in turns]
-    form = 'a list of {"role": ..., "content": ...}, each perhaps with "weight": 0 or 1'
+            return [_turn(turn, where) for turn in turns]
+    form = 'a list of {"role", "content"} or {"from", "value"}, perhaps with "weight": 0 or 1'
     raise DataError(f"{where}: expected {form}, not {_shown(turns)}")
+
+
+def _turn(said: dict, where: str) -> Turn:
+    keys = ("from", "value") if "from" in said else ("role", "content")
+    role, content = (said[key] for key in keys)
+    if role in TOOLS or said.get("tool_calls") or said.get("function_call"):
+        raise DataError(f"{where}: calls of tools are not supported")
+    return Turn(SHAREGPT.get(role, role), text_of(content), said.get("weight") != 0)
 
 
 def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from common.parser import is_text
 from data.errors import DataError
 
 BUILTIN = "builtin"
@@ -187,10 +188,10 @@ def parse(record: Record) -> str:
         raise DataError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
         return decode(record)
-    document = load_json(record)
-    text = document.get(record.text_column) if isinstance(document, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f'{record.place}: no "{record.text_column}" with a string in it')
+    text = load_json(record).get(record.text_column)
+    if not is_text(text):
+        found = f'no "{record.text_column}" with a valid string in it, but {text!r:.40}'
+        raise DataError(f"{record.place}: {found}")
     return text
 
 
@@ -206,12 +207,12 @@ def decode(record: Record) -> str:
     return text.removeprefix("\ufeff") if at_start else text
 
 
-def load_json(record: Record) -> Any:
-    """Return the value of a line of JSON. Raises DataError with its place if it is not JSON."""
+def load_json(record: Record) -> dict[str, Any]:
+    """Return the object in a line of JSON. Raises DataError if there is none."""
     text = decode(record)
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
-        return value
+        if isinstance(value := json.loads(text), dict):
+            return value
+        raise ValueError(f"this line is a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{record.place}: not JSON ({error})") from error
+        raise DataError(f"{record.place}: not JSON with one object per line ({error})") from error

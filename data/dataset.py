@@ -30,7 +30,7 @@ class TokenStream(Dataset):
         self.folder = Path(folder)
         self.split = split
         self.seq_len = seq_len
-        self.description = read_description(folder)
+        self.description = read_description(folder, self.kind)
         if (kind := self.description["kind"]) != self.kind:
             raise DataError(f"{folder} holds {kind}, not {self.kind}")
         self._part = part = self.description["splits"][split]

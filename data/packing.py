@@ -199,11 +199,12 @@ def _write_splits(
     progress: Callable[[int], None],
 ) -> dict:
     """Write the shards of both splits, and return their part of the description."""
-    n_bad, first_bad = 0, None
+    n_bad, first_bad, rejected = 0, None, 0
     for encoded in batches:
         if encoded.bad and not options.skip_bad_lines:
             raise DataError(f"{encoded.bad[0]}; {SKIP_HINT}")
         n_bad += len(encoded.bad)
+        rejected += encoded.rejected
         first_bad = first_bad or next(iter(encoded.bad), None)
         for document in encoded.documents:
             if split.takes(document.number):
@@ -218,4 +219,5 @@ def _write_splits(
         "splits": {"train": train.close(), "val": val.close()},
         "bad_documents": n_bad,
         "first_bad_document": first_bad,
+        "rejected": rejected,
     }

@@ -55,5 +55,5 @@ def find_prepared(
     same_name = reuse and stored.get("source", source["source"]) == source["source"]
     if out.exists() and not (overwrite or same_name):
         made_of = stored.get("source", "an unknown source")
-        raise UsageError(f"{out} holds other data, of {made_of}: pass --overwrite or another --out")
+        raise UsageError(f"{out} holds other data, of {made_of}: rename yours, or pass --overwrite")
     return None

@@ -75,15 +75,16 @@ class ShardWriter:
         sha256.update(array)
 
 
-def read_description(folder: str | Path) -> dict:
-    """Read dataset.json of a prepared folder. Raises DataError if it is missing or damaged."""
+def read_description(folder: str | Path, kind: str = TEXT) -> dict:
+    """Read dataset.json. Raises DataError: damaged, or missing where `kind` is expected."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():
-        source, out = (folder, "") if folder.is_file() else ("TEXT", f" --out {folder}")
+        source, out = (folder, "") if folder.is_file() else ("FILE", f" --out {folder}")
+        flag = "--data" if kind == TEXT else "--tokenizer out/runs/NAME --conversations"
         raise DataError(
             f"{folder}: no prepared data here, {DESCRIPTION_FILE} is missing; make it with "
-            f"`python -m scripts.prepare_data --data {source}{out}`"
+            f"`python -m scripts.prepare_data {flag} {source}{out}`"
         )
     try:
         description = json.loads(path.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
+from common.parser import is_text
 from data.chat_template import encode_conversation
 from data.conversations import ASSISTANT, USER, Turn
 from data.corpus import Record, load_json
@@ -22,12 +23,11 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 def parse_question(record: Record) -> tuple[str, list[str], int]:
     """Return question, choices, index of the answer. Raises DataError: not a question."""
     fields = load_json(record)
-    fields = fields if isinstance(fields, dict) else {}
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
     if isinstance(right, str) and len(right) == 1:
         right = ord(right) - ord("A")  # "B" is 1
     texts = [text, *choices] if isinstance(choices, list) else []
-    is_valid = len(texts) > 2 and all(isinstance(each, str) for each in texts) and all(choices)
+    is_valid = len(texts) > 2 and all(map(is_text, texts)) and all(choices)
     if not is_valid or type(right) is not int or not 0 <= right < len(choices):
         raise DataError(f"{record.place}: no question; the form is {FORM}")
     return text, choices, right

@@ -56,6 +56,8 @@ def import_weights(
             folder only max_seq_len can be given; config.json sets the others.
 
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
+    if not source.exists():
+        raise UsageError(f"{source}: no such file or folder")
     given = {name: value for name, value in settings.items() if value is not None}
     with new_folder(out, "import", is_import, overwrite) as folder:
         if source.is_dir():

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from common.errors import UsageError
+from common.errors import UsageError, reason
 from model.config import ConfigError, LMConfig
 from model.lora import is_adapter
 from model.transformer import Transformer
@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{path.parent}: no readable {path.name} ({error})") from error
+        raise WeightsError(f"{path.parent}: no readable {path.name} ({reason(error)})") from error
     if not isinstance(values, dict):
         raise WeightsError(f"{path}: not a JSON object")
     return values

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.errors import UsageError
+from common.errors import UsageError, reason
 from common.parser import is_text
 
 
@@ -21,7 +21,7 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
             parse = _prompt_of if path.endswith(".jsonl") else str
             prompts += [parse(line) for line in lines if line]
         except (OSError, ValueError) as error:
-            raise UsageError(f"--prompts {path}: {error}") from error
+            raise UsageError(f"--prompts {path}: {reason(error)}") from error
     if not prompts:
         raise UsageError("nothing to continue: give --prompt, --prompts or --interactive")
     return [require_text(prompt) for prompt in prompts]

@@ -94,6 +94,8 @@ def report(description: dict, options: PackingOptions, files: list[str], seconds
     if n_bad := description["bad_documents"]:
         bad = counted(n_bad, f"bad {documents}")
         lines.append(f"  skipped {bad}, the first: {description['first_bad_document']}")
+    if n := description["rejected"]:
+        lines.append(f'  passed over "rejected" of {counted(n, documents)}: DPO is not supported')
     if made_from["val_fraction"] and not splits["val"]["documents"]:
         lines.append(f"  WARNING: no validation split: it needs two different {documents}")
     chosen, taken = defaults_for(files), []

@@ -20,9 +20,34 @@ OF_RM_STATIC = [
     *(Turn("user", "1 + 1?"), Turn("assistant", "2")),
 ]
 ASKED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
+SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
+FROM_VALUE = [{"from": SHAREGPT[turn.role], "value": turn.content} for turn in TURNS]
+PARTS = [{"type": "text", "text": " 1 + "}, {"type": "text", "text": "1?\n", "index": None}]
+LONGER = [*DICTS, {"role": "user", "content": "And 2 + 2?"}]
+OF_LONGER = [turn._replace(has_weight=False) for turn in [*TURNS, Turn("user", "And 2 + 2?")]]
+FOUR = {"role": "assistant", "content": "4"}
 FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
     "OpenAI": ({"messages": DICTS, "prompt": "not this"}, TURNS),
+    "ShareGPT": ({"id": "QWJhYvA_0", "conversations": FROM_VALUE}, TURNS),
+    "ShareGPT in messages, by other names": (
+        {"messages": [{"from": turn.role, "value": turn.content} for turn in TURNS], "tools": None},
+        TURNS,
+    ),
+    "parts of a content": (
+        {"messages": [DICTS[0], {"role": "user", "content": PARTS}, DICTS[2] | {"name": "bot"}]},
+        TURNS,
+    ),
+    "TRL's lists": ({"prompt": DICTS[:2], "completion": DICTS[2:]}, [*OF_LONGER[:2], TURNS[2]]),
+    "TRL's lists, with an answer in the prompt": (
+        {"prompt": LONGER, "completion": [FOUR], "chat_template_kwargs": {}},
+        [*OF_LONGER, Turn("assistant", "4")],
+    ),
+    "TRL's pairs": (
+        {"prompt": LONGER, "chosen": [FOUR], "rejected": [FOUR | {"content": "5"}]},
+        [*OF_LONGER, Turn("assistant", "4")],
+    ),
+    "TRL's texts": ({"prompt": "Add 1\n\n1", "completion": "2"}, ASKED),
     "an answer without weight": (
         {"messages": [DICTS[1], DICTS[2] | {"weight": 0}, *DICTS[1:]]},
         [TURNS[1], Turn("assistant", " 2 ", has_weight=False), *TURNS[1:]],
@@ -45,12 +70,27 @@ def messages(*roles: str) -> dict:
 
 
 WRONG = {
-    "no object": ([1], "no conversation. It needs"),
-    "none of the forms": ({"text": "a"}, 'texts in "prompt" and "chosen"'),
+    "none of the forms": ({"text": "a"}, '"prompt" and "completion", "chosen" or "response"'),
     "no list": ({"messages": "hello"}, "expected a list of {"),
-    "other keys": ({"messages": [{"from": "gpt", "value": "a"}]}, 'expected a list of {"role"'),
-    "a tool": (messages("user", "tool"), "turn 2 has the role 'tool', expected is assistant"),
-    "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "has the role []"),
+    "other keys": (
+        {"messages": [{"speaker": "gpt", "text": "a"}]},
+        'a list of {"role", "content"} or {"from", "value"}, perhaps',
+    ),
+    "ShareGPT that begins with an answer": (
+        {"conversations": FROM_VALUE[2:]},
+        "turn 1 has the role 'assistant', expected is system or user",
+    ),
+    "a tool": (messages("user", "tool"), "calls of tools are not supported"),
+    "ShareGPT's tool": (
+        {"conversations": [FROM_VALUE[1], {"from": "function_call", "value": "{}"}]},
+        "calls of tools are not supported",
+    ),
+    "OpenAI's call of a tool": (
+        {"messages": [DICTS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        "calls of tools are not supported",
+    ),
+    "an unknown role": (messages("user", "robot"), "turn 2 has the role 'robot', expected is"),
+    "a role that is a list": ({"messages": [{"role": [], "content": ""}]}, "expected a list of"),
     "a system later": (messages("user", "system"), "turn 2 has the role 'system', expected is"),
     "a weight of a half": ({"messages": [DICTS[0] | {"weight": 0.5}]}, '"weight": 0 or 1'),
     "no answer that counts": (
@@ -59,9 +99,9 @@ WRONG = {
     ),
     "no answer": (messages("system", "user"), "no answer of the assistant counts"),
     "an empty answer": ({"prompt": "a", "response": " \n"}, "turn 2 is an empty answer"),
-    "parts of content": (
-        {"messages": [{"role": "user", "content": [{}]}]},
-        "turn 1 has [{}] instead",
+    "a picture": (
+        {"messages": [{"role": "user", "content": [*PARTS, {"type": "image"}]}]},
+        "turn 1 has {'type': 'image'} instead of a text",
     ),
     "half a character": ({"prompt": "a", "response": "\ud83d"}, "turn 2 has '\\ud83d' instead"),
     "a prompt of messages": ({"prompt": DICTS, "chosen": "b"}, "or texts in"),
@@ -93,11 +133,31 @@ def test_a_folder_may_hold_lines_compressed_ones_and_tables(tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "c.parquet")
     columns = {"instruction": ["Add 1\n\n1"], "input": [None], "output": ["2"]}
     pq.write_table(pa.table(columns), tmp_path / "d.parquet")
+    columns = {"conversations": [FROM_VALUE], "rejected": [None]}
+    pq.write_table(pa.table(columns), tmp_path / "d2.parquet")
+    parts = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in DICTS]
+    pq.write_table(pa.table({"messages": [parts]}), tmp_path / "d3.parquet")
     (tmp_path / "e.txt").write_text("not one")
     (tmp_path / "f.csv").write_text("not,one")
     places = ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl.zst, line 1"]
     places += ["c.parquet, row 1", "c.parquet, row 2"]
-    assert read(tmp_path) == [*((place, TURNS) for place in places), ("d.parquet, row 1", ASKED)]
+    others = ["d2.parquet, row 1", "d3.parquet, row 1"]
+    assert read(tmp_path) == [
+        *((place, TURNS) for place in places),
+        ("d.parquet, row 1", ASKED),
+        *((place, TURNS) for place in others),
+    ]
+
+
+def test_half_a_surrogate_pair_counts_only_in_what_is_read(tmp_path):
+    title = '"title": "cut \\ud83d"'
+    line = f'{{"messages": [{{"role": "user", "content": "1?", {title}}}, %s], {title}}}'
+    path = tmp_path / "a.jsonl"
+    path.write_text(line % '{"role": "assistant", "content": "2"}')
+    assert read(path) == [(f"{path}, line 1", [Turn("user", "1?"), Turn("assistant", "2")])]
+    path.write_text(line % '{"role": "assistant", "content": "2\\ud83d"}')
+    with pytest.raises(DataError, match=r"line 1: turn 2 has '2\\ud83d' instead of a text"):
+        read(path)
 
 
 def test_tables_and_files_without_conversations_are_refused(tmp_path):

@@ -65,6 +65,7 @@ def write(path: Path, content: bytes | list | dict) -> Path:
         ("a.jsonl", b'\n \n{"text": ""}\r\n\t\n{"text": "two"}\n\n', ["", "two"]),
         ("a.jsonl", b'{"text": "no newline at the end"}', ["no newline at the end"]),
         ("a.jsonl", b'{"text": "\\ud83d\\ude00"}\n', ["😀"]),
+        ("a.jsonl", b'{"text": "a", "title": "cut \\ud83d", "tags": ["\\ude00"]}\n', ["a"]),
         ("a.jsonl", '{"text": "a\u2028b\u0085c"}\n'.encode(), ["a\u2028b\u0085c"]),
     ],
 )
@@ -116,12 +117,15 @@ def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, co
 
 BAD = {
     "no JSON": (b"{text: 1}", "not JSON"),
+    "an object over many lines": (b"{\n", "one object per line (Expecting"),
+    "an array over many lines": (b"[\n", "one object per line (Expecting"),
+    "an array on one line": (b'[{"text": "a"}]', "one object per line (this line is a list)"),
     "deep nesting": (b"[" * 100_000, "not JSON"),
     "an enormous number": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "not JSON"),
-    "no text": (b'{"content": "a"}', 'no "text" with a string in it'),
+    "no text": (b'{"content": "a"}', 'no "text" with a valid string in it, but None'),
     "text is a list": (b'{"text": ["a"]}', '"text"'),
     "invalid UTF-8": (b'{"text": "a\xff"}', "not valid UTF-8"),
-    "lone surrogate": (b'{"text": "a\\ud800b"}', "surrogate"),
+    "lone surrogate": (b'{"text": "a\\ud800b"}', "valid string in it, but 'a\\ud800b'"),
     "null": ({"text": ["good", None, "good"]}, "has no text"),
     "no UTF-8 in a table": ({"text": [b"good", b"x\xff", b"good"]}, "not valid UTF-8"),
     "too few fields": ([["id", "text"], [1, "good"], [2], [3, "good"]], "too few fields"),

@@ -187,7 +187,11 @@ def test_nvme_needs_a_folder_and_buffers_that_are_let_go_of(config):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"{", "not JSON"), (b'{"zero_optimization": 2}', "zero_opt"), (None, "No such file")],
+    [
+        (b"{", r"JSON \(Expect"),
+        (b'{"zero_optimization": 2}', "zero_opt"),
+        (None, r"JSON \(No such file or directory\)$"),
+    ],
 )
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
     path = tmp_path / "ds.json"

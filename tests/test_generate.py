@@ -145,7 +145,7 @@ REFUSED = {  # flags of the program, behind the run: a keyword of the message
         ("--prompt", ""): "is empty",
         ("--prompt", "\udcff"): "not valid UTF-8",
         ("--prompt", "sum 1 " * 40): "the context has 40: shorten",
-        ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: .*No such file",
+        ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: No such file or directory$",
         ("--interactive", "--prompt", "x"): "leave --prompt and --prompts out",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",
         ("--prompt", "x", "--batch_size", "0"): "--batch_size: must be at least 1, not 0",

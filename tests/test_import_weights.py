@@ -167,6 +167,12 @@ def test_a_tokenizer_is_taken_from_the_flag_or_from_beside_the_weights(
     assert "not a SentencePiece model" in refusal(import_weights, source, tmp_path / "c")
 
 
+@pytest.mark.parametrize("name", ["nope", "nope.pth", "nope.safetensors"])
+def test_a_source_that_does_not_exist_is_named_once(tmp_path, refusal, name):
+    line = refusal(import_weights, tmp_path / name, tmp_path / "out")
+    assert line == f"import_weights: error: {tmp_path / name}: no such file or folder"
+
+
 def test_only_an_older_import_is_replaced_and_only_if_asked(llama, tmp_path, refusal):
     out = tmp_path / "out"
     import_weights.main([str(llama), str(out)])

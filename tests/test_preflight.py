@@ -108,7 +108,7 @@ def test_flags_that_cannot_work_are_refused(flags, more, keyword, monkeypatch):
     [
         ({"num_procesess": 2}, "num_procesess"),
         ({"mixed_precision": "bf16"}, "mixed_precision"),
-        ({"ds_config": "{'a': 1}"}, "not JSON"),
+        ({"ds_config": "{'a': 1}"}, "no readable JSON"),
         ({"deepspeed_config": {"deepspeed_config_file": "no/where.json"}}, "no/where.json"),
         (
             {"ds_config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 8}},

@@ -145,8 +145,10 @@ def test_reuse_takes_the_same_text_and_leaves_another_text_alone(workplace, capf
     assert "with other settings, used as it is" in capfd.readouterr().out
     Path("other").mkdir()
     write_corpus(Path("other/sums.jsonl"), 50)
-    said = refused(capfd, "--data", "other/sums.jsonl", "--reuse")
-    assert f"holds other data, of {workplace}/sums.jsonl" in said
+    shutil.copy("sums.jsonl", "sums.txt")
+    for data in ("other/sums.jsonl", "sums.txt"):  # --reuse: as in run_accelerate.sh
+        said = refused(capfd, "--data", data, "--reuse")
+        assert f"holds other data, of {workplace}/sums.jsonl: rename yours, or" in said
     assert contents("out") == before
     write_corpus(Path("sums.jsonl"), 70)
     main([*SMALL, "--data", "sums.jsonl", "--reuse"])  # the text has changed
@@ -181,6 +183,19 @@ def test_conversations_go_to_a_folder_of_their_own(workplace, packed, capsys):
     assert first.startswith(f"out/data/sums-of-two-chat: {n_bytes / 1e3:.1f} kB of answers in")
     for line, part in zip(lines, (train, val), strict=False):
         assert line.endswith(f"{part['answers']['tokens']} of them in answers")
+    assert not any("rejected" in line for line in lines)
+
+
+def test_rejected_answers_are_passed_over_with_their_count(workplace, packed, capsys):
+    rows = [{"prompt": f"{i}?", "chosen": f"{i}", "rejected": "no"} for i in range(600)]
+    rows += [row | {"prompt": "x", "rejected": None} for row in rows[:9]]
+    rows += [{"prompt": "not read", "rejected": "no"}]
+    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--tokenizer", str(packed / "tokenizer.model"), "--workers", "1", "--skip_bad_lines"]
+    main([*flags, "--conversations", "pairs.jsonl"])
+    said = capsys.readouterr().out
+    assert said.count('passed over "rejected" of 600 conversations: DPO is not supported\n') == 1
+    assert "skipped 1 bad conversation" in said
 
 
 FILES = {"gbk.txt": b"abc\xff", "short.txt": b"abc", "a.csv": b"id,body\n1,x\n"}

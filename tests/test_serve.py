@@ -57,6 +57,10 @@ def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server,
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
     assert choice.finish_reason == "length"
+    parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
+    in_parts = ASKED | {"messages": [{"role": "user", "content": parts}], "max_tokens": 20}
+    again = client.chat.completions.create(**in_parts)
+    assert again.choices[0].message.content == expected
     usage, n = answer.usage, len(server.asked("1 + 1"))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n, 20, n + 20)
     assert answer.model == "long"
@@ -125,7 +129,7 @@ REFUSED = [  # path, body, status, the parameter to blame, a word of the message
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
     (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "the role of the last must be user"),
-    (CHAT, {"messages": [PICTURE]}, 400, "messages", "'text'"),
+    (CHAT, {"messages": [PICTURE]}, 400, "messages", "'image_url'} instead of a text"),
     (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, None, "no room for"),
     (CHAT, {"messages": [TURN], "temperature": -1}, 400, "temperature", "at least 0 and finite"),
     (CHAT, {"messages": [TURN], "n": 2}, 400, "n", "should be 1"),

@@ -44,7 +44,7 @@ def test_a_model_has_the_flags_of_its_file_and_those_of_all(models_of):
     ("models", "flags", "keyword"),
     [
         ({}, [], "--model FILE is missing"),
-        ({}, ["--model", "missing.json"], "missing.json: .*No such file"),
+        ({}, ["--model", "missing.json"], "missing.json: No such file or directory$"),
         ({"a": {}}, ["--run_name", "x"], "--run_name: give each model its own"),
         ({"a": "[1]"}, [], "a.json: needs flags and their values in braces"),
         ({"a": "{"}, [], "a.json: Expecting property name"),

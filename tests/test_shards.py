@@ -42,12 +42,18 @@ def copied(packed, tmp_path):
     return shutil.copytree(packed, tmp_path / "copy")
 
 
-def test_a_folder_without_description_is_refused_with_the_command_that_makes_one(tmp_path):
-    with pytest.raises(DataError, match=rf"prepare_data --data TEXT --out {tmp_path}"):
-        read_description(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [("text", "--data"), ("conversations", "--tokenizer out/runs/NAME --conversations")],
+)
+def test_a_folder_without_description_is_refused_with_the_command_that_makes_one(
+    tmp_path, kind, flag
+):
+    with pytest.raises(DataError, match=rf"prepare_data {flag} FILE --out {tmp_path}"):
+        read_description(tmp_path, kind)
     (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match=rf"prepare_data --data {tmp_path}/a.txt"):
-        read_description(tmp_path / "a.txt")
+    with pytest.raises(DataError, match=rf"prepare_data {flag} {tmp_path}/a.txt"):
+        read_description(tmp_path / "a.txt", kind)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,18 @@ def test_data_without_validation_is_warned_of(run_of, args, how):
     assert f"with a {how} --max_seq_len" in line
 
 
+@pytest.mark.parametrize(("trained", "resumed"), [(256, False), (256, True), (512, False)])
+def test_positions_that_were_never_trained_are_warned_of(run_of, tmp_path, trained, resumed):
+    """The run has 512, LMConfig's own."""
+    config = LMConfig(max_seq_len=trained)
+    source = SimpleNamespace(path=Path("out/runs/short/weights"), config=lambda: config)
+    begin = StartingPoint(RunFolder(tmp_path), checkpoint=tmp_path if resumed else None)
+    said = "WARNING: out/runs/short/weights was trained on 256 positions, this run has 512: pass "
+    said += "--max_seq_len 256, or train long enough for the others"
+    expected = [said] if trained < CONFIG.max_seq_len and not resumed else []
+    assert start.warnings(run_of(source=source, start=begin)) == expected
+
+
 def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatch):
     monkeypatch.setattr(Engine, "total", lambda self, mine: mine + 1)
     (line,) = start.warnings(run_of())

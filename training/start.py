@@ -247,6 +247,10 @@ def warnings(run: Run) -> list[str]:
             "NO VALIDATION: prepare the data with a larger --val_fraction, or train with a "
             f"{other} --max_seq_len than {prepared.config.max_seq_len}"
         )
+    source, n = prepared.source, prepared.config.max_seq_len
+    if source and not prepared.start.checkpoint and (most := source.config().max_seq_len) < n:
+        text = f"WARNING: {source.path} was trained on {most} positions, this run has {n}"
+        texts.append(f"{text}: pass --max_seq_len {most}, or train long enough for the others")
     if not fits(engine.kind, work, room):
         needs = estimate(engine.kind, work).peak
         texts.append(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from data.chat_template import encode_chat_prompt
-from data.conversations import USER, Turn, check_turns
+from data.conversations import USER, Turn, check_turns, text_of
 from data.tokenizer import Tokenizer
 from inference.prompts import require_text
 from inference.sampling import Sampling
@@ -40,19 +40,9 @@ class StreamOptions(Form):
     include_usage: bool = False
 
 
-class TextPart(Form):
-    type: Literal["text"]
-    text: str
-
-
 class Message(Form):
     role: str
-    content: str | list[TextPart]
-
-    def turn(self) -> Turn:
-        if isinstance(self.content, str):
-            return Turn(self.role, self.content)
-        return Turn(self.role, "".join(part.text for part in self.content))
+    content: Any
 
 
 class GenerationRequest(Form):
@@ -87,7 +77,7 @@ class ChatRequest(GenerationRequest):
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
         """Return the ids of the prompt, and [], because every token may follow. Raises ValueError:
         the messages are not a conversation that ends with a question."""
-        turns = [message.turn() for message in self.messages]
+        turns = [Turn(message.role, text_of(message.content)) for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
             raise ValueError("messages: the role of the last must be user")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from common.errors import UsageError
+from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
 # Values of "auto" in "zero_optimization" that no flag decides: the values of ds_config.json.
@@ -78,7 +78,7 @@ def read_config(path: str) -> dict:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"DeepSpeed configuration {path} (not JSON?): {error}") from error
+        raise UsageError(f"DeepSpeed file {path}: no readable JSON ({reason(error)})") from error
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
         raise UsageError(f'DeepSpeed configuration {path}: needs a "zero_optimization" section')
     return config
