@@ -124,7 +124,7 @@ def test_at_the_end_of_the_context_it_stops_and_says_so_or_slides(call, weights)
     tokenizer = Tokenizer(weights / "tokenizer.model")
     n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # a full context predicts one more
     assert out == expected(weights, prompt, n, temperature=0) + "\n"
-    assert f"1 of 1 ended with the context of {CONTEXT} tokens; --beyond_context slide" in err
+    assert f"1 of 1 texts ended because the context of {CONTEXT} tokens was full" in err
     longer, err, _ = call(*flags, "--max_new_tokens", "90", "--beyond_context", "slide")
     assert err.startswith("90 tokens in")
     assert longer == expected(weights, prompt, 90, temperature=0) + "\n"
@@ -135,7 +135,7 @@ def test_a_conversation_goes_on_until_the_input_ends(call, weights):
     out, err, code = call("--interactive", "--max_new_tokens", "5", stdin=typed)
     assert expected(weights, "sum 1", 5) in out
     assert expected(weights, "第", 5) in out
-    assert "the context 40: shorten it" in err
+    assert "the context has 40: shorten the prompt" in err
     assert code == 0
 
 
@@ -144,7 +144,7 @@ REFUSED = {  # flags of the program, behind the run: a keyword of the message
         (): "nothing to continue",
         ("--prompt", ""): "is empty",
         ("--prompt", "\udcff"): "not valid UTF-8",
-        ("--prompt", "sum 1 " * 40): "the context 40: shorten",
+        ("--prompt", "sum 1 " * 40): "the context has 40: shorten",
         ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: .*No such file",
         ("--interactive", "--prompt", "x"): "leave --prompt and --prompts out",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",

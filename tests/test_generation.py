@@ -7,7 +7,7 @@ import torch
 from small_model import opinionated
 
 from inference.decoder import Decoder
-from inference.generation import Batch, Continuation, generate, write
+from inference.generation import Batch, Continuation, generate, generate_all
 from inference.sampling import Sampling
 from model import Transformer
 
@@ -96,7 +96,7 @@ def test_texts_that_join_and_leave_become_what_they_would_be_alone(long):
 
 def test_room_is_made_as_a_text_grows(long):
     text = text_of([3, 4, 5], 147, GREEDY)
-    write(Decoder(long), [text])  # beyond the room that a prompt gets at first
+    generate_all(Decoder(long), [text])  # beyond the room that a prompt gets at first
     assert text.ids == step_by_step(long, [3, 4, 5], 147)
 
 
@@ -109,7 +109,7 @@ def test_settings_of_one_text_are_not_the_others(long):
         text_of(second, 15, WILD, next_ids=allowed),
         text_of(first, 15, GREEDY),
     ]
-    write(Decoder(long), texts)
+    generate_all(Decoder(long), texts)
     for text in texts:
         options = {"next_ids": [text.next_ids]}
         assert [text.ids] == generate(long, [text.prompt], 15, text.sampling, **options)
@@ -123,7 +123,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model):
     (whole,) = generate(model, [PROMPT], 20, WILD)
     stop_id = next(token for token in whole[5:] if token not in PROMPT)
     text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))  # one in the prompt does not stop
-    write(Decoder(model), [text])
+    generate_all(Decoder(model), [text])
     ends = min(whole.index(token) for token in text.stop_ids if token in whole)
     assert text.ids == whole[:ends]
     assert text.finish_reason == "stop"

@@ -10,7 +10,14 @@ import pytest
 
 from training import interruption
 from training.engine.launch import Engine
-from training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resume, leave, python
+from training.interruption import (
+    SIGNALS,
+    StopRequest,
+    end_stopped,
+    exit_rank,
+    how_to_resume,
+    python,
+)
 
 
 class Clock:
@@ -126,5 +133,5 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
             if error:
                 raise error
         finally:
-            leave()
+            exit_rank()
     assert left == codes

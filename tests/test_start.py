@@ -156,7 +156,7 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
         return x * 2
 
     for _ in range(2):
-        with start.left_as_found(["program"]):
+        with start.notebook_process(["program"]):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
 

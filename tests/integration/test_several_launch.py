@@ -110,7 +110,7 @@ def test_it_stops_with_all_saved_and_ends_with_one_report(done, engine):
     for name in names:
         assert re.search(rf"^{name}  step {STEPS}/{STEPS}  loss \d", resumed, re.MULTILINE)
         assert (out / name / "weights").is_dir()
-    assert f"\nreport of all: {out / 'several.html'}" in resumed
+    assert f"\nreport of all runs: {out / 'several.html'}" in resumed
     page = (out / "several.html").read_text(encoding="utf-8")
     assert all(name in page for name in names)
 

@@ -54,15 +54,15 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
     ("flags", "environ", "says"),
     [
         ("--dim 7", {}, "dim 7 is not divisible by n_heads 4"),
-        ("--data out/data/none", {}, "--data is a folder that has been prepared, DATA and"),
-        ("", {"ENGINE": "zero4"}, "no ENGINE is called zero4: there are ddp fp16"),
-        ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "give either"),
+        ("--data out/data/none", {}, "--data names prepared data, DATA and"),
+        ("", {"ENGINE": "zero4"}, "ENGINE=zero4 does not exist: choose one of ddp fp16"),
+        ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set either"),
         ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
         ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA"),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
         ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
-        ("", {"MASTER_ADDR": "node1"}, "say how many by NUM_MACHINES"),
-        ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "which 'no name' is not here"),
+        ("", {"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
+        ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "no name"}, "cannot resolve 'no name'"),
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],
 )
@@ -86,7 +86,7 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
 def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrained):
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     assert (pretrained / "weights" / "model.safetensors").is_file()
-    # Flags typed win over those of the script.
+    # Typed flags override the script's flags.
     written = json.loads((pretrained / "settings.json").read_text(encoding="utf-8"))
     assert (written["arguments"]["max_steps"], written["model"]["dim"]) == (2, 32)
     # The environment that was active was used as it is.
