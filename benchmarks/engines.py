@@ -183,7 +183,7 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
     on_cpu = device.type == "cpu"
     measured = {
-        "engine": engine.name.removesuffix(", not DeepSpeed"),
+        "engine": engine.name,
         "losses": losses,
         "seconds": statistics.median(seconds[WARMUP:]),
         "sent": sent / engine.processes / (steps - WARMUP),

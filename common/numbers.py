@@ -28,6 +28,11 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes / 1e3:.1f} kB"
 
 
+def memory(n_bytes: float) -> str:
+    """Return a size of memory in GiB or, below 0.1 GiB, as `size` does: "3.41 GiB", "12.1 MB"."""
+    return f"{n_bytes / 2**30:.2f} GiB" if n_bytes >= 2**30 / 10 else size(n_bytes)
+
+
 def columns(rows: list[dict[str, str]]) -> str:
     """Return a table. The keys are the titles; all columns but the first are right-aligned."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]

@@ -74,9 +74,9 @@ class LMConfig:
             self.head_dim = self.dim // self.n_heads
         if self.n_heads % self.n_kv_heads:
             sizes = f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
-            raise ConfigError(sizes)
+            raise ConfigError(f"{sizes}: change either")
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} must be even, for rotary embedding")
+            raise ConfigError(f"head_dim {self.head_dim} must be even: change dim, n_heads or it")
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of

@@ -80,12 +80,6 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-def flops_per_token(config: LMConfig) -> float:
-    """Return `Transformer.flops_per_token` at max_seq_len, without building the model."""
-    with torch.device("meta"):  # shapes without memory
-        return Transformer(config).flops_per_token(config.max_seq_len)
-
-
 class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
 

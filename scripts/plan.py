@@ -10,10 +10,11 @@ from argparse import Namespace
 import torch
 
 from common.errors import UsageError, one_line_errors
-from common.numbers import columns
+from common.numbers import columns, memory
 from model import ConfigError, LMConfig, Transformer
 from scripts.model_flags import at_least_1
 from training.arguments import as_arguments, build_parser
+from training.engine.compilation import pays
 from training.engine.device import GIB, available_memory, peak_flops
 from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
 
@@ -53,12 +54,12 @@ def describe(options: dict) -> str:
     room = int((plan.gpu_memory or 0) * GIB) or available_memory(device, processes) or 0  # bytes
     with torch.device("meta"):  # shapes without memory
         shapes = Transformer(LMConfig(**model_settings, vocab_size=plan.vocab_size))
-    compiled = args.compile == "on" or (args.compile == "auto" and device.type == "cuda")
-    work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
-    seq_len = work.config.max_seq_len  # tokens
+    seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
-    tokens = plan.tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * work.total
+    tokens = plan.tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * total
     flops = tokens * shapes.flops_per_token(seq_len)  # of the whole training
+    compiled = pays(args.compile, flops / processes, device)
+    work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
     hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"
     rows, advice = [], ""
     for kind in engines(work.config.dim):
@@ -67,8 +68,8 @@ def describe(options: dict) -> str:
         expected = estimate(kind, work)
         row = {
             "engine": kind.name,
-            "GiB" if work.on_cpu else "GPU GiB": f"{expected.peak / GIB:.2f}",
-            "RAM GiB": f"{expected.ram / GIB:.2f}",
+            "memory" if work.on_cpu else "GPU memory": memory(expected.peak),
+            "RAM": memory(expected.ram) if expected.ram else "0",
             "largest batch": str(largest_batch(kind, work, room)),
             "GB sent per step": f"{expected.sent / 1e9:.2f}",
             "hours": hours,
@@ -78,8 +79,9 @@ def describe(options: dict) -> str:
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
             advice = f"Take {kind.name}, the first that fits:\n{command}"
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."
+    advice += "" if peak else f"\nHours: no peak of {name} is known: pass --device, such as H100"
     return (
-        f"{work.total / 1e6:.2f} million parameters, {step:,} tokens per step, "
+        f"{total / 1e6:.2f} million parameters, {step:,} tokens per step, "
         f"{tokens / 1e9:.3g} billion tokens in {tokens / step:,.0f} steps\n"
         f"{room / GIB:.1f} GiB for each of {processes} processes, of which {OVERHEAD // GIB} for "
         f"libraries; {name} at {plan.mfu:.0%} MFU\n\n{columns(rows)}\n\n{advice}"

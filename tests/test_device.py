@@ -1,5 +1,6 @@
 import os
 import platform
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,22 @@ def test_memory_of_this_process():
     assert 0 < shared < alone < 2**14 * GIB
     assert peak_memory_bytes(CPU) > 50e6
     assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
+
+
+def test_the_limit_of_every_group_around_the_process_counts(tmp_path, monkeypatch):
+    """Of SLURM, for example, which limits a job by a group above that of the process."""
+    job = tmp_path / "sys/fs/cgroup/slurm/job_7"
+    files = {job / "step_0/memory.max": "max\n", job / "memory.max": "3000000\n"}
+    files |= {job / "memory.stat": "file 9\nanon 1000000\n"}
+    files |= {tmp_path / "proc/self/cgroup": "1:name=x:/y\n0::/slurm/job_7/step_0\n"}
+    files |= {tmp_path / "proc/meminfo": "MemFree: 1 kB\nMemAvailable: 9000000 kB\n"}
+    files |= {tmp_path / "proc/self/statm": "100 0 0"}
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(device, "Path", lambda root, *more: Path(tmp_path, root[1:], *more))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert available_memory(CPU, 2) == 1_000_000
 
 
 @pytest.mark.parametrize(

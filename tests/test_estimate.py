@@ -91,6 +91,12 @@ def test_muon_adapters_and_a_teacher_change_the_state():
         ({"dropout": 0.1}, "off", 1.09),
         ({"n_heads": 8, "vocab_size": 6400}, "off", 0.94),
         ({"n_heads": 8, "vocab_size": 6400}, "blocks", 0.50),
+        ({"n_heads": 8}, "off", 0.72),
+        ({"n_heads": 8, "dropout": 0.1}, "off", 1.58),
+        ({"n_heads": 8, "use_flash_attn": False}, "off", 1.12),
+        ({"n_heads": 8}, "blocks", 0.31),
+        ({"n_heads": 8, "n_layers": 16}, "blocks", 0.54),
+        ({"n_heads": 8, "dropout": 0.1}, "blocks", 0.52),
     ],
 )
 def test_the_estimate_is_near_what_a_process_was_seen_to_use(shape, recompute, measured):

@@ -4,7 +4,7 @@ import sys
 
 from tqdm import tqdm
 
-from common.numbers import counted, progress_bar, size
+from common.numbers import counted, memory, progress_bar, size
 
 
 def test_counts_and_sizes_in_words():
@@ -12,6 +12,7 @@ def test_counts_and_sizes_in_words():
     assert [counted(n, "processes") for n in (1, 2345)] == ["1 process", "2,345 processes"]
     assert [size(n) for n in (12_140_000, 99_900, 160)] == ["12.1 MB", "99.9 kB", "0.2 kB"]
     assert [size(n) for n in (999_900_000, 67_730_000_000)] == ["999.9 MB", "67.7 GB"]
+    assert [memory(n) for n in (3_400_000, 2**30)] == ["3.4 MB", "1.00 GiB"]
 
 
 class Clock:

@@ -27,6 +27,14 @@ def test_the_readmes_training_fits_by_ddp_on_four_gpus_of_48_gib(capsys):
     assert "Take DDP, the first that fits:" in lines
 
 
+def test_a_run_that_is_too_short_to_be_compiled_needs_more(capsys):
+    flags = f"{FLAGS} --batch_size 24 --gpu_memory 48 --device H100"
+    long, short = (page(capsys, flags + end) for end in ("", " --max_steps 3"))
+    assert "24.89 GiB" in long[6]
+    assert short[6] == page(capsys, f"{flags} --max_steps 3 --compile off")[6]
+    assert "39.07 GiB" in short[6]
+
+
 def test_a_smaller_gpu_takes_another_engine_or_none(capsys):
     def last(memory: int) -> str:
         flags = f"{FLAGS} --batch_size 1 --gpu_memory {memory} --device H100"
@@ -51,3 +59,10 @@ def test_hours_are_unknown_where_the_peak_is_and_tokens_may_be_given(capsys):
     lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --gpu_memory 8 --device Abacus")
     assert "0.001 billion tokens" in lines[0]
     assert lines[4].endswith("?")
+    assert "Hours: no peak of Abacus is known: pass --device, such as H100" in lines[-1]
+
+
+def test_a_little_memory_is_in_mb(capsys):
+    lines = page(capsys, "--dim 64 --n_layers 2 --batch_size 1 --gpu_memory 8 --device H100")
+    assert lines[4].split()[2:4] == ["MB", "0"]
+    assert "Hours" not in lines[-1]

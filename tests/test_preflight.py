@@ -181,7 +181,7 @@ def test_a_run_to_resume_is_checked_and_not_touched(flags, run_of, capsys):
     assert "is damaged" in refused(ZERO_2, resumed)
 
 
-def room_for(batch_size: int, processes: int) -> int:
+def room_for(batch_size: int, processes: int, compiled: bool) -> int:
     """Bytes that a GPU must have free for a micro-batch of the tiny model under ZeRO-2."""
     args, _ = parse_arguments(["--batch_size", str(batch_size)])
     work = Workload(
@@ -189,7 +189,7 @@ def room_for(batch_size: int, processes: int) -> int:
         shapes=shapes_of(CONFIG, args),
         processes=processes,
         device=torch.device("cuda"),
-        compiled=True,
+        compiled=compiled,
     )
     needed = estimate(kind_of(read_config("ds_config.json"), CONFIG.dim), work)
     return int(needed.held + needed.teacher + needed.working * MARGIN + OVERHEAD) + 1
@@ -212,10 +212,12 @@ def gpus(monkeypatch):
     ("asked", "less", "batch_size"),
     [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 2, 1)],
 )
+@pytest.mark.parametrize("compiled", [True, False])  # the run is too short for "auto"
 def test_the_largest_micro_batch_that_fits_keeps_the_batch(
-    flags, gpus, capsys, asked, less, batch_size
+    flags, gpus, capsys, asked, less, batch_size, compiled
 ):
-    least = room_for(asked, processes=3) - less
+    flags = [*flags, "--compile", "on" if compiled else "auto"]
+    least = room_for(asked, 3, compiled) - less
     gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
     added = check_launch(ZERO_2, "3", flags, "768")
     assert added == {"batch_size": batch_size, "accumulation_steps": 768 // batch_size}

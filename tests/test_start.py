@@ -2,6 +2,7 @@
 program that lives on."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(
     assert start.warnings(run_of(enough, device, offload)) == []
     (line,) = start.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
-    assert f" and can have {(enough - 2) / GIB:.1f}: a smaller --batch_size" in line
+    assert f" and can have {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
     # Offloading spares the memory of a GPU alone.
     spares = offload and device == "cuda"
     assert (enough < enough_for(run_of(device=device))) == spares
@@ -191,6 +192,7 @@ def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
     stopped = "stopped by SIGINT after step 3, saved; to go on:\n"
     said, found, command = capsys.readouterr().out.partition(stopped)
     assert found
+    assert re.search(r"^ +memory: about [\d.]+ MB per process expected, besides", said, re.M)
     assert f"report: {run / 'report.html'}" in said
     assert ">not finished</td>" in (run / "report.html").read_text(encoding="utf-8")
     assert command.split()[1:3] == ["train_pretrain_accelerate.py", "--dim"]

@@ -8,7 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import UsageError
 from model import Transformer
-from model.transformer import flops_per_token
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
 from training.engine.deepspeed_setup import divided_as_built, set_up_deepspeed
 from training.engine.launch import KEPT, Engine
@@ -52,10 +51,8 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     Raises UsageError: the engine cannot be started, or it cannot compile.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
-    tokens = args.global_batch(1) * prepared.total_steps * prepared.train_set.tokens_per_sample
-    flops = flops_per_token(config) * tokens  # of the whole run, on one process
     was_compiled = prepared.start.state.get("compiled")  # a resumed run needs the same kernels
-    compilation = decide_compilation(args.compile, was_compiled, flops, engine)
+    compilation = decide_compilation(args.compile, was_compiled, prepared.run_flops, engine)
     engine.fit_to(config.dim, prepared.n_trained)
     set_up_deepspeed(engine)
     seed_everything(args.seed)  # the same initial weights on every process

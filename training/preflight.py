@@ -20,6 +20,7 @@ from common.errors import UsageError, one_line_errors
 from data.shards import read_description
 from model import ConfigError
 from training.arguments import PROGRAMS, TrainingArguments, as_arguments, build_parser
+from training.engine.compilation import pays
 from training.engine.device import GIB, available_memory, require_usable_gpu
 from training.engine.estimate import kind_of, largest_batch
 from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
@@ -118,7 +119,7 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
     kind = kind_of(deepspeed, prepared.config.dim)
-    compiled = prepared.args.compile != "off" and kind.stage != 3
+    compiled = pays(prepared.args.compile, prepared.run_flops, gpus[0])
     most = max(1, largest_batch(kind, prepared.workload(processes, gpus[0], compiled), room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
     print(

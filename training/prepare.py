@@ -69,6 +69,13 @@ class Prepared:
         teacher = self.teacher.shapes.flops_per_token(length) / 3 if self.teacher else 0
         return self.shapes.flops_per_token(length) + teacher
 
+    @property
+    def run_flops(self) -> float:
+        """Model FLOPs of one process in the whole run."""
+        tokens = self.args.global_batch(1) * self.total_steps * self.train_set.tokens_per_sample
+        with torch.device("meta"):
+            return Transformer(self.config).flops_per_token(self.config.max_seq_len) * tokens
+
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
         """Return what a process computes in a step, for the estimate of its memory."""
         return Workload(
@@ -112,7 +119,7 @@ def prepare(
 
     start, source, teacher, settings, data = on_main_process(engine, decide)
     file = file_of(args)
-    filled, note = take_schedule(None if file == "none" else read_config(file), args, source=file)
+    filled, note, _ = take_schedule(None if file == "none" else read_config(file), args, file)
     filled = replace(filled, data=args.data or data)  # each process keeps its own path
     if teacher:
         filled = replace(filled, teacher=str(teacher.source.path))

@@ -15,7 +15,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from common.errors import UsageError, one_line_errors
-from common.numbers import counted
+from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
@@ -23,7 +23,7 @@ from storage.folder import release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
 from training.engine.device import attention_kernel, available_memory, device_name, matrix_precision
-from training.engine.estimate import GIB, estimate, fits
+from training.engine.estimate import estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
@@ -176,7 +176,7 @@ def start_block(run: Run) -> str:
         read += f"; validation on {len(run.val_loader.dataset):,}"
     hint = ""
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
-        hint = " (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
+        hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
     if args.optimizer == "muon":
         matrices = f"Muon on {len(muon_matrices(prepared.shapes))} matrices at learning rate"
@@ -193,8 +193,8 @@ def start_block(run: Run) -> str:
         )
     work = prepared.workload(engine.processes, device, run.built.compilation.on)
     expected = estimate(engine.kind, work)
-    ram, nvme = expected.ram / GIB, expected.nvme / GIB
-    offloaded = f", {ram:.2f} in RAM and {nvme:.2f} on NVMe" if ram or nvme else ""
+    places = {"in RAM": expected.ram, "on NVMe": expected.nvme}
+    offloaded = "".join(f", {memory(n)} {place}" for place, n in places.items() if n)
     fields = {
         "run folder": run.folder.path,
         "starts from": checkpoint.name if checkpoint else origin,
@@ -216,7 +216,7 @@ def start_block(run: Run) -> str:
         "steps": f"{rate.total_steps:,} ({rate.total_steps * batch / len(data):.2f} epochs), "
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{rate.schedule}",
-        "memory": f"about {expected.peak / GIB:.2f} GiB per process expected{offloaded}, besides "
+        "memory": f"about {memory(expected.peak)} per process expected{offloaded}, besides "
         "about 1 GiB for Python and PyTorch",
         "teacher": teacher,
         "schedule": prepared.schedule_note,
@@ -254,7 +254,7 @@ def warnings(run: Run) -> list[str]:
     if not fits(engine.kind, work, room):
         needs = estimate(engine.kind, work).peak
         texts.append(
-            f"WARNING: a process may need {needs / GIB:.1f} GiB and can have {room / GIB:.1f}: "
+            f"WARNING: a process may need {memory(needs)} and can have {memory(room)}: "
             f"{less_memory(args, prepared.config.use_flash_attn)}"
         )
     if engine.total(int(not run.folder.path.exists())):

@@ -13,13 +13,18 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
-# Compiling shortens a run of at least this many model FLOPs per process. The number for a CPU was
-# measured (docs/performance.md). The number for a GPU is a guess: 40 s at 200 TFLOP/s.
+# Compiling shortens a run of at least this many model FLOPs per process: on a CPU as measured
+# (docs/performance.md), on a GPU by a guess, 150 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
+def pays(wanted: str, run_flops: float, device: torch.device) -> bool:
+    """Return whether a new run with --compile `wanted` compiles, if compiling works here."""
+    return wanted == "on" or (wanted == "auto" and run_flops >= WORTH_FLOPS[device.type])
+
+
 class Compilation(NamedTuple):
-    """The decision whether to compile, and its reason for the start block."""
+    """Whether to compile, and why; the run prints both when it starts."""
 
     on: bool
     why: str  # shown to the user
@@ -45,7 +50,7 @@ def decide_compilation(
         why = "under ZeRO-3 it costs more than it gains"
     elif recorded is False:
         why = "as before the run was stopped"
-    elif recorded is None and run_flops < WORTH_FLOPS[device.type]:
+    elif recorded is None and not pays(wanted, run_flops, device):
         why = "the run is too short to gain back the time to compile"
     if wanted == "auto" and why:
         return Compilation(False, f"{why}; --compile on forces it")

@@ -98,19 +98,15 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     """
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
-    if zero.get("stage") not in (1, 2, 3):
-        raise UsageError(f'{source}: "zero_optimization.stage" must be 1, 2 or 3')
     problems = refuse_keys(config)
-    take_schedule(config, args, source)
+    problems += take_schedule(config, args, source)[2]
     config.pop("scheduler", None)
     problems += _fill_by_flags(config, args, world_size)
     if args.optimizer == "muon":
         problems += _use_muon(config)
+    problems += refusals_of_deepspeed(config)
     if problems:
         raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
-    check_by_deepspeed(config, source)
-    if None in nvme_folders(config):
-        raise UsageError(f'{source}: "device": "nvme" needs "nvme_path", a folder')
     if world_size == 1:  # DeepSpeed would wait for the GPU, with no communication to overlap
         zero["overlap_comm"] = False
     # DeepSpeed's throughput timer would wait for the GPU at every forward pass.
@@ -159,10 +155,14 @@ def _is_off(value) -> bool:
 def _check_stage(config: dict) -> Iterator[str]:
     """Yield a message for every key that DeepSpeed ignores at this stage without a warning."""
     zero = config["zero_optimization"]
-    stage = zero["stage"]
+    stage = zero.get("stage")
+    if stage not in (1, 2, 3):
+        yield '"zero_optimization.stage" must be 1, 2 or 3'
+    if None in nvme_folders(config):
+        yield '"device": "nvme" needs "nvme_path", a folder'
     if _section(config, "zero_optimization.offload_optimizer.").get("ratio", 1) != 1:
         yield 'remove "ratio" of "offload_optimizer": checkpoints would miss some of its state'
-    if stage == 3:
+    if stage not in (1, 2):
         if offload_device(config, "param") == "nvme" and zero.get("stage3_max_reuse_distance", 1):
             yield 'parameters on NVMe need "stage3_max_reuse_distance": 0'
         return
@@ -203,10 +203,8 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
         section = config
         for parent in parents:
             section = section.setdefault(parent, {})
-        given = section.setdefault(name, value)  # what the file says, if anything
-        if given == "auto":
-            section[name] = value
-        elif given != value:
+        given, section[name] = section.get(name, "auto"), value
+        if given not in ("auto", value):
             problems.append(f'"{key}" is {json.dumps(given)}, but {flag} gives {json.dumps(value)}')
     zero = config["zero_optimization"]
     zero |= {key: value for key, value in AUTO_DEFAULTS.items() if zero.get(key) == "auto"}
@@ -220,24 +218,23 @@ def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> li
 
 def take_schedule(
     config: dict | None, args: TrainingArguments, source: str = "the DeepSpeed file"
-) -> tuple[TrainingArguments, str | None]:
-    """Return the arguments with the file's schedule, and a sentence for the start block.
-
+) -> tuple[TrainingArguments, str | None, list[str]]:
+    """Return the arguments with the file's schedule, a sentence for the start block, and a message
+    for every contradiction, which `resolve` raises.
     Without a "scheduler" the default is a cosine, and there is no sentence.
-    Raises UsageError: a flag contradicts the file, or the schedule is not supported.
     """
     section = (config or {}).get("scheduler")
     if section is None:
-        return replace(args, lr_schedule=args.lr_schedule or "cosine"), None
+        return replace(args, lr_schedule=args.lr_schedule or "cosine"), None, []
     kind = section.get("type")
     params = section.get("params", {})
     if kind not in SCHEDULES:
-        raise UsageError(f'{source}: "scheduler" must be {" or ".join(SCHEDULES)}, not {kind!r}')
+        return args, None, [f'"scheduler" must be {" or ".join(SCHEDULES)}, not {kind!r}']
     problems = []
     for key, value in params.items():
         begins_at_0 = key in ONLY_ZERO and value in (0, "auto")
         if key not in FOLLOWED and key not in IGNORED and not begins_at_0:
-            problems.append(f'remove "scheduler.params.{key}": the warm-up here begins at 0')
+            problems.append(f'remove "scheduler.params.{key}": no effect, the warm-up begins at 0')
     values = {"lr_schedule": SCHEDULES[kind]}  # the flags that the file sets
     wanted = {"warmup_steps": params.get("warmup_num_steps", 1000)}  # DeepSpeed's default
     wanted["learning_rate"] = params.get("warmup_max_lr", "auto")
@@ -254,10 +251,9 @@ def take_schedule(
             problems.append(f'"scheduler" says --{flag} {value}, the flags say {typed}')
     if "max_steps" in values and args.epochs != type(args).epochs:
         problems.append(f'"total_num_steps" and --epochs {args.epochs} both set the steps')
-    if problems:
-        raise UsageError(f"{source}: {'; '.join(problems)}")
     said = " ".join(f"--{flag} {value}" for flag, value in values.items())
-    return replace(args, **values), f"{kind} of {source} is {said}; the warm-up is linear here"
+    note = f"{kind} of {source} is {said}; the warm-up is linear here"
+    return replace(args, **values), note, problems
 
 
 def fill_by_width(config: dict, dim: int) -> None:
@@ -280,8 +276,8 @@ def nvme_folders(config: dict) -> set[str | None]:
     return {zero[f"offload_{what}"].get("nvme_path") for what in on_nvme}
 
 
-def check_by_deepspeed(config: dict, source: str) -> None:
-    """Raise UsageError, in one line, if DeepSpeed rejects the configuration."""
+def refusals_of_deepspeed(config: dict) -> Iterator[str]:
+    """Yield a message of one line if DeepSpeed rejects the configuration."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     # DeepSpeed would compare the global batch with a number of processes that it cannot know yet.
@@ -289,13 +285,12 @@ def check_by_deepspeed(config: dict, source: str) -> None:
     try:
         DeepSpeedConfig(config)
     except (ValueError, TypeError, AttributeError, AssertionError, DeepSpeedConfigError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"DeepSpeed rejects {source}: {reason}") from error
+        yield f"DeepSpeed rejects the file: {' '.join(str(error).split())}"
 
 
 def _use_muon(config: dict) -> Iterator[str]:
     """Make DeepSpeed use Muon; yield a message for each setting that Muon cannot work with."""
-    if config["zero_optimization"]["stage"] == 3:
+    if config["zero_optimization"].get("stage") == 3:
         yield '--optimizer muon steps whole matrices: take "stage": 2, or --optimizer adamw'
     if offload_device(config, "optimizer"):
         yield '--optimizer muon cannot be offloaded: remove "offload_optimizer"'

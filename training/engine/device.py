@@ -153,15 +153,16 @@ def available_memory(device: torch.device, processes: int) -> int | None:
     `processes` is the number of these processes if no launcher has set it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
+    meminfo, groups = Path("/proc/meminfo"), Path("/proc/self/cgroup")
+    if not (meminfo.exists() and groups.exists()):
         return None
     free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # from kB
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip() != "max":
-        stat = limit.with_name("memory.stat").read_text().split()
-        used = int(stat[stat.index("anon") + 1])  # without caches
-        free = min(free, int(limit.read_text()) - used)
+    own = Path("/sys/fs/cgroup", groups.read_text().partition("0::/")[2].strip())
+    for limit in (folder / "memory.max" for folder in (own, *own.parents)):
+        if limit.exists() and limit.read_text().strip() != "max":
+            stat = limit.with_name("memory.stat").read_text().split()
+            used = int(stat[stat.index("anon") + 1])  # without caches
+            free = min(free, int(limit.read_text()) - used)
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])  # in pages
     return free // sharing + (resident - shared) * resource.getpagesize()

@@ -235,7 +235,8 @@ def _activations(kind: Kind, work: Workload) -> float:
     block = 2 * norm + attention + scores + feed_forward
     kept = config.n_layers * block + norm  # with the final norm
     if work.args.gradient_checkpointing != "off":
-        kept = config.n_layers * h * config.dim + block + norm
+        inputs = 4 if work.on_cpu else 1  # on a CPU, memory between the inputs stays unused
+        kept = inputs * config.n_layers * h * config.dim + block + norm
         if work.args.gradient_checkpointing == "selective" and not keeps_scores:
             kept += config.n_layers * (h * config.n_heads * config.head_dim + scores)
     # Bytes of all tokens of the micro-batch:
@@ -245,7 +246,8 @@ def _activations(kind: Kind, work: Workload) -> float:
     logits *= 2 * h if compiled else 12  # with log-probabilities and gradients
     if work.teacher:  # logits of both models, a gradient, and copies of a chunk
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
-    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim)  # gradients in one block
+    squares = 20 * config.n_heads * config.max_seq_len if keeps_scores else 0  # five T × T, in fp32
+    at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim + squares)  # in one block
     if work.on_cpu:  # the freed memory of the logits is too large for gradients of a block
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)

@@ -141,7 +141,7 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
     KEPT.append(group)
     if not deepspeed:
-        name = "DDP, not DeepSpeed" if world_size > 1 else "single process, no engine"
+        name = "DDP" if world_size > 1 else "single process, no engine"
         return [Engine(each, name, None, None, group) for each in accelerators]
     engines = []
     for each, (key, plugin) in zip(accelerators, plugins.items(), strict=True):

@@ -49,10 +49,10 @@ class ZeroInference:
         if dtype != "float32":
             config[{"bfloat16": "bf16", "float16": "fp16"}[dtype]] = {"enabled": True}
         problems = deepspeed_config.refuse_keys(config)
+        zero.pop("offload_optimizer", None)  # there is no optimizer
+        problems += deepspeed_config.refusals_of_deepspeed(config)
         if problems:
             raise UsageError(f"{source}: {'; '.join(problems)}")
-        zero.pop("offload_optimizer", None)  # there is no optimizer
-        deepspeed_config.check_by_deepspeed(config, source)
         return cls(config)
 
     def load(self, folder: WeightsFolder) -> Transformer:
