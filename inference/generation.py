@@ -36,11 +36,10 @@ class Continuation:
 
     def __post_init__(self):
         self.ids: list[int] = []  # generated so far
-        self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
+        self.finish_reason: str | None = None  # "stop", "length", "cancelled", or as `fail` says
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
-        self.settings = replace(
-            self.sampling, seed=0
-        )  # texts with equal settings are drawn together
+        # Texts with equal settings are drawn together.
+        self.settings = replace(self.sampling, seed=0)
         self._start = 0  # index of the first token that the model sees
 
     def take(self, token: int) -> None:
@@ -106,11 +105,11 @@ class StreamedText(Continuation):
         self.text += piece
         self.deliver(piece, self.finish_reason)
 
-    def fail(self) -> None:
-        """End the text because of an error."""
+    def fail(self, reason: str) -> None:
+        """End the text because of an "error", or because the server is "closed"."""
         if not self.finish_reason:
-            self.finish_reason = "error"
-            self.deliver("", "error")
+            self.finish_reason = reason
+            self.deliver("", reason)
 
     def _decode(self) -> None:
         """Decode the new ids, without the first bytes of a character that may be completed."""
