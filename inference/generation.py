@@ -106,7 +106,7 @@ class StreamedText(Continuation):
         self.deliver(piece, self.finish_reason)
 
     def fail(self, reason: str) -> None:
-        """End the text because of an "error", or because the server is "closed"."""
+        """End the text: "error", or "closed" when the server ends."""
         if not self.finish_reason:
             self.finish_reason = reason
             self.deliver("", reason)

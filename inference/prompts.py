@@ -48,7 +48,7 @@ def require_text(prompt: str) -> str:
 
 def converse(answer: Callable[[str], None]) -> None:
     """Call `answer` with each line until Ctrl-D. Ctrl-C only stops the current answer. Raises
-    UsageError: a line is refused, and nobody is there to type another."""
+    UsageError: a line that was not typed is refused."""
     while True:
         try:
             line = input("\n> " if sys.stdout.isatty() else "")

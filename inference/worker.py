@@ -23,7 +23,7 @@ class Worker:
     def submit(self, text: StreamedText) -> None:
         """Queue a text. The worker's thread calls its `deliver`."""
         with self._changed:
-            self._waiting = [each for each in self._waiting if not each.finish_reason] + [text]
+            self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()
         if self._closing:
             text.fail("closed")

@@ -152,7 +152,7 @@ def test_half_a_request_is_given_up_and_an_answer_is_not(lone, half):
 def test_one_connection_too_many_is_told_so_and_fewer_are_served(lone):
     halves = [opened(lone, HALVES["head"]) for _ in range(7)]
     with socket.create_connection(lone.address, timeout=SAFETY_NET_SECONDS) as refused:
-        assert told(refused) == (503, "too many connections: try again in some seconds")
+        assert told(refused) == (503, "too many connections: try again later")
     for half in halves:
         half.close()
     wait_until(lambda: not lone.server.server_state.connections)

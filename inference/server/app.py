@@ -53,7 +53,7 @@ class ApiError(HTTPException):
         super().__init__(status, {"error": error})
 
 
-FAILED = {  # finish_reason of a text: status and message for its client
+FAILED = {  # finish_reason: status, message
     "closed": (503, "the server is shutting down"),
     "error": (500, "the server could not write this; its terminal shows the reason"),
 }
@@ -120,7 +120,7 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
         raise ApiError(404, message, "model", "model_not_found")
     try:
         sampling = asked.sampling(served.sampling)
-        async with served.encoders:  # encoding needs many times the memory of the text
+        async with served.encoders:  # encoding takes much memory
             if await request.is_disconnected():
                 raise ClientDisconnect
             prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
@@ -221,16 +221,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Connection(H11Protocol):
-    """A client's connection. It counts against uvicorn's limit_concurrency from its beginning."""
+    """A connection that counts for limit_concurrency from its beginning."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         if len(self.connections) >= self.limit_concurrency:
             self.connections.discard(self)
-            self.abort(503, "too many connections: try again in some seconds")
+            self.abort(503, "too many connections: try again later")
 
     def abort(self, status: int, message: str) -> None:
-        """Close the connection now. The client gets the error if no answer has begun."""
+        """Close the connection, with this error if no answer has begun."""
         if not (self.cycle and self.cycle.response_started):
             error = json.dumps(ApiError(status, message).detail)
             head = f"HTTP/1.1 {status} \r\nContent-Type: application/json\r\n\r\n"
@@ -247,20 +247,20 @@ class Server(uvicorn.Server):
         config.backlog = config.limit_concurrency // 4  # asyncio accepts so many at a time
         config.timeout_graceful_shutdown = 5  # seconds
         super().__init__(config)
-        self.patience = 20.0  # seconds for headers, for a body, and without reading an answer
+        self.patience = 20.0  # seconds for headers, a body, or to read
         self._worker = served.worker
-        self._since: dict[tuple, float] = {}  # when the server began to wait for a client
+        self._since: dict[tuple, float] = {}  # begin of each wait
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s: close the connections of late clients. At the end (True): close all."""
+        """Every 0.1 s: close late connections. At the end (True): all."""
         ends = await super().on_tick(counter)
         if ends:
             self._worker.close()
-            await asyncio.sleep(0.1)  # answers that have begun end with an error
+            await asyncio.sleep(0.1)  # begun answers end
         now, before, self._since = time.monotonic(), self._since, {}
         for each in list(self.server_state.connections):
             cycle = each.cycle  # one per request
-            awaited = (each, cycle, each.transport.get_write_buffer_size())  # reading lowers it
+            awaited = (each, cycle, each.transport.get_write_buffer_size())
             if not cycle or cycle.more_body or cycle.response_complete or each.flow.write_paused:
                 self._since[awaited] = before.get(awaited, now)
             if ends or now - self._since.get(awaited, now) > self.patience:
