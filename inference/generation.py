@@ -37,7 +37,7 @@ class Continuation:
 
     def __post_init__(self):
         self.ids: list[int] = []  # generated so far
-        self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
+        self.finish_reason: str | None = None  # "stop", "length", "cancelled", or as `fail` says
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
         # Texts with equal settings are drawn together.
         self.settings = replace(self.sampling, seed=0)
@@ -106,11 +106,11 @@ class StreamedText(Continuation):
         self.text += piece
         self.deliver(piece, self.finish_reason)
 
-    def fail(self) -> None:
-        """End the text because of an error."""
+    def fail(self, reason: str) -> None:
+        """End the text: "error", or "closed" when the server ends."""
         if not self.finish_reason:
-            self.finish_reason = "error"
-            self.deliver("", "error")
+            self.finish_reason = reason
+            self.deliver("", reason)
 
     def _decode(self) -> None:
         """Decode the new ids, except an incomplete character at the end."""

@@ -47,16 +47,19 @@ def require_text(prompt: str) -> str:
 
 
 def converse(answer: Callable[[str], None]) -> None:
-    """Call `answer` with each typed line until Ctrl-D. Ctrl-C only stops the current answer."""
+    """Call `answer` with each line until Ctrl-D. Ctrl-C only stops the current answer. Raises
+    UsageError: a line that was not typed is refused."""
     while True:
         try:
-            line = input("\n> ")
+            line = input("\n> " if sys.stdout.isatty() else "")
             if line.strip():
                 answer(require_text(line))
         except EOFError:
             say("")
             return
         except UsageError as error:
+            if not sys.stdin.isatty():
+                raise
             say(str(error))
         except KeyboardInterrupt:
             say("\nCtrl-D ends the program.")

@@ -60,8 +60,7 @@ def write_continuations(
                 print("" if streams else _heading(i, repeated) + text.text, flush=True)
     seconds = time.perf_counter() - started
     n_tokens = sum(len(text.ids) for text in texts)
-    lengths = [len(text.ids) for text in texts if text.finish_reason == "length"]
-    cut = sum(length < flags.max_new_tokens for length in lengths)
+    cut = sum(len(t.ids) < flags.max_new_tokens for t in texts if t.finish_reason == "length")
     if cut:
         full = f"{cut} of {len(texts)} texts ended because the context of {context} tokens was full"
         say(f"{full}; --beyond_context slide continues them")

@@ -23,10 +23,10 @@ class Worker:
     def submit(self, text: StreamedText) -> None:
         """Queue a text. The worker's thread calls its `deliver`."""
         with self._changed:
-            self._waiting.append(text)
+            self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()
         if self._closing:
-            text.fail()
+            text.fail("closed")
 
     def close(self) -> None:
         """End the thread at the next token. All unfinished texts fail."""
@@ -35,7 +35,7 @@ class Worker:
             self._changed.notify()
         self._thread.join()
         for text in self._running + self._waiting:
-            text.fail()
+            text.fail("closed")
 
     def _work(self) -> None:
         batch = Batch(self._decoder)
@@ -57,5 +57,5 @@ class Worker:
             except Exception:  # for example out of memory: smaller requests may succeed
                 traceback.print_exc()
                 for text in self._running:
-                    text.fail()
+                    text.fail("error")
                 batch = Batch(self._decoder)

@@ -1,6 +1,7 @@
 """A conversation in the terminal: what it remembers, streams, says, and how it is ended."""
 
 import io
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def converse(chat, monkeypatch, capsys):
             raise line
 
         monkeypatch.setattr("builtins.input", ask)
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
         chat.converse()
         out, err = capsys.readouterr()
         return answers(out), err
@@ -147,9 +149,14 @@ def test_the_program_answers_what_comes_by_a_pipe(
     (tmp_path / "tokenizer.model").write_bytes(Path(tokenizer.path).read_bytes())
     if fine_tuned:
         (tmp_path / TEMPLATE_FILE).touch()
-    monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
     flags = ["--temperature", "0", "--max_new_tokens", "12", "--device", "cpu", "--system"]
-    main([str(tmp_path), *flags, BRIEF.content])
-    out, err = capsys.readouterr()
-    assert answers(out) == [expected(model, tokenizer, turns("1 + 1"))]
-    assert ("was not trained on conversations" in err) == (not fine_tuned)
+    answer = expected(model, tokenizer, turns("1 + 1")) + "\n"
+    refused = {"": None, "\udcff": "not valid UTF-8", "1" * 999: "shorten the question"}
+    for last, why in refused.items():
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"1 + 1\n{last}\n"))
+        with pytest.raises(SystemExit, match="2") if why else nullcontext():
+            main([str(tmp_path), *flags, BRIEF.content])
+        out, err = capsys.readouterr()
+        assert out == answer
+        assert (why or "") in err
+        assert ("was not trained on conversations" in err) == (not fine_tuned)

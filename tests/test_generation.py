@@ -1,4 +1,4 @@
-"""The decoding loop: texts that come and go become what each would be alone."""
+"""The decoding loop: texts that come and go become what each would be alone, up to rounding."""
 
 from dataclasses import replace
 

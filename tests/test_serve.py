@@ -3,14 +3,17 @@
 import http.client
 import json
 import socket
+import threading
 
 import openai
 import pytest
+from conftest import SAFETY_NET_SECONDS
 from live_server import LiveServer, wait_until
 from starlette.testclient import TestClient
 
 from inference.sampling import Sampling
 from inference.server.app import Served, make_app
+from inference.server.requests import CompletionRequest
 from scripts.serve import LOCAL
 
 LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, a question fills the second
@@ -108,6 +111,97 @@ def test_a_client_that_leaves_stops_its_work(client, server, stream):
     assert any(server.n_running == 1 for _ in clock)
     clock.close()
     wait_until(lambda: server.n_running == 0)
+
+
+@pytest.fixture
+def lone(packed, monkeypatch):
+    """A server of its own that may open 16 files, so it takes 7 connections."""
+    monkeypatch.setattr("os.sysconf", lambda name: 16)
+    started = LiveServer("lone", packed / "tokenizer.model", LONG)
+    yield started
+    started.close()
+
+
+def opened(server: LiveServer, text: bytes) -> socket.socket:
+    """Return a connection of which the server has this beginning of a request."""
+    before = len(server.server.server_state.connections)
+    connection = socket.create_connection(server.address, timeout=SAFETY_NET_SECONDS)
+    connection.sendall(text)
+    wait_until(lambda: len(server.server.server_state.connections) > before)
+    return connection
+
+
+def told(connection: socket.socket) -> tuple[int, str]:
+    """Return the status and the error's message that come before the connection ends."""
+    with connection, connection.makefile("rb") as answer:
+        head, _, body = answer.read().partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HALVES = {"none": b"", "head": HEAD, "body": HEAD + b"Content-Length: 99\r\n\r\n{"}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_request_is_given_up_and_an_answer_is_not(lone, half):
+    asked = {"model": "lone", "prompt": "1", "temperature": 0, "stream": True}
+    with client_of(lone).completions.create(**asked) as answer:
+        assert next(answer)
+        late = opened(lone, HALVES[half])
+        lone.server.patience = 0.2
+        assert told(late) == (408, "the request came too late")
+        assert next(answer)
+
+
+def test_one_connection_too_many_is_told_so_and_fewer_are_served(lone):
+    halves = [opened(lone, HALVES["head"]) for _ in range(7)]
+    with socket.create_connection(lone.address, timeout=SAFETY_NET_SECONDS) as refused:
+        assert told(refused) == (503, "too many connections: try again later")
+    for half in halves:
+        half.close()
+    wait_until(lambda: not lone.server.server_state.connections)
+    assert post(lone, CHAT, {"messages": [TURN], "max_tokens": 2})[0] == 200
+
+
+def test_large_texts_are_encoded_two_at_a_time(lone, monkeypatch):
+    encode, waiting = CompletionRequest.encode, []
+    gate = threading.Event()
+
+    def encoded(*arguments):
+        waiting.append(1)
+        assert gate.wait(SAFETY_NET_SECONDS)
+        return encode(*arguments)
+
+    monkeypatch.setattr(CompletionRequest, "encode", encoded)
+    body = b'{"prompt": "1", "max_tokens": 2}'
+    request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    clients = [opened(lone, request) for _ in range(4)]
+    cycles = [each.cycle for each in lone.server.server_state.connections]
+    wait_until(lambda: len(waiting) == 2 and not any(cycle.more_body for cycle in cycles))
+    for client in clients[2:]:  # they leave before their turn
+        client.close()
+    wait_until(lambda: len(lone.server.server_state.connections) == 2)
+    gate.set()
+    for client in clients[:2]:
+        with client, client.makefile("rb") as answer:
+            assert answer.read().startswith(b"HTTP/1.1 200")
+    wait_until(lambda: not lone.server.server_state.tasks)
+    assert len(waiting) == 2
+
+
+def test_at_the_end_all_who_wait_are_told_why(packed, capsys):
+    server = LiveServer("mine", packed / "tokenizer.model", LONG)
+    body = b'{"prompt": "1", "temperature": 0}'
+    whole = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    opened(server, HALVES["body"]).close()  # a client that leaves is nothing to report
+    wait_until(lambda: not server.server.server_state.tasks)
+    clients = [opened(server, text) for text in [*HALVES.values(), whole]]
+    wait_until(lambda: server.n_running == 1)
+    server.server.should_exit = True
+    assert [told(client) for client in clients] == [(503, "the server is shutting down")] * 4
+    server.thread.join(SAFETY_NET_SECONDS)
+    assert not server.thread.is_alive()
+    assert capsys.readouterr().err == ""
 
 
 def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict]:

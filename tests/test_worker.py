@@ -66,6 +66,7 @@ def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, m
     worker.submit(left)
     left.cancel()
     worker.submit(last)
+    assert worker._waiting == [last]
     n = len(first.ids)
     wait_until(lambda: len(first.ids) > n + 2)
     assert worker._running == [first]
@@ -106,4 +107,4 @@ def test_closing_ends_the_thread_and_tells_all(worker, ask, decoder):
     assert not worker._thread.is_alive()
     for text in (running, waiting, late):
         assert text.ended.is_set()
-        assert text.finish_reason == "error"
+        assert text.finish_reason == "closed"

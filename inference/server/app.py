@@ -3,11 +3,12 @@
 import asyncio
 import html
 import json
+import os
 import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
@@ -17,8 +18,9 @@ from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.errors import UsageError
 from data.tokenizer import Tokenizer
@@ -41,18 +43,22 @@ class Served:
     sampling: Sampling  # defaults for fields that a request leaves out
     max_bytes: int  # limit of a request's body
     hosts: tuple[str, ...] = ("*",)  # host names that the server accepts; "*" for all
+    encoders: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
 
 
 class ApiError(HTTPException):
     """A refused request, in the form of OpenAI's errors. `param` names the wrong field."""
 
     def __init__(self, status: int, message: str, param=None, code=None):
-        kind = "server_error" if status == 500 else "invalid_request_error"
+        kind = "server_error" if status >= 500 else "invalid_request_error"
         error = {"message": message, "type": kind, "param": param, "code": code}
         super().__init__(status, {"error": error})
 
 
-FAILED = ApiError(500, "the server could not write this; its terminal shows the reason")
+FAILED = {  # finish_reason: status, message
+    "closed": (503, "the server is shutting down"),
+    "error": (500, "the server could not write this; its terminal shows the reason"),
+}
 
 
 def make_app(served: Served) -> FastAPI:
@@ -60,6 +66,7 @@ def make_app(served: Served) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     # Against DNS rebinding: a web page may point its own host name at this machine.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=served.hosts)
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))
     page = PAGE.read_text(encoding="utf-8").replace("{{name}}", html.escape(served.name))
 
     @app.exception_handler(HTTPException)
@@ -117,7 +124,10 @@ async def answer(served: Served, form: type[GenerationRequest], request: Request
         raise ApiError(404, message, "model", "model_not_found")
     try:
         sampling = asked.sampling(served.sampling)
-        prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
+        async with served.encoders:  # encoding takes much memory
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
     except ValueError as error:  # its message begins with the name of the field
         raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     room = served.context - len(prompt)
@@ -163,8 +173,8 @@ class Reply:
             if await request.is_disconnected():
                 text.cancel()
                 return Response(status_code=499)  # nobody reads this response
-        if finish_reason == "error":
-            raise FAILED
+        if finish_reason in FAILED:
+            raise ApiError(*FAILED[finish_reason])
         message = {"role": "assistant", "content": text.text, "refusal": None}
         said = {"message": message} if self.chat else {"text": text.text}
         return JSONResponse(self._form("chat.completion", said, finish_reason) | usage(text))
@@ -178,8 +188,8 @@ class Reply:
             piece, finish_reason = await self.inbox.get()
             if piece:
                 yield event(self._chunk(content=piece))
-        if finish_reason == "error":
-            yield event(FAILED.detail)
+        if finish_reason in FAILED:
+            yield event(ApiError(*FAILED[finish_reason]).detail)
             return
         yield event(self._chunk(finish_reason))
         if with_usage:
@@ -214,15 +224,49 @@ def bind(host: str, port: int) -> socket.socket:
         raise UsageError(f"--host {host} --port {port}: {error}") from error
 
 
+class Connection(H11Protocol):
+    """A connection that counts for limit_concurrency from its beginning."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) >= self.limit_concurrency:
+            self.connections.discard(self)
+            self.abort(503, "too many connections: try again later")
+
+    def abort(self, status: int, message: str) -> None:
+        """Close the connection, with this error if no answer has begun."""
+        if not (self.cycle and self.cycle.response_started):
+            error = json.dumps(ApiError(status, message).detail)
+            head = f"HTTP/1.1 {status} \r\nContent-Type: application/json\r\n\r\n"
+            self.transport.write((head + error).encode())
+        self.transport.abort()
+
+
 class Server(uvicorn.Server):
     """An HTTP server that runs until SIGINT or SIGTERM. Unfinished answers then fail."""
 
     def __init__(self, served: Served):
-        app = make_app(served)
-        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
+        config = uvicorn.Config(make_app(served), http=Connection, log_level="warning", ws="none")
+        config.limit_concurrency = min(128, os.sysconf("SC_OPEN_MAX") // 2)  # one file each
+        config.backlog = config.limit_concurrency // 4  # asyncio accepts so many at a time
+        config.timeout_graceful_shutdown = 5  # seconds
+        super().__init__(config)
+        self.patience = 20.0  # seconds for headers, a body, or to read
         self._worker = served.worker
+        self._since: dict[tuple, float] = {}  # begin of each wait
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End all answers first, because uvicorn waits for them."""
-        self._worker.close()
-        await super().shutdown(sockets)
+    async def on_tick(self, counter: int) -> bool:
+        """Every 0.1 s: close late connections. At the end (True): all."""
+        ends = await super().on_tick(counter)
+        if ends:
+            self._worker.close()
+            await asyncio.sleep(0.1)  # begun answers end
+        now, before, self._since = time.monotonic(), self._since, {}
+        for each in list(self.server_state.connections):
+            cycle = each.cycle  # one per request
+            awaited = (each, cycle, each.transport.get_write_buffer_size())
+            if not cycle or cycle.more_body or cycle.response_complete or each.flow.write_paused:
+                self._since[awaited] = before.get(awaited, now)
+            if ends or now - self._since.get(awaited, now) > self.patience:
+                each.abort(*(FAILED["closed"] if ends else (408, "the request came too late")))
+        return ends
