@@ -18,10 +18,6 @@ class UsageError(ValueError):
     """Flags, files or launcher settings cannot work, or contradict each other."""
 
 
-class SaidError(UsageError):
-    """A child process has failed and has already printed its own error line."""
-
-
 def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> None:
     """Handle uncaught exceptions as sys.excepthook: Ctrl-C prints one line and exits with 130."""
     if not issubclass(kind, KeyboardInterrupt):
@@ -73,7 +69,6 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if "Traceback" in message:  # from a worker process; its last line is the message
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
-        if not isinstance(error, SaidError):
-            name = f"{program} (rank {rank})" if rank else program
-            print(f"{name}: error: {message}", file=sys.stderr, flush=True)
+        name = f"{program} (rank {rank})" if rank else program
+        print(f"{name}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)
