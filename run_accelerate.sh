@@ -36,7 +36,7 @@ fi
 stage=${STAGE:-pretrain}
 case $stage in
   pretrain) program=train_pretrain_accelerate.py unused="CHAT TEACHER" ;;
-  sft) program=train_sft_accelerate.py unused="DATA TEACHER" ;;
+  sft) program=train_sft_accelerate.py unused="DATA TEACHER PREPARE_FLAGS" ;;
   distill) program=train_distillation_accelerate.py unused="DATA CHAT PREPARE_FLAGS" ;;
   *) wrong "STAGE must be pretrain, sft or distill, not $stage" ;;
 esac
@@ -78,22 +78,22 @@ gpus=0
 # share: sequences per process and step, which preflight divides into micro-batches that fit into a GPU's memory;
 # 0: the flags decide; cpu: preflight adds the steps and the optimizer that suit a CPU.
 text=(--data "${packed:-}")
-[ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}")
 if [ "$stage" = sft ]; then
-  text=(--conversations "${CHAT:-builtin}" "--prepare_flags=${PREPARE_FLAGS:-}") # with "=", because the value may begin with --
+  text=(--conversations "${CHAT:-builtin}")
   flags=(--dtype bfloat16 --batch_size 16) share=16
   ((gpus > 0)) || { flags+=(--epochs 2 --learning_rate 2e-3) share=0; } # a small model takes a higher rate
 elif ((gpus > 0)); then
-  flags=(--epochs 3 --batch_size 24 --accumulation_steps 32 --max_seq_len 1024)
+  flags=(--epochs 3 --batch_size 24 --accumulation_steps 32) text+=(--max_seq_len 1024)
   flags+=(--use_flash_attn --dtype bfloat16 --learning_rate 2e-4 --grad_clip 1.0) share=$((24 * 32))
   shape=(--dim 1024 --n_layers 32)
   [ "$stage" = pretrain ] || shape=(--dim 768 --n_layers 16)
 else # a small model that two cores train in a few minutes
-  flags=(--batch_size 16 --accumulation_steps 1 --max_seq_len 256 --dtype bfloat16 --grad_clip 1.0)
+  flags=(--batch_size 16 --accumulation_steps 1 --dtype bfloat16 --grad_clip 1.0) text+=(--max_seq_len 256)
   flags+=(--log_interval 20 --eval_interval 100 --sample_interval 100 --save_interval 200) share=cpu
   shape=(--dim 192 --n_layers 4 --n_heads 4)
   [ "$stage" = pretrain ] || shape=(--dim 128 --n_layers 4 --n_heads 4)
 fi
+[ "$stage" != distill ] || text=(--teacher "${TEACHER:-auto}") # which decides data and length too
 flags+=("${text[@]}")
 [[ $stage != pretrain || $data != builtin ]] || flags+=(--sample_prompt "def")
 [ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # the weights of --init_from decide the shape

@@ -179,9 +179,12 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
     amount = ["--batch_size", args.batch_size, "--epochs", passes, "--log_interval", 1]
 
     (folder := out / "ours").mkdir()
+    command = [sys.executable, "-m", "scripts.prepare_data", "--conversations", data]
+    command += ["--tokenizer", run, "--out", out / "packed", "--val_fraction", "0"]
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     engine = Contender("ours", compiled=False, engine="zero2")  # as run_accelerate.sh
     words = [sys.executable, REPOSITORY / SFTArguments.program, "--init_from", run]
-    words += ["--conversations", data, "--prepare_flags=--val_fraction 0", *amount]
+    words += ["--data", out / "packed", *amount]
     words += ["--log_with", "none", "--compile", "auto", *engine.flags()[-2:]]
     (launched,) = environments(engine, folder)
     found = [Program("this project", words, folder, launched, out / "ours.log")]

@@ -23,11 +23,11 @@ def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     return Path("out/data") / (name if kind == TEXT else f"{name}-chat")
 
 
-def conversations_out(conversations: str, tokenizer: Path, flags: str = "") -> Path:
+def conversations_out(conversations: str, tokenizer: Path) -> Path:
     """Return the folder for conversations. Raises DataError if the tokenizer does not exist."""
     if not tokenizer.is_file():
         raise DataError(f"{tokenizer}, the tokenizer of the model, is missing")
-    words = [tokenizer_hash(tokenizer), flags]
+    words = [tokenizer_hash(tokenizer)]
     if conversations != BUILTIN:
         words.append(str(Path(conversations).resolve()))
     return default_out(conversations, " ".join(words), CONVERSATIONS)

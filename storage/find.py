@@ -12,15 +12,15 @@ DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation loss
 
 
-def newest_run(paths: Iterable[Path], program: str | None, sign: Callable) -> RunFolder | None:
-    """Return the run of this training program that was written to last, or None.
-    A run was written to when the path that `sign` returns for it was modified."""
+def newest_first(paths: Iterable[Path], program: str | None, sign: Callable) -> list[RunFolder]:
+    """Return the runs of this training program; the first was written to last.
+    `sign` returns the path in a run whose time of modification is compared."""
     times = {}
     for run in map(RunFolder, paths):
         path = sign(run)
         if path and path.exists() and program in (None, program_of(run)):
             times[run] = path.stat().st_mtime
-    return max(times, key=times.get, default=None)
+    return sorted(times, key=times.get, reverse=True)
 
 
 def program_of(run: RunFolder) -> str:
@@ -31,7 +31,8 @@ def program_of(run: RunFolder) -> str:
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
     """Return the run `out`/`name`; without name, the one that saved last. None: no checkpoint."""
     paths = [out / name] if name else out.glob("*")
-    return newest_run(paths, program, lambda run: max(run.all_checkpoints(), default=None))
+    runs = newest_first(paths, program, lambda run: max(run.all_checkpoints(), default=None))
+    return runs[0] if runs else None
 
 
 def data_of(name: str) -> str:
@@ -50,12 +51,18 @@ def data_of(name: str) -> str:
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """Return the folder with this name; 'auto' is the run of this program that logged last.
     Raises UsageError: there is no such folder."""
-    if name == "auto":
-        newest = newest_run(runs.glob("*"), program, lambda run: run.metrics)
-        if newest is None:
-            where = runs.absolute()
-            raise UsageError(f"there is no run in {where} yet: start one, bash run_accelerate.sh")
-        return newest.path
-    if not Path(name).is_dir():
-        raise UsageError(f"{name}: no such folder")
-    return Path(name)
+    folder = Path(names_of(name, runs, program)[0])
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    return folder
+
+
+def names_of(name: str, runs: Path, program: str | None) -> list[str]:
+    """Return `name` alone. For 'auto' or 'auto@best' return that of each run of this program; the
+    first logged last. Raises UsageError: there is no such run."""
+    if name.removesuffix(BEST) != "auto":
+        return [name]
+    if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):
+        return [name.replace("auto", str(run.path)) for run in found]
+    where = runs.absolute()
+    raise UsageError(f"there is no run in {where} yet: start one, bash run_accelerate.sh")

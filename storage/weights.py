@@ -53,16 +53,15 @@ class WeightsFolder:
     is_foreign: bool = False  # `path` is a Hugging Face folder with a Llama
 
     @classmethod
-    def find(cls, name: str, program: str | None = None, foreign: bool = False) -> "WeightsFolder":
+    def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":
         """Find the weights of a finished run, or else its newest sound checkpoint.
 
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
-            program: 'auto' considers only runs of this training program.
             foreign: accept a Hugging Face folder.
         Raises UsageError: there are no sound weights."""
         at_best = name.endswith(BEST) and not Path(name).exists()
-        path = find_run(name.removesuffix(BEST) if at_best else name, program=program)
+        path = find_run(name.removesuffix(BEST) if at_best else name)
         if at_best:
             path = checkpoint.best(RunFolder(path).all_checkpoints())
             if path is None:

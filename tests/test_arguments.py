@@ -130,7 +130,6 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
         ({"lora_module_name": "wq"}, "--lora_module_name needs adapters"),
         ({"lora_dim": 8, "lora_alpha": -1.0}, "--lora_alpha must be positive"),
         ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give either"),
-        ({"data": "out/data/chat", "prepare_flags": "--reuse"}, "give either"),
     ],
 )
 def test_a_mistake_in_the_flags_of_fine_tuning_is_one_line(flags, says):

@@ -3,6 +3,7 @@ import platform
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -25,6 +26,7 @@ from training.engine.device import (
     use_all_cores,
 )
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 CPU, GPU = torch.device("cpu"), torch.device("meta")  # meta stands in: any device but a CPU
 CONFIG = {"dim": 64, "n_heads": 4, "n_kv_heads": 2, "max_seq_len": 32}
 
@@ -145,17 +147,23 @@ def test_the_limit_of_every_group_around_the_process_counts(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("environ", "used"),
+    ("environ", "typed", "used"),
     [
-        ({}, 6),
-        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, 6),  # as a launcher says it
-        ({"LOCAL_WORLD_SIZE": "2"}, 3),
-        ({"LOCAL_WORLD_SIZE": "8"}, 1),
-        ({"OMP_NUM_THREADS": "3"}, None),  # the user's own choice stays
+        ({}, {}, 6),
+        ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, {}, 6),  # a launcher has set it
+        ({"ACCELERATE_MIXED_PRECISION": "no", **ONE_THREAD}, {}, 6),
+        ({"LOCAL_WORLD_SIZE": "2"}, {}, 3),
+        ({"LOCAL_WORLD_SIZE": "8"}, {}, 1),
+        ({"OMP_NUM_THREADS": "3"}, {}, None),  # the user's own choice stays
+        ({"TORCHELASTIC_RUN_ID": "x", **ONE_THREAD}, ONE_THREAD, None),
+        ({"LOCAL_WORLD_SIZE": "1", **ONE_THREAD}, {}, None),  # --deepspeed without a launcher
     ],
 )
-def test_the_cores_are_divided_among_the_processes(monkeypatch, environ, used):
-    names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
+def test_the_cores_are_divided_unless_the_user_says_how_many(monkeypatch, environ, typed, used):
+    """`typed` is the environment in which the launcher was started."""
+    monkeypatch.setattr(psutil.Process, "environ", lambda process: typed)
+    launcher = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+    names = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", *launcher)
     clean = {k: v for k, v in os.environ.items() if k not in names}
     monkeypatch.setattr(os, "environ", clean | environ)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)

@@ -1,22 +1,27 @@
 """Weights to begin with: the shape and the tokenizer that they ask for."""
 
 import json
+import os
+import shlex
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_conversation_set import conversation, make_set
 
-from common.errors import UsageError
+from common.errors import ReportedError, UsageError
 from data.errors import DataError
 from data.tokenizer import TOKENIZER_FILE
 from formats.portable import save_portable
 from model import ConfigError, LMConfig, Transformer
 from storage.checkpoint import OPTIMIZER, RANDOM, WEIGHTS, write_checkpoint
 from storage.folder import RunFolder
-from training.arguments import SFTArguments, parse_arguments
-from training.prepare import Prepared, prepare
+from training.arguments import DistillationArguments, SFTArguments, parse_arguments
+from training.prepare import PREPARE_DATA, Prepared, prepare
 
 # In no field LMConfig's own.
 CONFIG = LMConfig(
@@ -143,3 +148,65 @@ def test_data_that_gives_no_validation_is_prepared_without(tmp_path, packed):
     (folder / "dataset.json").write_text(json.dumps(description | {"tokenizer_sha256": "0" * 64}))
     found = prepare(args, {"max_seq_len": 8}, None)
     assert (len(found.train_set), found.val_set, found.total_steps) == (1, None, 1)
+
+
+@pytest.fixture
+def runs(packed, tmp_path) -> Path:
+    """A folder of two pretraining runs: one of sequences of 16, and a newer one whose data, in
+    sequences of 24, is gone."""
+    for age, (name, length, data) in enumerate((("newer", 24, "gone"), ("older", 16, packed))):
+        run = RunFolder(tmp_path / "elsewhere" / name)
+        config = LMConfig(**CONFIG.to_dict() | {"max_seq_len": length})
+        torch.manual_seed(0)
+        save_portable(run.weights, config, dict(Transformer(config).named_parameters()))
+        shutil.copy(packed / TOKENIZER_FILE, run.weights)
+        run.settings.write_text(json.dumps({"arguments": {"data": str(data)}}))
+        run.metrics.touch()
+        os.utime(run.metrics, (1e9 - age, 1e9 - age))
+    return tmp_path / "elsewhere"
+
+
+def student(runs: Path, *typed: str) -> Prepared:
+    words = ["--out_dir", str(runs), *typed]
+    return prepare(*parse_arguments(words, DistillationArguments), None)
+
+
+def test_auto_looks_where_runs_are_written(runs, packed):
+    assert student(runs, "--data", str(packed)).teacher.source.path == runs / "newer" / "weights"
+    args, settings = parse_arguments(["--data", str(packed), "--out_dir", str(runs)])
+    found = prepare(replace(args, init_from="auto"), settings, None)
+    assert found.source.path == runs / "newer" / "weights"
+    with pytest.raises(UsageError, match=f"there is no run in {runs / 'none'} yet"):
+        student(runs / "none")
+
+
+def test_a_student_takes_length_and_data_of_the_newest_run_that_can_teach(runs, packed, capsys):
+    found = student(runs)
+    assert found.teacher.source.path == runs / "older" / "weights"
+    assert (found.args.data, found.config.max_seq_len) == (str(packed), 16)
+    passed = f"--teacher auto passes over {runs / 'newer'}: the training data of "
+    assert passed in capsys.readouterr().out
+    found = student(runs, "--data", str(packed))
+    assert found.config.max_seq_len == 24
+    (runs / "newer" / "weights" / TOKENIZER_FILE).write_bytes(b"another")
+    found = student(runs, "--data", str(packed), "--max_seq_len", "8")
+    assert found.teacher.source.path == runs / "older" / "weights"
+    assert found.config.max_seq_len == 8
+    assert "has another tokenizer than the model in" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="reads 16 tokens at most, the student 32"):
+        student(runs, "--data", str(packed), "--max_seq_len", "32")
+
+
+def test_conversations_prepared_by_hand_are_used_as_they_are(weights, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"{i} + 1", "response": str(i + 1)}) for i in range(40)]
+    Path("chat.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")
+    words = ["--conversations", "chat.jsonl", "--init_from", str(weights)]
+    with pytest.raises(ReportedError):
+        prepare(*parse_arguments(words, SFTArguments), None)
+    said = capfd.readouterr()
+    assert "line 41: not JSON" in said.err
+    (command,) = [x for x in said.out.splitlines() if x.startswith("python -m scripts.prepare")]
+    typed = [*shlex.split(command)[3:], "--skip_bad_lines"]
+    subprocess.run([sys.executable, str(PREPARE_DATA), *typed], check=True)
+    assert len(prepare(*parse_arguments(words, SFTArguments), None).train_set) > 20

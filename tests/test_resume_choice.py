@@ -125,6 +125,9 @@ def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(tmp_path, monkeypat
         monkeypatch.chdir(here)
         start = find(tmp_path / "others", resume=named)
         assert (start.folder.path, start.checkpoint) == (run, RunFolder(run).checkpoint(step))
+        assert find(tmp_path, resume=named, run_name="first").folder.path == run
+        said = refused(tmp_path, resume=named, run_name="mine")
+        assert said == f"--run_name mine: leave it out, {run} is resumed"
     assert "neither a run with checkpoints nor a checkpoint" in refused(tmp_path, resume="none")
 
 

@@ -3,6 +3,7 @@ program that lives on."""
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -156,6 +157,19 @@ def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_pat
     settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
     assert '"train_pretrain_accelerate.py",\n    "--dim",' in settings
     assert sys.argv[0] not in settings
+
+
+def test_a_run_from_one_with_an_adapter_says_what_becomes_of_the_adapter(flags, tmp_path, capsys):
+    main(flags("a"))
+    adapted = tmp_path / "a" / "settings.json"
+    adapted.write_text('{"arguments": {"lora_dim": 4}}', encoding="utf-8")
+    shutil.copytree(tmp_path / "a" / "weights", tmp_path / "a" / "base")
+    said = {}
+    for name, weights in (("b", "a"), ("c", "a/checkpoints/step-00000002"), ("d", "a/base")):
+        capsys.readouterr()
+        main(flags(name, "--init_from", str(tmp_path / weights)))
+        said[name] = "its adapter is merged into these weights" in capsys.readouterr().out
+    assert said == {"b": True, "c": True, "d": False}
 
 
 def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():

@@ -180,9 +180,6 @@ class SFTArguments(TrainingArguments):
         FILE_NAME,
         group="fine-tuning",
     )
-    prepare_flags: str = setting(
-        "", "flags of scripts.prepare_data for --conversations: --prepare_flags='--skip_bad_lines'"
-    )
 
     def __post_init__(self):
         super().__post_init__()

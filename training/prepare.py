@@ -3,6 +3,7 @@
 The check before a launch (training/preflight.py) does the same in a single process.
 """
 
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ from common.errors import ReportedError, UsageError
 from data.dataset import TokenStream
 from data.errors import NothingFitsError
 from data.prepared import conversations_out
-from model import LMConfig, Transformer
+from model import ConfigError, LMConfig, Transformer
 from model.config import HOW_IT_COMPUTES
-from storage.find import PRETRAINING, data_of
+from storage.find import PRETRAINING, data_of, names_of
 from storage.weights import WeightsFolder
 from training.arguments import SFTArguments, TrainingArguments
 from training.engine.deepspeed_config import file_of, read_config, take_schedule
@@ -98,10 +99,12 @@ def prepare(
     def decide() -> tuple:  # on the main process, for all
         start = find_starting_point(args)
         own = with_own_weights(args, start)
-        source = WeightsFolder.find(own.init_from, PRETRAINING) if own.init_from else None
-        teacher = TeacherWeights.find(own)
+        out = Path(args.out_dir)
+        source = own.init_from and WeightsFolder.find(names_of(own.init_from, out, PRETRAINING)[0])
         settings = source_settings(source, model_settings)
-        return start, source, teacher, settings, prepared_data(args, source, teacher)
+        if own.teacher:
+            return start, source, *find_teacher(own, source, settings, engine)
+        return start, source, None, settings, prepared_data(args, source, None)
 
     def open_data() -> tuple:  # on every process
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
@@ -113,8 +116,6 @@ def prepare(
         if source:
             require_same_tokenizer(source, train_set)
         config = LMConfig(**{"vocab_size": train_set.vocab_size} | settings)
-        if teacher:
-            teacher.require_fit(train_set, engine)
         return train_set, val_set, shapes_of(config, filled), teacher and teacher.source.sha256()
 
     start, source, teacher, settings, data = on_main_process(engine, decide)
@@ -158,6 +159,29 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
     return theirs | typed
 
 
+def find_teacher(
+    args: TrainingArguments, source: WeightsFolder | None, settings: dict, engine: Engine | None
+) -> tuple[TeacherWeights, dict, str]:
+    """Return the teacher, the student's model settings and its data. 'auto' is the newest run that
+    can teach and prints why newer ones cannot. Raises UsageError, ConfigError: none can."""
+    names = names_of(args.teacher, Path(args.out_dir), PRETRAINING)
+    for name in names:
+        try:
+            teacher = TeacherWeights.find(replace(args, teacher=name))
+            length = teacher.shapes.config.max_seq_len
+            if teacher.source.is_foreign:  # its limit, perhaps more than anyone trains with
+                length = min(length, LMConfig.max_seq_len)
+            own = {"max_seq_len": length} | settings
+            data = prepared_data(args, source, teacher)
+            train_set = replace(args, data=data).dataset(data, "train", own["max_seq_len"])
+            teacher.require_fit(train_set, engine)
+            return teacher, own, data
+        except (UsageError, ConfigError) as problem:
+            if name == names[-1]:
+                raise
+            print(f"--teacher {args.teacher} passes over {name}: {problem}", flush=True)
+
+
 def prepared_data(
     args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
 ) -> str:
@@ -165,19 +189,19 @@ def prepared_data(
     Raises UsageError: the preparation failed, or the data of the teacher is missing."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
-        folder = str(conversations_out(args.conversations, tokenizer, args.prepare_flags))
+        folder = str(conversations_out(args.conversations, tokenizer))
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
-        flags += ["--overwrite", f"--flags={args.prepare_flags}"]
-    elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
+    elif isinstance(args, SFTArguments) and args.conversations != "builtin":
         raise UsageError("--data names prepared data, --conversations data to prepare: give either")
     elif args.data is None:
         return data_of(str(teacher.source.path))
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
-        print(f"no packed data in {args.data} yet: preparing the built-in corpus", flush=True)
         folder, flags = args.data, ["--data", "builtin"]
     else:
         return args.data
-    command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
+    flags += ["--out", folder, "--reuse"]  # also data that was prepared by hand
+    print(f"python -m scripts.prepare_data {shlex.join(flags)}", flush=True)
+    command = [sys.executable, str(PREPARE_DATA), *flags]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
         raise ReportedError(f"{folder}: the data could not be prepared")
     return folder

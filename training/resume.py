@@ -57,6 +57,8 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
             reason = "neither a run with checkpoints nor a checkpoint"
             raise UsageError(f"--resume {args.resume}: {reason}")
         run = run_of(checkpoints[-1])
+        if args.run_name not in (None, run.path.name):
+            raise UsageError(f"--run_name {args.run_name}: leave it out, {run.path} is resumed")
     if run.settings.exists() and (program := program_of(run)) != args.program:
         raise UsageError(f"{run.path} holds a run of {program}: choose another --run_name")
     if run.metrics.exists() and not args.resume:

@@ -19,7 +19,7 @@ from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
-from storage.folder import release_locks
+from storage.folder import RunFolder, read_settings, release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
 from training.engine.device import attention_kernel, available_memory, device_name, matrix_precision
@@ -169,6 +169,11 @@ def start_block(run: Run) -> str:
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
     if prepared.source and not prepared.source.tokenizer.is_file():
         origin += "; it has no tokenizer, but the same vocabulary size"
+    if prepared.source and prepared.source.path.name != "base":  # without the adapter
+        runs = map(RunFolder, prepared.source.path.parents[:2])  # of weights, or of a checkpoint
+        settings = [read_settings(run.settings).get("arguments", {}) for run in runs]
+        if any(flags.get("lora_dim") for flags in settings):
+            origin += "; its adapter is merged into these weights and not trained further"
     read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
         read = data.summary

@@ -13,7 +13,6 @@ from data.dataset import TokenStream
 from data.errors import DataError
 from data.tokenizer import tokenizer_hash
 from model import Transformer
-from storage.find import PRETRAINING
 from storage.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
@@ -47,12 +46,10 @@ class TeacherWeights:
     zero: ZeroInference | None  # None: every process holds the whole teacher
 
     @classmethod
-    def find(cls, args: TrainingArguments) -> "TeacherWeights | None":
-        """Return the teacher that --teacher names; None without one. Raises UsageError or
-        ConfigError: no weights there, or --teacher_config is not for ZeRO-3."""
-        if args.teacher is None:
-            return None
-        source = WeightsFolder.find(args.teacher, PRETRAINING, foreign=True)
+    def find(cls, args: TrainingArguments) -> "TeacherWeights":
+        """Return the teacher that --teacher names. Raises UsageError or ConfigError: no weights
+        there, or --teacher_config is not for ZeRO-3."""
+        source = WeightsFolder.find(args.teacher, foreign=True)
         zero = None
         if path := args.teacher_config:
             config = read_config(path)

@@ -59,6 +59,11 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         ("", {"ENGINE": "zero3", "CONFIG": "my.yaml"}, "set either"),
         ("", {"STAGE": "dpo"}, "STAGE must be pretrain, sft or distill, not dpo"),
         ("", {"STAGE": "distill"}, "STAGE=distill does not use DATA"),
+        (
+            "",
+            {"STAGE": "sft", "DATA": "", "PREPARE_FLAGS": "--reuse"},
+            "does not use PREPARE_FLAGS",
+        ),
         ("", {"MASTER_PORT": "70000"}, "MASTER_PORT (below 65536) cannot be 1, 0 and 70000"),
         ("", {"NUM_MACHINES": "1", "MACHINE_RANK": "1"}, "cannot be 1, 1 and 0"),
         ("", {"MASTER_ADDR": "node1"}, "set NUM_MACHINES too"),
@@ -104,7 +109,7 @@ def test_the_next_stage_goes_on_from_the_newest_run_and_stops_when_told(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"CUDA_VISIBLE_DEVICES": "-1", "MASTER_PORT": str(free.getsockname()[1])}
-    stage = {"STAGE": "sft", "CHAT": str(chat), "PREPARE_FLAGS": "--val_fraction=0.2"}
+    stage = {"STAGE": "sft", "CHAT": str(chat)}
     environ = stage | {"ENGINE": "zero3", "NUM_PROCESSES": "1"} | place
     log = tmp_path / "log"
     with open(log, "w") as file:

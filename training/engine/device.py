@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 from common.errors import UsageError
@@ -179,10 +180,11 @@ def keep_freed_memory() -> bool:
 
 
 def use_all_cores() -> None:
-    """Divide this machine's cores among its processes, unless OMP_NUM_THREADS is set.
-    A launcher sets it to 1, so a 1 under a launcher is not the user's choice."""
-    launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads is None or (launched and threads == "1"):
+    """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
+    A launcher sets it to 1 too: then the environment in which the launcher was started decides."""
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
+        asked = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
+    if asked is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))
