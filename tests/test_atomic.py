@@ -50,7 +50,7 @@ def text_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("write", [write_file, write_folder])
-def test_it_appears_when_it_is_whole_and_takes_the_place_of_an_older_one(tmp_path, write):
+def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_path, write):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "new", "half", KeyboardInterrupt)
     assert names(tmp_path) == []
@@ -62,7 +62,7 @@ def test_it_appears_when_it_is_whole_and_takes_the_place_of_an_older_one(tmp_pat
         assert text_of(tmp_path / "new") == text
 
 
-def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_path, monkeypatch):
+def test_contents_are_synced_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -84,7 +84,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_p
     assert after == (tmp_path, True)
 
 
-def test_a_file_system_that_cannot_sync_folders_will_do_and_a_failing_disk_will_not(
+def test_a_folder_that_cannot_be_synced_is_accepted_but_a_disk_error_is_raised(
     tmp_path, monkeypatch
 ):
     real, refusal = os.fsync, OSError(errno.EINVAL, "not for folders")
@@ -102,7 +102,7 @@ def test_a_file_system_that_cannot_sync_folders_will_do_and_a_failing_disk_will_
         write_whole(tmp_path / "new", "more")
 
 
-def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
+def test_the_next_write_deletes_the_leftovers_of_a_killed_process(tmp_path):
     """It may have been killed while writing, between two renames, or while deleting."""
     folder_of(tmp_path / "new.partial", "half")
     folder_of(tmp_path / "new.deleting", "old")
@@ -117,7 +117,7 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
     assert text_of(tmp_path / "new") == "newest"
 
 
-def test_a_folder_that_goes_has_lost_its_name_before_it_loses_a_file(tmp_path, monkeypatch):
+def test_a_folder_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch):
     folder_of(tmp_path / "doomed", "text")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
@@ -153,7 +153,7 @@ def test_only_an_empty_folder_or_one_of_the_same_kind_is_replaced(tmp_path):
         assert text_of(tmp_path / "other") == "of a person"
 
 
-def test_whoever_makes_the_same_waits_for_its_turn_and_says_so(tmp_path, capsys):
+def test_a_second_writer_of_the_same_folder_waits_and_says_so(tmp_path, capsys):
     out, came = tmp_path / "parent" / "new", []
 
     def make() -> None:

@@ -46,7 +46,9 @@ def chat(model, tokenizer):
 
 
 @pytest.mark.parametrize("room_for", [3, 4])  # messages; an answer goes with its question
-def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer, capsys, room_for):
+def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
+    chat, tokenizer, capsys, room_for
+):
     said, asked = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
     fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, asked][-room_for:]])
     chat.context, chat.turns = len(fitting) + 12, said
@@ -93,7 +95,7 @@ def expected(model, tokenizer, said: list[Turn], sampling=GREEDY) -> str:
     return tokenizer.decode([*tokenizer.encode("x"), *ids])[1:]
 
 
-def test_answers_follow_from_what_was_said_until_it_is_reset(chat, converse, model, tokenizer):
+def test_an_answer_depends_on_the_earlier_turns_until_reset(chat, converse, model, tokenizer):
     chat.sampling = WILD
     found, err = converse("1 + 1", "", "2 + 2", "/reset", KeyboardInterrupt, "2 + 2")
     first = expected(model, tokenizer, turns("1 + 1"), WILD)
@@ -105,7 +107,7 @@ def test_answers_follow_from_what_was_said_until_it_is_reset(chat, converse, mod
     assert chat.turns == turns("2 + 2", third)
 
 
-def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
+def test_ctrl_c_ends_only_the_answer_and_its_beginning_stays_in_the_conversation(
     converse, model, tokenizer, monkeypatch
 ):
     steps, step = [], Batch.step
@@ -125,7 +127,7 @@ def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
     assert second == expected(model, tokenizer, turns("1 + 1", begun, "2 + 2"))
 
 
-def test_an_answer_that_fills_the_context_or_is_empty_is_said(
+def test_a_note_says_that_an_answer_filled_the_context_or_is_empty(
     chat, converse, tokenizer, monkeypatch
 ):
     assert "is full" not in converse("1")[1]
@@ -139,7 +141,7 @@ def test_an_answer_that_fills_the_context_or_is_empty_is_said(
 
 
 @pytest.mark.parametrize("fine_tuned", [False, True])
-def test_the_program_answers_what_comes_by_a_pipe(
+def test_the_program_answers_questions_from_a_pipe(
     tmp_path, model, tokenizer, monkeypatch, capsys, fine_tuned
 ):
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}

@@ -106,7 +106,7 @@ def steps_of(run: RunFolder) -> list[int]:
     return [step_of(path) for path in run.all_checkpoints()]
 
 
-def test_what_was_saved_comes_back(run):
+def test_a_saved_state_is_loaded_again(run):
     torch.manual_seed(7)
     checkpointer = checkpointer_of(run, 5.0)
     checkpointer.save(5, 2.5)
@@ -146,14 +146,14 @@ def of_three(run, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_every_process_gets_its_own_random_numbers_and_log_line_back(run, of_three, rank):
+def test_every_process_gets_its_own_random_state_and_loss_meter_back(run, of_three, rank):
     _, meter = load(run, 1, engine_of(3, rank))
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
     assert sums_of(meter) == {"loss": 1.0 + rank, "weight": 2.0 + rank, "skipped_steps": 0}
 
 
 @pytest.mark.parametrize("processes", [1, 6])
-def test_another_number_of_processes_keeps_the_log_line_and_says_that_dropout_differs(
+def test_another_number_of_processes_keeps_the_loss_meter_and_says_that_dropout_differs(
     run, of_three, capsys, processes
 ):
     torch.manual_seed(11)
@@ -167,7 +167,7 @@ def test_another_number_of_processes_keeps_the_log_line_and_says_that_dropout_di
     assert sums_of(meter) == {"loss": 0, "weight": 0, "skipped_steps": 0}
 
 
-def test_a_log_line_without_names_is_read(run):
+def test_the_loss_meter_of_an_older_version_is_read(run):
     """Earlier versions wrote loss, weight, skipped steps and parts as one vector."""
     save(run, 1)
     path = run.checkpoint(1) / RANDOM
@@ -180,7 +180,7 @@ def test_a_log_line_without_names_is_read(run):
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
-def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
+def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
     """And nothing that a kill has left."""
     (run.checkpoints / "step-00000001.partial-7").mkdir(parents=True)
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
@@ -188,7 +188,7 @@ def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
     assert bool(list(run.checkpoints.glob("*.partial-*"))) == (keep_last == 0)
 
 
-def test_a_run_that_goes_on_knows_the_best_of_its_own_course(run):
+def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
     """It has checkpoints after the step that it goes on from, and a damaged one."""
     save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
     (run.checkpoint(3) / "state.json").write_text("{")
@@ -222,7 +222,7 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
     assert [load(run, step)[0].value for step in (1, 2)] == [1.0, 2.0]
 
 
-def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, monkeypatch):
+def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(run, monkeypatch):
     save(run, 1)
     checkpointer = checkpointer_of(run)
     assert checkpointer.wait()  # there was none
@@ -255,7 +255,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("file", FOREIGN)
-def test_files_that_are_sound_but_foreign_are_one_clear_line(run, file):
+def test_a_readable_file_with_wrong_contents_is_refused_in_one_line(run, file):
     save(run, 1)
     (run.checkpoint(1) / file).write_bytes(FOREIGN[file])
     with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:

@@ -117,7 +117,7 @@ def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_p
 BAD = [b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"]
 
 
-def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
+def test_bad_lines_are_an_error_or_are_skipped_and_counted(pack, tmp_path):
     path = write(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:20], *(bad + b"\n" for bad in BAD), *lines[20:]]))

@@ -38,11 +38,13 @@ def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
         ),
     ],
 )
-def test_what_an_engine_needs(config, needed):
+def test_the_operations_that_a_configuration_needs_are_found(config, needed):
     assert own_operations(config) == needed
 
 
-def test_a_start_that_compiles_says_so_and_a_failure_is_one_line(monkeypatch, tmp_path, capsys):
+def test_compiling_an_operation_is_announced_and_a_failure_is_one_line(
+    monkeypatch, tmp_path, capsys
+):
     from deepspeed.ops import op_builder
 
     def fail():

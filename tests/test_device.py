@@ -46,7 +46,7 @@ def test_every_precision_has_a_peak_of_its_own_and_unknown_devices_have_none(nam
     assert [peak_flops(name, precision) for precision in PRECISIONS] == pytest.approx(peaks)
 
 
-def test_the_precision_of_matrix_products(monkeypatch):
+def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
     for mixed_precision, tf32, precision in (
         ("no", False, "fp32"),
         ("no", True, "tf32"),
@@ -57,7 +57,7 @@ def test_the_precision_of_matrix_products(monkeypatch):
         assert matrix_precision(mixed_precision) == precision
 
 
-def test_mfu_by_hand():
+def test_mfu_equals_a_count_by_hand():
     assert mfu(1e5, 1e9, 1e15, devices=4) == pytest.approx(0.025)
     assert mfu(1e5, 1e9, None, devices=2) is None
 
@@ -100,7 +100,7 @@ def test_attention_on_a_cpu_is_plain_or_blocks_of_rows():
         assert kernel.startswith(said)
 
 
-def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypatch):
+def test_the_attention_kernel_is_looked_up_for_the_tensors_of_training(monkeypatch):
     asked = {}
 
     def choice(q, k, v, **options):
@@ -120,7 +120,7 @@ def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypa
     assert asked[torch.float32] == (wide, wide, wide, True, causal | {"enable_gqa": False})
 
 
-def test_memory_of_this_process():
+def test_available_and_peak_memory_are_plausible():
     alone, shared = available_memory(CPU, 1), available_memory(CPU, 2)
     assert 0 < shared < alone < 2**14 * GIB
     assert peak_memory_bytes(CPU) > 50e6

@@ -41,7 +41,7 @@ def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, s
 @pytest.mark.parametrize(
     "error", [OtherError("boom"), BrokenPipeError(errno.EPIPE, "a worker's, not the output's")]
 )
-def test_other_errors_and_exits_pass_through(error):
+def test_other_errors_pass_through(error):
     with pytest.raises(type(error)), one_line_errors("prog", UsageError):
         raise error
 
@@ -71,7 +71,7 @@ def command(lines: str) -> dict:
 @pytest.mark.parametrize(
     ("lines", "code", "says"), [(WRITES, 141, b""), (FAILS, 2, b"prog: error: x\n")]
 )
-def test_a_reader_that_has_seen_enough_ends_a_program_with_no_word_but_its_error(lines, code, says):
+def test_a_closed_pipe_ends_a_program_with_no_message_but_its_own_error(lines, code, says):
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(**command(lines), **pipes) as process:
         assert process.stdout.readline() == b"0\n"
@@ -96,7 +96,9 @@ def test_output_that_is_closed_or_full_leaves_no_traceback(output, lines, code, 
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, monkeypatch):
+def test_a_machines_first_rank_prints_its_error_at_once_and_the_other_ranks_wait(
+    capsys, monkeypatch
+):
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setattr(errors.signal, "signal", lambda *handler: waited.append(handler))
@@ -114,7 +116,7 @@ def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, 
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path):
+def test_ctrl_c_during_the_imports_prints_one_line(tmp_path):
     """A torch that interrupts as the keys would."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(

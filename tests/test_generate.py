@@ -63,9 +63,7 @@ def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
 
 
 @pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # a space is the first token's
-def test_it_prints_the_prompt_and_what_follows_with_the_settings_of_the_flags(
-    call, weights, prompt
-):
+def test_the_prompt_and_a_continuation_sampled_by_the_flags_are_printed(call, weights, prompt):
     settings = {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "seed": 5}
     settings["repetition_penalty"] = 1.3
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
@@ -117,7 +115,7 @@ def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path)
         assert re.match(f"generate: error: .*{message}.*\n$", err)
 
 
-def test_at_the_end_of_the_context_it_stops_and_says_so_or_slides(call, weights):
+def test_a_text_that_fills_the_context_ends_with_a_note_or_slides(call, weights):
     prompt = "sum 3:"
     flags = ("--prompt", prompt, "--max_new_tokens", str(10**15), "--greedy")
     out, err, _ = call(*flags)
@@ -130,7 +128,7 @@ def test_at_the_end_of_the_context_it_stops_and_says_so_or_slides(call, weights)
     assert longer == expected(weights, prompt, 90, temperature=0) + "\n"
 
 
-def test_a_conversation_goes_on_until_the_input_ends(call, weights):
+def test_interactive_prompts_are_read_until_the_input_ends(call, weights):
     typed = "sum 1\n\n" + "sum " * 40 + "\n第\n"
     out, err, code = call("--interactive", "--max_new_tokens", "5", stdin=typed)
     assert expected(weights, "sum 1", 5) in out
@@ -163,7 +161,7 @@ REFUSED = {  # flags of the program, behind the run: a keyword of the message
 @pytest.mark.parametrize(
     ("program", "flags"), [(name, flags) for name, table in REFUSED.items() for flags in table]
 )
-def test_what_cannot_work_is_one_line(weights, capsys, program, flags):
+def test_flags_that_cannot_work_are_refused_in_one_line(weights, capsys, program, flags):
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"scripts.{program}").main([str(weights), *flags])
     out, err = capsys.readouterr()
@@ -172,7 +170,9 @@ def test_what_cannot_work_is_one_line(weights, capsys, program, flags):
 
 
 @pytest.mark.parametrize("program", ["generate --prompts -", "chat", "serve --port 0"])
-def test_processes_that_would_share_a_user_are_refused(weights, capsys, monkeypatch, program):
+def test_several_processes_are_refused_if_they_would_share_stdin_or_a_port(
+    weights, capsys, monkeypatch, program
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     name, *flags = program.split()
     with pytest.raises(SystemExit, match="2"):
@@ -180,6 +180,6 @@ def test_processes_that_would_share_a_user_are_refused(weights, capsys, monkeypa
     assert re.search("share stdin|needs one process", capsys.readouterr().err)
 
 
-def test_of_several_processes_the_first_one_speaks(call, monkeypatch):
+def test_only_the_first_of_several_processes_prints(call, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert call("--prompt", "sum", "--max_new_tokens", "3") == ("", "", 0)

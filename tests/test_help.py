@@ -14,7 +14,7 @@ SCRIPTS = (
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
-def test_the_usage_line_can_be_typed_and_shows_places_in_capitals(name, capsys, monkeypatch):
+def test_the_usage_line_can_be_typed_and_has_placeholders_in_capitals(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"scripts.{name}").main(["--help"])
@@ -28,7 +28,7 @@ def test_the_usage_line_can_be_typed_and_shows_places_in_capitals(name, capsys, 
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
-def test_a_mistake_in_a_flag_is_said_without_loading_torch(name, tmp_path):
+def test_an_unknown_flag_is_refused_without_loading_torch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('nobody needs it yet')\n")
     ended = run([sys.executable, "-m", f"scripts.{name}", "--nonsense"], PYTHONPATH=str(tmp_path))
     assert ended.code == 2

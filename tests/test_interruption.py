@@ -52,7 +52,7 @@ def request_of(clock):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, clock, left, number):
+def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(request_of, clock, left, number):
     stop = request_of()
     assert stop.reason() is None
     signal.raise_signal(number)
@@ -65,7 +65,7 @@ def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, clock, left, numb
     assert left == [128 + signal.SIGTERM]
 
 
-def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, clock):
+def test_a_checkpoint_is_due_save_minutes_after_the_last_one(request_of, clock):
     stop, never = request_of(save_minutes=0.5), request_of()
     for _ in range(2):
         for seconds, due in ((30, False), (0.1, True)):
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, cloc
         stop.saved()
 
 
-def test_all_ranks_stop_and_save_for_what_one_of_them_was_told(request_of, clock, monkeypatch):
+def test_a_request_to_one_rank_makes_all_ranks_stop_or_save(request_of, clock, monkeypatch):
     others = [0]
     monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others, 0))
     stop = request_of(save_minutes=0.5, rank=1)
@@ -90,9 +90,7 @@ def test_all_ranks_stop_and_save_for_what_one_of_them_was_told(request_of, clock
         assert (stop.reason(), stop.time_to_save) == (reason, saves)
 
 
-def test_a_run_that_has_saved_leaves_a_note_and_one_that_has_not_an_exit_code(
-    monkeypatch, tmp_path
-):
+def test_a_stopped_run_leaves_a_note_if_saved_and_exits_with_code_1_if_not(monkeypatch, tmp_path):
     monkeypatch.setenv("STOP_NOTE", str(tmp_path / "note"))
     engine = SimpleNamespace(accelerator=Mock(is_local_main_process=True))
     with pytest.raises(SystemExit) as ended:
@@ -105,7 +103,7 @@ def test_a_run_that_has_saved_leaves_a_note_and_one_that_has_not_an_exit_code(
 
 
 @pytest.mark.parametrize("earlier", ["", r" --resume=my\ runs/a", " --resume 'my runs/a'"])
-def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier):
+def test_the_command_that_resumes_is_the_typed_one_with_resume(monkeypatch, earlier):
     for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     again = "--dim 8 --resume 'my runs/b'"
@@ -119,7 +117,7 @@ def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier
 
 
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
-def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, left, error, codes):
+def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(monkeypatch, left, error, codes):
     monkeypatch.setenv("RANK", "1")
     with suppress(SystemExit, KeyError):
         try:

@@ -65,7 +65,7 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(folder, tokenizer, texts, tmp
     assert tokenizer.vocab_size == len(theirs) == VOCAB
 
 
-def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer):
+def test_decoding_returns_the_text_exactly_and_the_name_of_a_marker_is_encoded_as_text(tokenizer):
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
@@ -80,7 +80,7 @@ def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer)
     assert all(tokenizer.decode([*one, i]).startswith("1 ") for i in next_ids)
 
 
-def test_a_stream_of_any_ids_is_what_decoding_makes_of_all(tokenizer):
+def test_streaming_random_ids_gives_the_text_of_decoding_them_all(tokenizer):
     """Broken characters, and markers inside of one."""
     random = np.random.default_rng(0)
     for _ in range(200):
@@ -89,7 +89,7 @@ def test_a_stream_of_any_ids_is_what_decoding_makes_of_all(tokenizer):
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path):
+def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_path):
     copy_tokenizer(folder, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     hashes = {tokenizer_hash(path) for path in (folder, tmp_path, tmp_path / "tokenizer.json")}
@@ -111,7 +111,7 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
-def test_other_files_are_refused_in_one_line(folder, tmp_path):
+def test_a_file_that_is_no_byte_level_bpe_is_refused_in_one_line(folder, tmp_path):
     path = tmp_path / "tokenizer.json"
     assert "no such tokenizer file" in refused(path)
     for content in ("", "{}", "\0"):

@@ -56,14 +56,14 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
     ],
 )
-def test_a_launch_that_would_not_do_as_told_is_refused(environ, variables, args, named):
+def test_a_launch_that_contradicts_the_flags_is_refused(environ, variables, args, named):
     environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
     with pytest.raises(UsageError) as error:
         build_engines([args])
     assert named in str(error.value)
 
 
-def test_what_a_gpu_lacks_is_refused(environ, monkeypatch):
+def test_flags_that_the_gpus_do_not_support_are_refused(environ, monkeypatch):
     tf32 = TrainingArguments(dtype="float32", tf32=True)
     for gpu, args, named in (
         ({"has_bf16": False}, BF16, "Tesla V100 has no bfloat16: pass --dtype float16"),
@@ -91,7 +91,7 @@ def test_the_accumulation_changes_in_deepspeeds_configuration_too():
     assert deepspeed["train_batch_size"] == 24
 
 
-def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch):
+def test_largest_and_total_are_reduced_over_the_cpu_group(monkeypatch):
     others, group = torch.tensor([3, 9]), object()
 
     def all_reduce(tensor, op, asked) -> None:
@@ -138,7 +138,7 @@ def test_the_launchers_own_zero_flags_make_a_configuration(environ):
     assert (plugin.zero_stage, plugin.deepspeed_config["gradient_clipping"]) == (2, 0.7)
 
 
-def test_what_accelerate_rejects_is_said_in_one_line(environ):
+def test_an_error_of_accelerate_becomes_one_line(environ):
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
     environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file,zero_stage"
     with pytest.raises(UsageError, match=r"ds_config\.json.*zero_stage") as error:
@@ -154,7 +154,7 @@ def test_buckets_are_no_larger_than_all_gradients():
         assert zero["reduce_bucket_size"] == given
 
 
-def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
+def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
     theirs = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     environ |= theirs  # of DeepSpeed's launcher (deepspeed/launcher/launch.py)
     take_launch(NAMED)
@@ -166,14 +166,14 @@ def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
     assert environ.items() >= expected.items()
 
 
-def test_without_a_launcher_a_process_is_alone(environ):
+def test_without_a_launcher_a_process_is_rank_0_of_1(environ):
     take_launch(NAMED)
     assert environ["RANK"] == environ["LOCAL_RANK"] == "0"
     assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "1"
     assert {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
 
 
-def test_only_another_file_of_the_launchers_is_a_contradiction(environ):
+def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(environ):
     for named in (os.path.relpath(OURS), "none"):
         environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
         take_launch(NAMED)
@@ -183,7 +183,7 @@ def test_only_another_file_of_the_launchers_is_a_contradiction(environ):
         take_launch(NAMED)
 
 
-def test_of_several_models_each_may_name_a_file_and_the_launchers_is_that_of_the_others(environ):
+def test_a_model_that_names_no_deepspeed_file_uses_the_launchers(environ):
     models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
     with pytest.raises(UsageError, match="all models or none"):
         take_launch(*models)

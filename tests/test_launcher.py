@@ -7,7 +7,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from training import launcher
 
 
-def test_pytorchs_launcher_waits_for_no_other_machine(monkeypatch):
+def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
     waits = launcher.SimpleElasticAgent._exit_barrier  # private: missing where PyTorch renames it
     monkeypatch.setattr(launcher.SimpleElasticAgent, "_exit_barrier", waits)
     monkeypatch.setattr(launcher, "main", lambda: None)
@@ -15,7 +15,7 @@ def test_pytorchs_launcher_waits_for_no_other_machine(monkeypatch):
     assert launcher.SimpleElasticAgent._exit_barrier(None) is None
 
 
-def test_machines_that_cannot_meet_are_one_line(monkeypatch, capsys):
+def test_machines_that_cannot_connect_get_an_error_of_one_line(monkeypatch, capsys):
     def fail():
         raise torch.distributed.DistNetworkError("port `29500` is used\nand more")
 

@@ -39,7 +39,7 @@ def holder_of(lock: Path):
         process.wait()
 
 
-def test_a_live_process_keeps_others_out_and_a_killed_one_does_not(tmp_path):
+def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
     with holder_of(tmp_path / "lock") as holder:
         assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2
         with pytest.raises(UsageError) as error:

@@ -140,7 +140,9 @@ def feed(clock):
 
 
 @pytest.mark.parametrize(("first_step", "reported"), [(1, [1, 4, 8, 11]), (3, [4, 8, 11])])
-def test_first_last_and_every_interval_report(start, feed, tmp_path, first_step, reported):
+def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
+    start, feed, tmp_path, first_step, reported
+):
     """The first step of the run, that is: a resume adds no line of its own."""
     log = start(log_interval=4, total_steps=11, first_step=first_step)
     for step in range(first_step, 12):
@@ -150,7 +152,7 @@ def test_first_last_and_every_interval_report(start, feed, tmp_path, first_step,
 
 
 @pytest.mark.parametrize("first_step", [1, 4])
-def test_speed_leaves_out_pauses_and_the_first_step_and_time_left_does_not(
+def test_speed_excludes_the_first_step_and_pauses_but_time_left_includes_pauses(
     start, feed, clock, tmp_path, capsys, first_step
 ):
     log = start(log_interval=2, total_steps=12, first_step=first_step)
@@ -174,7 +176,7 @@ def test_speed_leaves_out_pauses_and_the_first_step_and_time_left_does_not(
     assert {seconds: as_time(seconds) for seconds in times} == times
 
 
-def test_a_line_tells_what_people_watch(start, feed, tmp_path, capsys):
+def test_a_log_line_has_loss_learning_rate_norm_speed_and_time_left(start, feed, tmp_path, capsys):
     log = start(name="small")
     for step, loss, norm in ((1, 3.5, 0.5), (2, 2.5, 0.5), (3, NAN, NAN)):
         feed(log, step, loss, norm)
@@ -189,7 +191,9 @@ def test_a_line_tells_what_people_watch(start, feed, tmp_path, capsys):
     assert (row["loss"], row["grad_norm"], row["skipped_steps"]) == (None, None, 1)
 
 
-def test_rows_of_training_validation_and_profile(start, feed, tmp_path, capsys, monkeypatch):
+def test_training_validation_and_profile_write_a_row_each(
+    start, feed, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(log_module, "peak_flops", lambda *device: 1e6)
     log = start()
     for step in (1, 2):

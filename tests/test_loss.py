@@ -40,7 +40,7 @@ def loss_and_gradients(model: Transformer, targets: torch.Tensor, autocast: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_and_gradients_are_those_of_the_whole(in_chunks, dtype):
+def test_chunks_give_the_loss_and_gradients_of_the_whole(in_chunks, dtype):
     model = opinionated(VOCAB, SEQ_LEN).to(dtype)
     whole, expected = loss_and_gradients(model, some_targets())
     in_chunks()
@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_those_of_the_whole(in_chunks, dtype):
 
 
 @pytest.mark.parametrize("reduction", ["none", "hits"])
-def test_each_position_has_its_own_loss(in_chunks, reduction):
+def test_each_position_gets_its_own_loss_without_reduction(in_chunks, reduction):
     model, tokens, targets = opinionated(VOCAB, SEQ_LEN), some_tokens(), some_targets()
     whole = model(tokens, targets, reduction)
     logits = model(tokens).logits
@@ -69,7 +69,7 @@ def test_each_position_has_its_own_loss(in_chunks, reduction):
         assert whole.hits is chunked.hits is None
 
 
-def test_where_no_target_counts_the_gradient_is_nothing(in_chunks):
+def test_without_a_target_that_counts_the_gradient_is_zero(in_chunks):
     in_chunks()
     model = opinionated(VOCAB, SEQ_LEN)
     out = model(some_tokens(), torch.full((BATCH, SEQ_LEN), IGNORE_INDEX))
@@ -79,7 +79,7 @@ def test_where_no_target_counts_the_gradient_is_nothing(in_chunks):
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["training", "validation"])
-def test_no_more_logits_than_a_chunk_has_are_there_at_once(in_chunks, recompute):
+def test_logits_are_computed_one_chunk_at_a_time(in_chunks, recompute):
     in_chunks(16)
     model = opinionated(VOCAB, SEQ_LEN)
     rows = []

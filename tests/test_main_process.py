@@ -45,11 +45,11 @@ def fails(words: str, kind=DataError):
     return attempt
 
 
-def test_every_process_has_its_own_answer(monkeypatch):
+def test_every_process_returns_its_own_answer(monkeypatch):
     assert on_every_process(told(monkeypatch, None, None), lambda: 2) == 2
 
 
-def test_a_process_that_is_alone_asks_nobody_and_raises_its_own():
+def test_a_single_process_raises_its_own_error():
     for ask in (on_main_process, on_every_process):
         assert ask(ALONE, lambda: 1) == 1
         with pytest.raises(DataError, match="no data"):
@@ -57,19 +57,19 @@ def test_a_process_that_is_alone_asks_nobody_and_raises_its_own():
 
 
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
-def test_what_one_process_cannot_is_said_by_all_with_its_place(monkeypatch, attempt):
+def test_an_error_on_some_processes_is_raised_on_all_and_names_rank_and_host(monkeypatch, attempt):
     engine = told(monkeypatch, None, DataError("no data"), ConfigError("none"))
     with pytest.raises(DataError, match=r"^no data \(only rank 1 on node1, rank 2 on node2 of 3 "):
         on_every_process(engine, attempt)
 
 
-def test_what_no_process_can_is_said_as_it_is(monkeypatch):
+def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
     engine = told(monkeypatch, DataError("no data"), DataError("no data"))
     with pytest.raises(DataError, match=r"^no data$"):
         on_every_process(engine, fails("no data"))
 
 
-def test_what_one_process_has_otherwise_than_the_main_one_is_said_by_all(monkeypatch):
+def test_a_difference_from_the_main_process_is_an_error_on_all(monkeypatch):
     main, other = {"--dim": 8, "data": "a1"}, {"--dim": 8, "data": "b2"}
     with pytest.raises(UsageError, match=r"^rank 1 on node1 has data b2 \(not a1\): start all"):
         require_the_same(told(monkeypatch, main, other), other)

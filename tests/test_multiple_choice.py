@@ -49,7 +49,7 @@ def scorer(accelerator) -> Scorer:
         (GOOD | {"choices": ["1", "2 + 7 = 9; " * 10]}, f"no token, or more than {SEQ_LEN}"),
     ],
 )
-def test_a_line_that_is_no_question_is_named_with_what_is_wrong(tokenizer, fields, says):
+def test_an_invalid_question_is_an_error_with_its_line_and_the_reason(tokenizer, fields, says):
     with pytest.raises(DataError) as error:
         list(question_rows(records([GOOD, fields]), tokenizer, SEQ_LEN, " "))
     assert str(error.value).startswith("q.jsonl, line 2: ")
@@ -79,7 +79,7 @@ def test_all_choices_are_scored_from_the_end_of_the_question(question, choices, 
     assert ["".join(map(chr, ids[n_context:])) for ids, n_context in encoded] == scored
 
 
-def test_as_turns_the_answer_and_its_end_are_scored(tokenizer):
+def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
     rows = question_rows(records(QUESTIONS[:1]), tokenizer, SEQ_LEN, delimiter=None)
     for row, choice in zip(rows, QUESTIONS[0]["choices"], strict=True):
         said = row.targets[row.targets != IGNORE_INDEX].tolist()

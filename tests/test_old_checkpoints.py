@@ -32,7 +32,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_run_goes_on_from_it_as_the_version_that_wrote_it_did(tmp_path, name):
+def test_a_run_resumes_from_an_old_checkpoint_with_the_losses_of_the_old_version(tmp_path, name):
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / name / "checkpoints", run / "checkpoints")
     main([*FLAGS.split(), *OWN_FLAGS[name].split(), "--data", DATA, "--resume", str(run)])

@@ -26,13 +26,13 @@ def parser() -> OneLineParser:
         ("--gredy 3 --foo", "--gredy: did you mean --greedy?, --foo"),
     ],
 )
-def test_unknown_flags_are_answered_with_what_was_meant(typed, said):
+def test_an_unknown_flag_is_refused_with_the_flag_that_was_meant(typed, said):
     with pytest.raises(UsageError) as error:
         parser().parse_args(typed.split())
     assert str(error.value) == f"unrecognized argument {said} (see --help)"
 
 
-def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
+def test_help_shows_each_default_once_and_none_for_switches(capsys):
     parser().print_help()
     said = capsys.readouterr().out
     assert "\n    an example\n" in said
@@ -48,6 +48,6 @@ def test_a_bare_flag_keeps_the_value_that_was_given_before():
     assert given.deepspeed == "a.json"
 
 
-def test_bytes_that_are_not_utf8_are_no_text():
+def test_bytes_that_are_not_utf8_are_not_text():
     assert is_text("第1句 🙂")
     assert not is_text(b"a\xff".decode("utf-8", "surrogateescape"))

@@ -35,7 +35,7 @@ def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Par
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("gap", [0, 3])
-def test_the_parts_of_all_processes_make_the_whole(processes, gap):
+def test_the_parts_of_all_processes_make_whole_parameters(processes, gap):
     group = parameters()
     shares = divided(group, processes, gap)
     for i, p in enumerate(group):
@@ -50,7 +50,7 @@ def test_the_parts_of_all_processes_make_the_whole(processes, gap):
         assert {partition.parts[i].split for partition in shares} == {holders > 1}
 
 
-def test_bf16_under_zero_1_has_other_names_and_no_gaps():
+def test_the_bf16_optimizer_of_zero_1_has_other_attributes_and_no_gaps():
     group = parameters()
     line = torch.cat([p.detach().flatten() for p in group])
     line = torch.cat([line, torch.zeros(-len(line) % 3)])
@@ -110,7 +110,7 @@ def test_zero_3_gives_every_process_a_part_of_every_parameter(processes):
         assert torch.equal(whole.view_as(p), p)
 
 
-def test_what_was_written_is_brought_to_the_model_and_to_nvme_before_the_next_is_read():
+def test_a_written_sub_group_reaches_the_model_and_nvme_before_the_next_is_read():
     zero = Zero3(parameters(), 2, 0, nvme=True)
     for index, _ in enumerate(partitions(zero, 0, writes=True)):
         zero.asked.append(("written", index))

@@ -130,7 +130,9 @@ def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_
 
 
 @pytest.mark.parametrize("on_the_script", [False, True])
-def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_path, on_the_script):
+def test_the_number_of_processes_is_part_of_the_global_batch(
+    flags, config_file, tmp_path, on_the_script
+):
     """The file may be named by the launcher's or by a flag."""
     path = config_file({"zero_optimization": {"stage": 2}, "train_batch_size": 16})
     if on_the_script:
@@ -140,7 +142,7 @@ def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_pa
     assert "gives 32" in refused(path, flags, "4")
 
 
-def test_weights_to_start_from_are_read(flags, packed, tmp_path):
+def test_the_weights_of_init_from_are_read(flags, packed, tmp_path):
     weights = tmp_path / "weights"
     save_portable(weights, CONFIG, dict(Transformer(CONFIG).named_parameters()))
     shutil.copy(packed / TOKENIZER_FILE, weights)
@@ -212,7 +214,7 @@ def gpus(monkeypatch):
     ("asked", "less", "batch_size"),
     [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 2, 1)],
 )
-def test_the_largest_micro_batch_that_fits_keeps_the_batch(
+def test_the_largest_micro_batch_that_fits_is_chosen_for_the_same_global_batch(
     flags, gpus, capsys, asked, less, batch_size
 ):
     least = room_for(asked, processes=3) - less
@@ -228,7 +230,7 @@ def test_a_launch_is_checked_with_the_micro_batch_that_fits(flags, gpus, config_
     assert "--batch_size gives 768" in refused(file, flags, share="768")
 
 
-def test_a_run_that_goes_on_keeps_its_micro_batch_whatever_is_free_now(flags, gpus, run_of, capsys):
+def test_a_resumed_run_keeps_its_micro_batch_whatever_memory_is_free(flags, gpus, run_of, capsys):
     gpus(10 * GIB)
     words = [*flags, "--resume", str(run_of("--batch_size", "48", "--accumulation_steps", "16"))]
     assert check_launch(ZERO_2, "1", words, "768") == {"batch_size": 48, "accumulation_steps": 16}
@@ -237,7 +239,7 @@ def test_a_run_that_goes_on_keeps_its_micro_batch_whatever_is_free_now(flags, gp
     assert "global_batch: 768 in the checkpoint, 50 now" in said
 
 
-def test_it_prints_nothing_but_flags_and_ends_with_2_where_the_launch_cannot_work(flags, tmp_path):
+def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(flags, tmp_path):
     """As run_accelerate.sh calls it."""
     command = [sys.executable, "-m", "training.preflight", "train_pretrain_accelerate.py", ZERO_2]
     ended = subprocess.run(
@@ -265,7 +267,9 @@ def test_it_prints_nothing_but_flags_and_ends_with_2_where_the_launch_cannot_wor
         (614_400, 1, {"epochs": 2}, None),
     ],
 )
-def test_a_small_text_is_read_four_times(monkeypatch, tokens, segmentations, typed, steps):
+def test_the_default_steps_on_a_cpu_read_a_small_text_four_times(
+    monkeypatch, tokens, segmentations, typed, steps
+):
     described = {"splits": {"train": {"tokens": tokens}}}
     described["prepared_from"] = {"segmentations": segmentations}
     monkeypatch.setattr(preflight, "read_description", lambda data: described)
@@ -275,7 +279,7 @@ def test_a_small_text_is_read_four_times(monkeypatch, tokens, segmentations, typ
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
-def test_on_a_cpu_muon_is_given_to_the_engines_that_take_it(name, flags, capsys):
+def test_on_a_cpu_the_engines_that_support_muon_get_muon(name, flags, capsys):
     kind = next(kind for kind in engines(dim=192) if kind.config == name)
     added = check_launch(f"configs/{name}.yaml", "1", flags, "cpu")
     assert added == (MUON if kind.takes_muon else ADAMW) | {"max_steps": added["max_steps"]}

@@ -60,7 +60,7 @@ def config(typed: str, weights: Path, packed: Path) -> LMConfig:
     return prepared(typed, packed, weights).config
 
 
-def test_without_the_flag_the_shape_is_that_of_flags_and_data(packed):
+def test_without_init_from_the_flags_and_the_data_decide_the_shape(packed):
     found = prepared("--dim 64 --max_seq_len 16", packed)
     assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
     assert found.source is None
@@ -68,7 +68,9 @@ def test_without_the_flag_the_shape_is_that_of_flags_and_data(packed):
     assert not (packed / "runs").exists()
 
 
-def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, packed):
+def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_attention(
+    weights, packed
+):
     found = config("", weights, packed)
     assert found.to_dict() == CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}
     typed = "--dim 48 --n_layers 1 --n_heads 6 --n_kv_heads 3 --no-tie_embeddings --norm_eps 1e-6"
@@ -103,7 +105,7 @@ def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weigh
         config("", weights, packed)
 
 
-def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fewer(
+def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smaller(
     weights, packed
 ):
     with_room(weights, 416)
@@ -118,7 +120,7 @@ def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fe
     assert config("", weights, packed).vocab_size == 400
 
 
-def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
+def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
     run = RunFolder(tmp_path / "run")
     checkpoint = run.checkpoint(7)
     torch.manual_seed(0)
@@ -134,7 +136,7 @@ def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
         assert torch.equal(found.source.load().norm.weight, model.norm.weight)
 
 
-def test_data_that_gives_no_validation_is_prepared_without(tmp_path, packed):
+def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_path, packed):
     """All conversations of the split are too long."""
     folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
     shutil.copy(packed / TOKENIZER_FILE, folder)

@@ -76,7 +76,7 @@ def expected(micro_batches: int = 1) -> dict[str, float]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("deepspeed", [False, True])
-def test_phases_take_the_time_they_took_and_add_up_to_the_step(
+def test_each_phase_gets_its_seconds_and_the_phases_add_up_to_the_step(
     accelerator, tmp_path, clock, micro_batches, deepspeed
 ):
     engine = DeepSpeedEngine(clock) if deepspeed else None
@@ -88,7 +88,7 @@ def test_phases_take_the_time_they_took_and_add_up_to_the_step(
         clock.now += 100  # between two steps
 
 
-def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
+def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
     accelerator, tmp_path, clock, monkeypatch
 ):
     """A GPU works later than it is asked to: each phase waits for it before it ends."""
@@ -111,7 +111,7 @@ def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
     assert seconds == expected()
 
 
-def test_a_line_names_the_trace_and_the_newest_of_each_process_are_kept(
+def test_a_line_names_the_trace_and_the_newest_traces_of_each_process_are_kept(
     accelerator, tmp_path, clock
 ):
     for step in range(KEPT_TRACES + 1):

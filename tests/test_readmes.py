@@ -91,13 +91,13 @@ def test_both_readmes_have_the_same_numbers_in_their_tables():
 
 
 @pytest.mark.parametrize("name", [ENGLISH, CHINESE])
-def test_a_readme_has_at_most_300_lines_and_leads_to_every_page_of_docs(name):
+def test_a_readme_has_at_most_300_lines_and_links_to_every_page_of_docs(name):
     assert len(TEXTS[name].splitlines()) <= 300
     pages = {target.partition("#")[0] for target in links(TEXTS[name])}
     assert {*DOCS} <= pages
 
 
-def test_the_reading_path_has_the_lines_of_its_files_and_at_most_2000():
+def test_the_reading_path_gives_correct_line_counts_and_at_most_2000_lines():
     total = 0
     for row in rows(TEXTS["docs/reading.md"])[2:]:
         files = [REPOSITORY / name for name in re.findall(r"`([^`]+)`", row[1])]
@@ -161,7 +161,7 @@ def test_every_module_exists_and_takes_the_flags_that_stand_after_it(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name not in FOREIGN])
-def test_every_flag_that_is_named_is_a_flag_of_something(name):
+def test_every_named_flag_exists(name):
     known = {*OTHER_FLAGS}
     for program in ("pretrain", "sft", "distillation", "several"):
         known |= flags_of(f"train_{program}_accelerate")
@@ -174,14 +174,14 @@ def test_every_flag_that_is_named_is_a_flag_of_something(name):
     assert named <= known, f"{name} names what is no flag: {sorted(named - known)}"
 
 
-def test_beside_the_flags_of_others_stand_flags_that_exist():
+def test_the_table_of_other_projects_names_flags_that_exist():
     ours = {flag for row in rows(TEXTS["docs/coming-from.md"]) for flag in flags_in(row[0])}
     assert {"--dim", "--prompt"} <= ours
     assert ours <= flags_of("train_pretrain_accelerate") | flags_of("scripts.generate")
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name != "docs/lab-log.md"])
-def test_every_test_that_is_named_exists(name):
+def test_every_named_test_exists(name):
     tests = [REPOSITORY / "tests", REPOSITORY / "tests/integration"]
     files = [path for folder in tests for path in folder.glob("test_*.py")]
     known = "\n".join(f"{path.stem}\n" + path.read_text(encoding="utf-8") for path in files)

@@ -75,7 +75,7 @@ def damage_file(run: Path, step: int, name: str = WEIGHTS) -> None:
     path.write_bytes(contents)
 
 
-def test_a_new_run_gets_a_folder_of_its_name_or_of_the_time(tmp_path):
+def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
     assert find(tmp_path).folder.path.name.replace("-", "").isdigit()
     start = find(tmp_path, run_name="first")
     assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
@@ -90,7 +90,7 @@ def test_a_new_run_gets_a_folder_of_its_name_or_of_the_time(tmp_path):
         claim(find(tmp_path, run_name="file"))
 
 
-def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
+def test_a_run_of_another_program_is_refused(tmp_path):
     """Whatever it is told to resume."""
     run = make_run(tmp_path / "first", 10)
     (run / "settings.json").write_text("{}")  # of pretraining, as that was the only one
@@ -104,7 +104,7 @@ def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
         assert f"first holds a run of {SFT}: choose another" in said
 
 
-def test_auto_takes_the_checkpoint_written_last_of_all_runs_or_of_the_run_named(tmp_path):
+def test_auto_takes_the_newest_checkpoint_of_all_runs_or_of_the_named_run(tmp_path):
     older = make_run(tmp_path / "older", 10, 900, age=100)
     newer = make_run(tmp_path / "newer", 9, 1000)
     (newer / "checkpoints" / "step-00002000.partial-7").mkdir()
@@ -128,7 +128,7 @@ def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(tmp_path, monkeypat
     assert "neither a run with checkpoints nor a checkpoint" in refused(tmp_path, resume="none")
 
 
-def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path, capsys):
+def test_auto_reports_damaged_checkpoints_skips_them_and_sets_them_aside(tmp_path, capsys):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
     damage_file(run.path, 3)
     start = find(tmp_path, run_name="run", resume="auto")
@@ -143,7 +143,7 @@ def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path
     assert "--resume auto: no sound checkpoint" in refused(tmp_path, run_name="run", resume="auto")
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused_and_its_run_is_not(tmp_path):
+def test_a_damaged_checkpoint_is_refused_when_named_but_its_run_can_be_resumed(tmp_path):
     run = make_run(tmp_path / "run", 1, 2)
     damage_file(run, 2, OPTIMIZER)
     assert find(tmp_path, resume=str(run)).step == 1
@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_its_run_is_not(tmp_p
     assert f"is damaged: the checksum of {OPTIMIZER} is wrong" in said
 
 
-def test_going_back_sets_the_course_not_taken_aside(tmp_path):
+def test_resuming_an_earlier_checkpoint_sets_later_ones_and_the_weights_aside(tmp_path):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
     run.weights.mkdir()
     set_aside(find(tmp_path, resume=str(run.checkpoint(1))))
@@ -223,7 +223,7 @@ def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path
     ]
 
 
-def test_other_data_another_tokenizer_and_another_teacher_are_another_run(tmp_path):
+def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
     args = DistillationArguments(teacher="now")
     start = saved_by(tmp_path, args)
     start.state["identity"]["teacher"] = "1" * 16
@@ -236,7 +236,7 @@ def test_other_data_another_tokenizer_and_another_teacher_are_another_run(tmp_pa
 
 
 @FORMS
-def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
+def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path, form):
     """A field that an old checkpoint does not know has its default."""
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
     start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
@@ -248,7 +248,9 @@ def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
 
 
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (6, 1)])
-def test_on_other_processes_the_global_batch_stays(tmp_path, processes, accumulation_steps):
+def test_another_number_of_processes_keeps_the_global_batch(
+    tmp_path, processes, accumulation_steps
+):
     start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
     expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)
@@ -258,7 +260,7 @@ def test_on_other_processes_the_global_batch_stays(tmp_path, processes, accumula
     assert said[0] == f"global_batch: 24 in the checkpoint, {5 * processes} now"
 
 
-def test_a_run_that_goes_on_keeps_its_teacher_and_its_weights(tmp_path):
+def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
     """Though another one is newer."""
     run = RunFolder(tmp_path / "mine")
     run.path.mkdir()
@@ -290,7 +292,7 @@ def write(tmp_path, accelerator):
     return write
 
 
-def test_settings_tell_what_was_asked_and_what_ran_it(write):
+def test_the_settings_file_has_the_flags_model_engine_and_packages(write):
     args = TrainingArguments(batch_size=3, run_name="mine", time_limit=1.5)
     run = write(args)
     assert saved_arguments(run) == vars(args)
@@ -324,7 +326,7 @@ def test_a_resume_lists_what_changed_since_the_run_was_stopped(write, accelerato
     assert changes_since_stop(start, args, config, engine) == []
 
 
-def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path):
+def test_a_new_run_deletes_the_tokenizer_of_an_earlier_run_in_its_folder(write, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     run = write(TrainingArguments(), tokenizer="other/tokenizer.json")
@@ -334,7 +336,7 @@ def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path)
 
 
 @pytest.mark.parametrize("settings", [None, b"\xff", b"[]", b'{"arguments": 1}'])
-def test_settings_that_cannot_be_read_hold_no_arguments(tmp_path, settings):
+def test_an_unreadable_settings_file_gives_no_arguments(tmp_path, settings):
     if settings is not None:
         RunFolder(tmp_path).settings.write_bytes(settings)
     assert saved_arguments(RunFolder(tmp_path)) == {}

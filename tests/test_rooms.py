@@ -53,7 +53,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_every_import_goes_down_or_stays():
+def test_every_import_is_from_the_same_room_or_a_lower_one():
     upward = []
     for path in sources():
         here = room_of(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
@@ -77,6 +77,6 @@ def test_no_file_is_longer_than_350_lines():
 
 
 @pytest.mark.parametrize("module", LIGHT)
-def test_some_answer_without_waiting_for_torch(module):
+def test_light_modules_do_not_import_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

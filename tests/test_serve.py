@@ -51,7 +51,7 @@ def expected(server) -> str:
     return server.continues(server.asked("1 + 1"), 20, **OPENAIS, **VLLMS)
 
 
-def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server, expected):
+def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expected):
     idle = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "user": "me"}
     answer = client.chat.completions.create(**ASKED, max_tokens=20, tools=[], **idle)
     (choice,) = answer.choices
@@ -65,7 +65,7 @@ def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server,
     assert len(drawn) > 1  # a seed of its own each time
 
 
-def test_it_streams_the_same_in_pieces(client, expected):
+def test_a_streamed_answer_is_the_same_text_in_pieces(client, expected):
     streamed = {"max_completion_tokens": 20, "stream": True}
     usage = {"include_usage": True}
     *texts, last = client.chat.completions.create(**ASKED, **streamed, stream_options=usage)
@@ -91,7 +91,7 @@ def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_its_work(client, server, stream):
+def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
     body = json.dumps({"messages": HELLO, "stream": stream}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(server.address) as leaving:
@@ -143,7 +143,7 @@ REFUSED = [  # path, body, status, the parameter to blame, a word of the message
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
+def test_a_wrong_request_is_refused_with_an_error_in_openais_form(servers, case):
     path, body, status, param, word = REFUSED[case]
     code, answer = post(servers["short"], path, body)
     error = answer["error"]
@@ -152,7 +152,7 @@ def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_form_on_a_strangers_page_cannot_ask(servers):
+def test_an_html_form_of_another_site_is_refused(servers):
     """A form can send any body from a browser, but not with this Content-Type."""
     body = {"messages": [TURN], "max_tokens": 2}
     assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
@@ -171,7 +171,7 @@ def test_the_openai_package_understands_the_errors(servers):
 
 
 @pytest.mark.parametrize("hosts", [LOCAL, ("*",)])
-def test_a_server_of_this_machine_alone_answers_to_no_other_name(hosts):
+def test_a_local_server_refuses_other_host_names(hosts):
     settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
     client = TestClient(make_app(Served(**settings, name="a", max_bytes=9, hosts=hosts)))
     strangers = ("evil.example:8000", "localhost.evil.example")

@@ -29,7 +29,7 @@ def models_of(tmp_path):
     return models_of
 
 
-def test_a_model_has_the_flags_of_its_file_and_those_of_all(models_of):
+def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
     first = {"dim": 64, "learning_rate": 1e-3, "tie_embeddings": False, "compile": "off"}
     second = {"run_name": "mine", "n_layers": 3}
     shared = ["--batch_size", "4", "--lr_schedule", "wsd", "--n_layers", "2"]
@@ -90,7 +90,7 @@ def resume(tmp_path, monkeypatch):
     return resume
 
 
-def test_all_go_on_from_the_newest_step_of_which_all_have_a_sound_checkpoint(resume, capsys):
+def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, capsys):
     assert resume(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]) == ["20"] * 3
     assert resume(("b/2",), a=[1, 2], b=[1, 2]) == ["1"] * 2
     said = capsys.readouterr().out
@@ -126,7 +126,7 @@ class FakeRun:
         return True
 
 
-def test_all_save_where_it_is_time_for_one_or_to_stop(monkeypatch):
+def test_all_models_save_when_one_is_due_or_a_stop_is_requested(monkeypatch):
     ended = []
     monkeypatch.setattr(several, "end_stopped", lambda engines, saved: ended.append(saved))
     stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)

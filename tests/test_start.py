@@ -65,9 +65,7 @@ def enough_for(run) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(
-    run_of, device, offload
-):
+def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device, offload):
     run = run_of(device=device, offload=offload)
     enough = enough_for(run)
     assert start.warnings(run_of(None, device, offload)) == []
@@ -80,13 +78,13 @@ def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(
     assert (enough < enough_for(run_of(device=device))) == spares
 
 
-def test_the_process_with_the_least_counts(run_of, monkeypatch):
+def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
     enough = enough_for(run_of())
     monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))
     assert len(start.warnings(run_of(2 * enough))) == 1
 
 
-def test_a_teacher_is_counted(run_of):
+def test_the_memory_of_a_teacher_is_counted(run_of):
     shapes = shapes_of(LMConfig(dim=128, n_layers=2), TrainingArguments())
     teacher = SimpleNamespace(beside=Beside(shapes, DDP))
     needed = enough_for(run_of(teacher=teacher))
@@ -123,7 +121,7 @@ def saved_steps(run: Path) -> int:
     return read_state(max((run / "checkpoints").glob("step-*[0-9]")))["step"]
 
 
-def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_path, capsys):
+def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, capsys):
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     command, environ = list(sys.argv), os.environ.copy()
     Accelerator(mixed_precision="no", cpu=True)  # made by others in the process
@@ -145,7 +143,7 @@ def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_pat
     assert sys.argv[0] not in settings
 
 
-def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
+def test_compiled_code_of_one_call_is_dropped_before_the_next():
     compiled = []
 
     def backend(graph, inputs):
@@ -161,7 +159,7 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
     assert len(compiled) == 2
 
 
-def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
+def test_an_interrupt_saves_returns_and_prints_the_command_that_resumes(
     flags, tmp_path, capsys, monkeypatch
 ):
     run, steps, clip = tmp_path / "a", [], Run.clip_gradients

@@ -68,7 +68,7 @@ def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings
 
 @KERNELS
 @pytest.mark.parametrize("changes", [{"head_dim": 12}, {"rope_scaling": SCALING}])
-def test_heads_and_rotations_of_its_own_are_those_of_transformers_llama(changes, use_flash_attn):
+def test_head_dim_and_rope_scaling_give_the_logits_of_transformers_llama(changes, use_flash_attn):
     model = transformer(use_flash_attn=use_flash_attn, **changes)
     tokens = some_tokens(40)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_sequence_longer_than_the_context_is_refused():
         model(some_tokens(seq_len=41))
 
 
-def test_dropout_acts_in_training_alone():
+def test_dropout_acts_only_in_training():
     model, plain = transformer(dropout=0.5), transformer()
     tokens = some_tokens()
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
@@ -174,7 +174,7 @@ def test_parameter_names_are_those_of_llamas_release():
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_weights_start_normal_and_residual_outputs_smaller_with_depth(tie_embeddings):
+def test_initial_weights_are_normal_and_residual_outputs_smaller_with_depth(tie_embeddings):
     torch.manual_seed(0)
     config = tiny(
         dim=256, n_layers=8, vocab_size=600, tie_embeddings=tie_embeddings, hidden_dim=512
@@ -217,7 +217,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_pos_cis_survives(cast):
+def test_pos_cis_survives_casts(cast):
     assert_rotations_are_whole(cast(transformer()))
 
 

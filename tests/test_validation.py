@@ -47,7 +47,7 @@ def test_the_samples_are_spread_over_the_split(accelerator, n, most, expected):
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_ignored_targets_count_for_nothing_wherever_they_are(accelerator, batch_size):
+def test_ignored_targets_do_not_count_anywhere(accelerator, batch_size):
     out = IGNORE_INDEX
     lines = Lines([[1, 2, 3, 4], [out, out, 5, 6], [out, out, out, 7], [out, out, out, out]])
     loader = validation_loader(lines, batch_size, 0, accelerator)
@@ -62,7 +62,7 @@ def test_ignored_targets_count_for_nothing_wherever_they_are(accelerator, batch_
 
 
 @pytest.mark.parametrize("batch_size", [1, 64])
-def test_where_every_target_counts_it_is_the_mean_of_the_samples_means_to_the_bit(
+def test_validation_without_ignored_targets_is_the_mean_over_samples_to_the_bit(
     packed, accelerator, batch_size
 ):
     """With dropout off meanwhile, without gradients, and without a random number drawn."""

@@ -53,21 +53,25 @@ def engine(trained: Trained) -> str:
     return re.search(r"^ *engine: (.*)$", trained.out, re.MULTILINE)[1]
 
 
-def test_the_deepspeed_launcher_trains_as_accelerates_does(accelerate, deepspeed):
+def test_deepspeeds_launcher_gives_the_losses_of_accelerate_launch(accelerate, deepspeed):
     trained = deepspeed("--deepspeed", "--deepspeed_config", "ds_config.json")
     assert engine(trained) == "DeepSpeed ZeRO-2"
     assert re.search(r"processes: 2 \(gloo\)", trained.out)
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-def test_without_a_file_it_starts_ddp_and_says_which_flag_gives_deepspeed(accelerate, deepspeed):
+def test_deepspeeds_launcher_without_a_file_starts_ddp_and_names_the_flag_for_deepspeed(
+    accelerate, deepspeed
+):
     trained = deepspeed()
     assert engine(trained).startswith("DDP, not DeepSpeed")
     assert "--deepspeed ds_config.json" in engine(trained)
     assert trained.column("loss") == accelerate["ddp"].column("loss")
 
 
-def test_torchrun_starts_deepspeed_as_well(accelerate, packed, tmp_path):
+def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
+    accelerate, packed, tmp_path
+):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", "2", SCRIPT, "--deepspeed", "ds_config.json"]
     trained = train(torchrun, 2, packed, tmp_path / "run", FLAGS)
@@ -79,7 +83,9 @@ def test_torchrun_starts_deepspeed_as_well(accelerate, packed, tmp_path):
     ("name", "stage"),  # the first has a scheduler with "auto"
     [("accelerate_zero2_student", 2), ("hugging_face_zero3", 3)],
 )
-def test_a_template_of_others_trains_as_our_own_file(accelerate, deepspeed, tmp_path, name, stage):
+def test_a_template_of_another_project_gives_the_losses_of_our_file(
+    accelerate, deepspeed, tmp_path, name, stage
+):
     """Once what it is told has been changed in it; no compiler is needed then."""
     config = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
     if stage == 3:
@@ -94,7 +100,7 @@ def test_a_template_of_others_trains_as_our_own_file(accelerate, deepspeed, tmp_
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
 
 
-def test_a_debugger_steps_through_one_deepspeed_process(packed, tmp_path):
+def test_the_debuggers_launch_json_trains_one_deepspeed_process(packed, tmp_path):
     """launch.json of docs/engines.md: its program with its arguments, and without the debugger."""
     page = (REPOSITORY / "docs/engines.md").read_text(encoding="utf-8")
     launch = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])

@@ -152,7 +152,7 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_are_those_of_a_loop_by_hand(distil, teacher, expected, name):
+def test_losses_equal_those_of_a_plain_loop(distil, teacher, expected, name):
     run = distil(name)
     assert_the_same(run, expected[PAIRS[name][-1]])
     held = re.search(r"teacher: .*?([\d.]+) MB of weights per process", run.out)[1]
@@ -160,7 +160,7 @@ def test_losses_are_those_of_a_loop_by_hand(distil, teacher, expected, name):
     assert float(held) == pytest.approx(size / 1e6 / (2 if PAIRS[name][1] else 1), abs=0.051)
 
 
-def test_a_run_goes_on_to_the_bit(distil, tmp_path):
+def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
     """With dropout, from the middle of a log line."""
     pair = "ZeRO-2 and ZeRO-3"
     whole = distil(pair, tmp_path / "whole", IN_BF16)
@@ -182,7 +182,7 @@ def distilled(packed, teacher, tmp_path_factory) -> Trained:
     return train([sys.executable, DISTIL], 1, packed, path, flags)
 
 
-def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected, teacher):
+def test_one_process_gives_the_same_losses_and_saves_the_student(distilled, expected, teacher):
     assert_the_same(distilled, expected[""])
     student = load_trained(str(distilled.path)).model
     assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()

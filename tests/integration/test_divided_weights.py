@@ -51,7 +51,9 @@ def said(launcher: list[str], *command: str) -> str:
     return ended.out
 
 
-def test_evaluation_gives_the_numbers_of_one_process_that_has_the_model(trained, corpus, tmp_path):
+def test_evaluate_gives_equal_numbers_with_divided_and_with_whole_weights(
+    trained, corpus, tmp_path
+):
     results = []
     for name, launcher in (("whole", ALONE), ("divided", DIVIDED)):
         path = tmp_path / f"{name}.json"
@@ -66,7 +68,7 @@ def test_evaluation_gives_the_numbers_of_one_process_that_has_the_model(trained,
         assert divided["metrics"][name] == pytest.approx(metric, rel=1e-6), name
 
 
-def test_the_same_texts_are_written_once(trained):
+def test_generate_prints_equal_texts_once_with_divided_and_with_whole_weights(trained):
     """One is at its end sooner than the others."""
     flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
     flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
@@ -79,7 +81,7 @@ def test_the_same_texts_are_written_once(trained):
     assert len({len(line) for line in texts[0]}) > 1
 
 
-def test_a_process_has_its_share_and_a_block_at_a_time(trained, tmp_path):
+def test_a_process_holds_its_share_of_the_weights_and_gathers_them_in_parts(trained, tmp_path):
     script = tmp_path / "holds.py"
     script.write_text(HOLDS)
     said(DIVIDED, str(script), str(trained.path), f"{tmp_path}/")

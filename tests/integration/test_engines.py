@@ -49,13 +49,13 @@ def whole(packed, tmp_path_factory) -> Trained:
     return train("plain", 1, packed, path, f"{flags} --save_interval 1 --sample_interval 1")
 
 
-def test_every_file_of_configs_is_launched(relay):
+def test_each_config_file_starts_its_engine(relay):
     for (engine, _), run in zip(RELAY, relay, strict=True):
         assert f"engine: {NAMES[engine]}" in run.out
     assert NAMES.keys() == {engine for engine, _ in RELAY}
 
 
-def test_a_run_that_passes_through_all_engines_is_that_of_one_process(relay, whole):
+def test_a_run_through_all_engines_equals_the_run_of_one_process(relay, whole):
     last = relay[-1]
     assert last.column("step") == list(range(1, len(RELAY) + 1))
     for key in ("loss", "grad_norm"):
@@ -69,7 +69,7 @@ def test_a_run_that_passes_through_all_engines_is_that_of_one_process(relay, who
             assert (here - expected).abs().max() <= 10 * TOLERANCE * expected.abs().max(), name
 
 
-def test_samples_are_written_whoever_has_the_weights(relay, whole):
+def test_every_engine_writes_the_same_samples(relay, whole):
     lines = (relay[-1].path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(RELAY) + 1))
     assert lines == (whole.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
@@ -79,7 +79,7 @@ def test_samples_are_written_whoever_has_the_weights(relay, whole):
 
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
-def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
+def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
     # Partitions below 1 MiB stay in memory: most of this model's are larger, and more than buffers.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())

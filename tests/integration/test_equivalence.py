@@ -181,7 +181,7 @@ def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
     assert_same_end(run, reference)
 
 
-def test_every_way_was_at_work(by_hand, packed):
+def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
     """Otherwise less would have been proven."""
     clipped, muon = (by_hand[how] for how in ("clipped", "muon"))
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
@@ -199,7 +199,7 @@ def test_every_way_was_at_work(by_hand, packed):
 @pytest.mark.parametrize(
     ("how", "dataset"), [("clipped", PackedDataset), ("masked", MaskedDataset)]
 )
-def test_validation_is_the_mean_over_every_target_whoever_shares_it(how, dataset, runs, packed):
+def test_validation_is_the_mean_over_all_targets_on_every_engine(how, dataset, runs, packed):
     """Its samples are an odd number, so that one of two processes has fewer."""
     val_set = dataset(packed, "val", SEQ_LEN)
     assert len(val_set) % 2 == 1
@@ -218,7 +218,7 @@ def test_validation_is_the_mean_over_every_target_whoever_shares_it(how, dataset
     ("how", "before", "after"),
     [("clipped", ZERO_2, PLAIN), ("clipped", PLAIN, ZERO_2), ("muon", PLAIN, "round robin")],
 )
-def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
+def test_a_run_resumes_with_another_engine_and_number_of_processes(
     how, before, after, runs, by_hand, packed, tmp_path
 ):
     path = runs(how, before).stopped_after(3, tmp_path / "stopped")
@@ -234,7 +234,7 @@ def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
         ("muon", ZERO_2, "blocks"),
     ],
 )
-def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(
+def test_a_run_resumed_with_recomputation_is_equal_to_the_bit(
     how, name, what, runs, packed, tmp_path
 ):
     whole = runs(how, name)

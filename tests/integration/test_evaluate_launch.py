@@ -59,7 +59,7 @@ def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, la
         assert two["metrics"][name] == pytest.approx(metric, rel=1e-6), name
 
 
-def test_a_checkpoint_has_the_last_validation_loss_of_the_run(trained, tmp_path):
+def test_the_score_of_the_last_checkpoint_is_the_last_validation_loss_of_the_run(trained, tmp_path):
     last, flags = trained.rows("val_loss")[-1], ["--limit", "50"]
     found = result([sys.executable], trained.checkpoint(), flags, tmp_path / "result.json")
     assert found["sequences"] == last["val_samples"]

@@ -21,7 +21,7 @@ STEPS = 30
 RESULTS = "print(json.dumps({'run': str(run), 'exported': str(exported), 'texts': [ours, theirs]}))"
 
 
-def test_the_notebook_is_valid_and_comes_without_outputs():
+def test_the_notebook_is_valid_and_has_no_outputs():
     notebook = nbformat.read(REPOSITORY / NOTEBOOK, as_version=4)
     assert list(nbformat.validator.iter_validate(notebook)) == []
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -72,7 +72,7 @@ def train_whole(command: list[str], data: Path, path: Path, weights: Path, flags
     return Trained(path, ended.out)
 
 
-def test_it_trains_on(trained, imported, data):
+def test_an_imported_model_trains_on_with_its_tokenizer(trained, imported, data):
     losses = trained.column("loss")
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
     assert losses[-1] < losses[0] - 0.1
@@ -84,7 +84,9 @@ def test_it_trains_on(trained, imported, data):
         assert copied == (imported / "tokenizer.json").read_bytes()
 
 
-def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_path, capsys):
+def test_the_exported_model_generates_the_same_text_in_transformers(
+    trained, somebodys, tmp_path, capsys
+):
     out = tmp_path / "hf"
     export_hf.main([str(trained.path), str(out)])
     capsys.readouterr()

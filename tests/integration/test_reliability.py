@@ -136,7 +136,7 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
     ("engine", "processes", "name"),
     [("plain", 1, "SIGINT"), ("zero2", 2, "SIGTERM"), ("zero2", 2, "SIGUSR1")],
 )
-def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resumes(
+def test_a_signal_to_one_rank_saves_on_all_and_prints_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
 ):
     trainer = Trainer(tmp_path, packed, engine, processes, ENDLESS)
@@ -155,7 +155,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
     assert command == [*typed, "--resume", str(tmp_path / "run")]
 
 
-def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
+def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_path):
     """By the launcher, and torchrun under it."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
     process = trainer.start("run")
@@ -195,7 +195,7 @@ main()
     return str(script)
 
 
-def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, tmp_path):
+def test_a_rank_that_runs_out_of_memory_says_so_and_no_rank_waits(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 9 --batch_size 4")
     too_much = "import torch; torch.empty(2**43, dtype=torch.uint8)"
     script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
@@ -228,7 +228,7 @@ def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
     assert json.loads((run.checkpoint() / "state.json").read_text())["optimizer_step"] == 5
 
 
-def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, tmp_path):
+def test_a_failed_save_does_not_stop_training_and_the_next_save_works(packed, tmp_path):
     """A file where a folder should be refuses; its removal makes room again."""
     trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 40 --save_interval 10")
     obstacle = tmp_path / "run" / "checkpoints"
@@ -242,7 +242,7 @@ def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, t
     assert sorted(path.name[-2:] for path in obstacle.glob("step-*")) == ["30", "40"]
 
 
-def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path):
+def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path):
     flags = "--max_steps 6 --eval_interval 4 --sample_interval 4 --num_workers 1"
     whole = Trainer(tmp_path, packed, "plain", 1, flags)
     assert whole.finish("whole").code == 0
@@ -256,7 +256,7 @@ def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path):
     assert rows == whole.rows("whole")
 
 
-def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
+def test_a_stop_that_cannot_save_exits_with_code_1(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --time_limit 0.02")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")

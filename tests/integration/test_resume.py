@@ -69,7 +69,7 @@ def whole(packed, tmp_path_factory):
         ),
     ],
 )
-def test_resuming_continues_bit_for_bit(
+def test_a_resumed_run_is_equal_to_the_bit(
     name, step, resume, whole, packed, tmp_path, monkeypatch, path_without_compilers
 ):
     if name != "compiled":  # DeepSpeed would compile its AdamW for the CPU
@@ -92,7 +92,7 @@ def test_resuming_continues_bit_for_bit(
     assert not all(torch.equal(w, w.bfloat16().float()) for w in weights)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_aloud_and_the_end_is_the_same(
+def test_a_damaged_newest_checkpoint_is_reported_and_skipped_and_the_end_is_the_same(
     whole, packed, tmp_path
 ):
     before = whole("plain")

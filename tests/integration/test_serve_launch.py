@@ -71,7 +71,7 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True)
-def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, server):
+def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(browser, server):
     ids = server.asked("1 + 1")
     says = server.continues(ids, SHORT - len(ids))
     browser.open(server.url, 375)
@@ -90,7 +90,7 @@ def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, 
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 
-def test_ctrl_c_ends_the_server_and_tells_whoever_waits(packed, tmp_path):
+def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_path):
     model, weights = opinionated(VOCAB_SIZE, LONG), tmp_path / "mine" / "weights"
     model.output.weight.data[EOS_ID] = 0  # never the likeliest: the answer does not end by itself
     weights.mkdir(parents=True)

@@ -68,7 +68,7 @@ def sft(base, data):
     return sft
 
 
-def test_answers_get_likelier_and_the_end_shows_both(sft, base, tmp_path):
+def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base, tmp_path):
     tuned = sft("plain", 1, tmp_path / "run", "--batch_size 8 --epochs 4")
     before, *_, after = tuned.rows("val_loss")
     assert before["step"] == 0
@@ -117,7 +117,9 @@ def reference(base, data, tmp_path_factory):
         ("ZeRO-2 2 x 1 x 4 accumulation", MUON),
     ],
 )
-def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name, more):
+def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
+    sft, reference, tmp_path, name, more
+):
     """In losses and gradients of all weights, or of adapters alone."""
     expected = reference(more)
     engine, processes, batch_size, accumulation = SHARED_OUT[name]
@@ -140,7 +142,7 @@ LORA_AND_OTHERS = " --lora_dim 4 --lora_alpha 32 --dtype bfloat16"
     ("engine", "processes", "more"),
     [("plain", 1, ""), ("zero2", 2, LORA), ("configs/zero3.yaml", 2, LORA_AND_OTHERS)],
 )
-def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
+def test_a_resumed_run_is_equal_to_the_bit_after_its_base_was_deleted(
     sft, base, tmp_path, engine, processes, more
 ):
     start = Path(shutil.copytree(base.path, tmp_path / "base"))
@@ -184,7 +186,7 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     assert said in run.out
 
 
-def test_mistakes_are_one_line(base, data, packed, tmp_path):
+def test_data_that_does_not_fit_the_program_is_refused_in_one_line(base, data, packed, tmp_path):
     out = f"--out_dir {tmp_path}"
     given = f"{out} --init_from {base.path} --data {data}"
     missing = tmp_path / "none.jsonl"

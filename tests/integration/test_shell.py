@@ -66,7 +66,9 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags, environ, says):
+def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(
+    clone, by_hand, flags, environ, says
+):
     assert says in run_accelerate(clone, by_hand, flags, **environ).error("run_accelerate.sh")
     assert not (clone / "out" / "runs").exists()
     assert not (clone / ".venv").exists()
@@ -83,7 +85,7 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
     return clone / "out" / "runs" / "mine"
 
 
-def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrained):
+def test_the_script_prepares_trains_and_leaves_a_model_without_a_compiler(clone, pretrained):
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     assert (pretrained / "weights" / "model.safetensors").is_file()
     # Flags typed win over those of the script.
@@ -93,7 +95,7 @@ def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrai
     assert not (clone / ".venv").exists()
 
 
-def test_the_next_stage_goes_on_from_the_newest_run_and_stops_when_told(
+def test_the_next_stage_starts_from_the_newest_run_and_a_signal_stops_it(
     clone, pretrained, tmp_path
 ):
     chat = tmp_path / "chat.jsonl"

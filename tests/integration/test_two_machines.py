@@ -73,7 +73,7 @@ def start(machines, packed, tmp_path):
 
 
 @pytest.mark.variant  # the job below joins two machines too, and a loss is in test_reliability.py
-def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
+def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     machines, start, packed, tmp_path
 ):
     """To the losses of one launch with as many processes."""
@@ -112,7 +112,7 @@ def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
     assert one.ends_as(Trained(run, ""), ("weights",))
 
 
-def test_a_slurm_job_prepares_once_meets_and_saves_when_one_machine_is_told_to_stop(
+def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal(
     machines, tmp_path
 ):
     """SLURM's srun starts a command on each machine: this one's does nothing else."""
@@ -214,14 +214,14 @@ def the_error_of_both(ended: tuple[list[int], list[str]]) -> str:
     return first
 
 
-def test_data_that_one_machine_does_not_have_is_one_line_on_both(both, data, machines):
+def test_data_missing_on_one_machine_is_one_error_line_on_both(both, data, machines):
     machines[1].hide(data)
     line = the_error_of_both(both("--max_steps 2"))
     assert f"{data}: no prepared data here" in line
     assert f"(only rank 1 on {NAMES[1]} of 2 processes: " in line
 
 
-def test_other_data_or_flags_on_one_machine_are_one_line_on_both(both, data, tmp_path):
+def test_other_data_or_flags_on_one_machine_are_one_error_line_on_both(both, data, tmp_path):
     other = tmp_path / "other"
     options = PackingOptions(400, val_fraction=0.1, workers=1, skip_bad_lines=False)
     text = write_corpus(tmp_path / "other.jsonl", documents=200)
@@ -231,7 +231,7 @@ def test_other_data_or_flags_on_one_machine_are_one_line_on_both(both, data, tmp
     assert ", data " in line
 
 
-def test_runs_that_one_machine_does_not_see_can_be_made_but_not_resumed(
+def test_a_run_folder_that_one_machine_cannot_see_allows_a_new_run_but_no_resume(
     both, data, tmp_path, machines
 ):
     (tmp_path / "runs").mkdir()

@@ -29,7 +29,7 @@ DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTORCH_NVML_BASED_CUDA_
 
 
 @pytest.mark.parametrize("engine", ["plain", "zero2"])
-def test_a_forked_program_finds_what_a_fresh_interpreter_does(engine, tmp_path):
+def test_a_forked_program_sees_what_a_fresh_interpreter_sees(engine, tmp_path):
     script, told, numbers = tmp_path / "tells.py", [], []
     script.write_text(TELLS)
     for start in (run, run_warm):
