@@ -16,7 +16,7 @@ from inference.sampling import Sampling
 from inference.server.app import Served, Server, bind
 from inference.worker import Worker
 
-MAX_BYTES = 1 << 16  # of a request
+MAX_BYTES = 1 << 16  # per request
 
 
 wait_until = wait_for

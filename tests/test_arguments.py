@@ -51,7 +51,7 @@ def test_the_flags_that_the_shell_script_passes_parse():
     script = (REPOSITORY / "run_accelerate.sh").read_text(encoding="utf-8")
     blocks = re.findall(r"flags\+?=\((--[^$]*?)\)", script)
     shapes = re.findall(r"shape=\(([^)]*)\)", script)
-    assert (len(blocks), len(shapes)) == (8, 4)  # with and without GPU; a student has others
+    assert (len(blocks), len(shapes)) == (8, 4)  # with and without a GPU; a student has its own
     for block in blocks:
         assert parse_arguments(shlex.split(block))[1].keys() <= {*MAY_DIFFER}
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""Whatever goes wrong: the old file or folder or the new one, whole, and nothing beside it."""
+"""Whatever goes wrong, a whole file or folder is left, the old or the new one, and nothing else."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from common.errors import UsageError
 
 
 def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """With an error: which comes before all is written."""
+    """Write a file with `whole_file`; raise `error`, if given, before the file is complete."""
     with whole_file(path) as partial:
         partial.write_text(text)
         if error:
@@ -23,7 +23,7 @@ def write_file(path: Path, text: str, error: type[BaseException] | None = None) 
 
 
 def write_folder(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """The same with a folder that has this in a file of it."""
+    """Write a folder of one file with `whole_folder`; raise `error`, if given, before it ends."""
     with whole_folder(path) as partial:
         (partial / "file").write_text(text)
         if error:
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 
 def folder_of(path: Path, text: str) -> Path:
-    """A folder with this in a file of it."""
+    """Make a folder with the text in its only file."""
     path.mkdir(parents=True)
     (path / "file").write_text(text)
     return path
@@ -103,13 +103,13 @@ def test_a_folder_that_cannot_be_synced_is_accepted_but_a_disk_error_is_raised(
 
 
 def test_the_next_write_deletes_the_leftovers_of_a_killed_process(tmp_path):
-    """It may have been killed while writing, between two renames, or while deleting."""
+    """The process may have been killed while writing, between two renames, or while deleting."""
     folder_of(tmp_path / "new.partial", "half")
     folder_of(tmp_path / "new.deleting", "old")
     folder_of(tmp_path / "newer.partial", "of another")
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "new", "half", KeyboardInterrupt)
-    assert names(tmp_path) == ["new.deleting", "newer.partial"]  # the old one may be all there is
+    assert names(tmp_path) == ["new.deleting", "newer.partial"]  # the old one may be the only copy
     write_folder(tmp_path / "new", "whole")
     folder_of(tmp_path / "new.deleting", "older")
     write_folder(tmp_path / "new", "newest")
@@ -131,7 +131,7 @@ def test_a_folder_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch)
 
 
 def new(out: Path, overwrite: bool = False) -> None:
-    """Make it, a folder with "mine" in it."""
+    """Make a folder of the kind "heap", which its file "mine" identifies."""
     with new_folder(out, "heap", lambda path: (path / "mine").exists(), overwrite) as partial:
         (partial / "mine").write_text("whole")
 

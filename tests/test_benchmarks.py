@@ -1,4 +1,4 @@
-"""Each benchmark runs at a tiny size and prints its table; and what decides who is how fast."""
+"""Each benchmark runs at a tiny size and prints its table; ratios of speeds are correct."""
 
 import json
 import re
@@ -19,7 +19,7 @@ MODEL = "--dim 32 --n_layers 1 --n_heads 2"
 
 @pytest.fixture
 def rows(tmp_path):
-    """Runs a benchmark in a folder of its own; returns the cells of all tables without titles."""
+    """Runs a benchmark in an empty folder; returns the cells of all tables without their heads."""
 
     def rows(name: str, *flags) -> list[list[str]]:
         command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
@@ -50,7 +50,7 @@ def test_throughput_prints_the_number_of_processes(rows, packed):
 def test_generation_gives_the_text_of_transformers(rows):
     flags = ["--sizes", "test", "--dtypes", "float32", "--batch_sizes", "2", "--rounds", "1"]
     (row,) = rows("generation", *flags)
-    assert (row[:3], row[-1]) == (["test", "float32", "2"], "yes")  # transformers' text
+    assert (row[:3], row[-1]) == (["test", "float32", "2"], "yes")  # yes: the same text
 
 
 @pytest.mark.slow

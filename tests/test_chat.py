@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what it remembers, streams, says, and how it is ended."""
+"""A conversation in the terminal: its memory, its answers, its notes and its end."""
 
 import io
 from pathlib import Path
@@ -35,7 +35,7 @@ def model():
 
 
 def turns(*contents: str) -> list[Turn]:
-    """A user's and an assistant's in turns."""
+    """Turns with these contents, of the user and the assistant alternately."""
     return [Turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
 
 
@@ -45,7 +45,7 @@ def chat(model, tokenizer):
     return Chat(decoder=Decoder(model), tokenizer=tokenizer, **settings)
 
 
-@pytest.mark.parametrize("room_for", [3, 4])  # messages; an answer goes with its question
+@pytest.mark.parametrize("room_for", [3, 4])  # messages; a question is dropped with its answer
 def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
     chat, tokenizer, capsys, room_for
 ):
@@ -64,8 +64,8 @@ def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
 
 @pytest.fixture
 def converse(chat, monkeypatch, capsys):
-    """Types these lines, an exception in the place of one is raised there; returns the answers and
-    what stderr says."""
+    """Types these lines, or raises those that are exceptions; returns the answers and the text of
+    stderr."""
 
     def typed(*lines) -> tuple[list[str], str]:
         coming = iter([*lines, EOFError])

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: found sound or named damaged, whatever has happened to their files."""
+"""Checkpoints on disk: each is found to be sound or damaged, whatever happened to its files."""
 
 import json
 import random
@@ -126,7 +126,7 @@ def test_the_newest_sound_checkpoint_is_found_and_the_damage_of_newer_ones_is_li
 
 @pytest.fixture
 def tuned(run, tmp_path) -> SimpleNamespace:
-    """A run with adapters, whose checkpoint is added to a base of other weights."""
+    """A run with adapters: its base, and a checkpoint that has only the trained tensors."""
     model = adapted(only_lora=False)
     base = {n: p.detach() + 1 for n, p in model.named_parameters() if not is_adapter(n)}
     (tmp_path / "tokenizer.model").write_bytes(b"of no matter")

@@ -1,4 +1,4 @@
-"""Saving behind training, and what is loaded again; the files themselves are in test_checkpoint."""
+"""Saving in the background of training, and loading; test_checkpoint.py tests the files."""
 
 import threading
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def run(tmp_path) -> RunFolder:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """Lets any rank of any number of processes go through by itself."""
+    """Lets the test be any rank of any number of processes without waiting for the others."""
     monkeypatch.setattr(checkpointing, "on_main_process", lambda engine, decide: decide())
 
 
@@ -86,7 +86,7 @@ def checkpointer_of(
 
 
 def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> list[str]:
-    """Save one step after the other; return what was said."""
+    """Save these steps, one after the other; return the lines of the log."""
     checkpointer = checkpointer_of(run, keep_last=keep_last)
     for step in steps:
         checkpointer.state.value = float(step)
@@ -127,7 +127,7 @@ def test_a_saved_state_is_loaded_again(run):
 
 @pytest.fixture
 def of_three(run, monkeypatch):
-    """A checkpoint of step 1 that three ranks wrote; rank i had 1 + i, 2 + i in its log line."""
+    """A checkpoint by three ranks; the meter of rank i has the loss 1 + i and the weight 2 + i."""
 
     def gather(mine: list[dict]) -> list[dict]:
         everyone = [{name: value.clone() for name, value in mine[0].items()} for _ in range(3)]
@@ -181,7 +181,7 @@ def test_the_loss_meter_of_an_older_version_is_read(run):
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
 def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
-    """And nothing that a kill has left."""
+    """Leftovers of a killed save are deleted too, unless keep_last is 0."""
     (run.checkpoints / "step-00000001.partial-7").mkdir(parents=True)
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert steps_of(run) == kept
@@ -189,7 +189,7 @@ def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
 
 
 def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
-    """It has checkpoints after the step that it goes on from, and a damaged one."""
+    """The run has a damaged checkpoint, and one after the step from which it resumes."""
     save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
     (run.checkpoint(3) / "state.json").write_text("{")
     checkpointer = checkpointer_of(run, resumed_at=3)
@@ -201,7 +201,7 @@ def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(ru
 
 
 def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
-    """What it changes meanwhile is not in the copy, and a second save waits for the first."""
+    """The copy does not have what training changes meanwhile. A second save waits for the first."""
     room = threading.Event()
 
     def write(*args):
@@ -225,7 +225,7 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
 def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(run, monkeypatch):
     save(run, 1)
     checkpointer = checkpointer_of(run)
-    assert checkpointer.wait()  # there was none
+    assert checkpointer.wait()  # there is no save to wait for
 
     def refuse(*args, **options):
         raise OSError(28, "No space left on device")
@@ -239,7 +239,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert run.latest.read_text() == "step-00000001\n"
     beside = checkpointer_of(run)
     beside.keep_last, beside.beside = 1, [checkpointer]
-    beside.save(2, None)  # of a model that resumes together with the one that failed
+    beside.save(2, None)  # of a model that is trained together with the one that failed
     assert beside.wait()
     assert steps_of(run) == [1, 2]
     checkpointer.save(3, None)

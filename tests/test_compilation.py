@@ -25,7 +25,7 @@ def engine(accelerator) -> Engine:
 
 @pytest.fixture(params=[None])
 def reason(request, monkeypatch) -> None:
-    """Why compiling does not work here."""
+    """Sets the reason why compiling does not work; None: it works."""
     monkeypatch.setattr(compilation, "obstacle", lambda device: request.param)
 
 

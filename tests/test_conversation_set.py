@@ -19,7 +19,8 @@ VOCAB_SIZE = 500
 
 
 def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that count up, of turns with (tokens before the answer, tokens of it); the answers."""
+    """Return tokens that count up, and the span of each answer. A turn is (tokens before the
+    answer, tokens of the answer)."""
     spans, end = [], 0
     for before, said in turns:
         spans.append((end + before, end + before + said))

@@ -28,7 +28,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 
 def one_line(path: Path, column: str = "text") -> str:
-    """The error with which reading these documents ends."""
+    """The error message when these documents are read."""
     with pytest.raises(DataError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
@@ -207,7 +207,7 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst"])
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
-    """The 25 MB of text are one row group where there are such."""
+    """The 25 MB of text are a single row group in the Parquet file."""
     path, dice = tmp_path / name, random.Random(0)
     documents = [dice.randbytes(5000).hex() for _ in range(2500)]
     if name == "a.parquet":
@@ -248,7 +248,7 @@ LONG_TEXTS = {
 def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text, most):
     path = write(tmp_path / "long.txt", text.encode())
     found = list(read_records([str(path)], section_bytes=most))
-    assert "".join(map(parse, found)) == text  # so no character is split either
+    assert "".join(map(parse, found)) == text  # no character was split
     offset = 0
     for record in found:
         assert record.position == offset

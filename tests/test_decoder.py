@@ -57,7 +57,7 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
 
 
 def test_decoding_switches_cudnn_attention_off(monkeypatch):
-    """cuDNN would make a plan for every length."""
+    """cuDNN would make a plan for every length of the cache."""
     asked = []
 
     def attention(*qkv, **options):
@@ -70,7 +70,7 @@ def test_decoding_switches_cudnn_attention_off(monkeypatch):
     cache, _ = decoder.read(ids(3))
     decoder.step(torch.tensor([[7]]), cache)
     assert asked == [False, False]
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # as training has it
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # training may use cuDNN
 
 
 def test_removing_sequences_does_not_change_the_logits_of_the_others():

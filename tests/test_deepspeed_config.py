@@ -1,4 +1,4 @@
-"""DeepSpeed's file and the flags, made one; files of guides run, or are told what to change.
+"""DeepSpeed's file and the flags are merged; files of guides work, or an error names the changes.
 
 The fixtures have the keys of the Hugging Face guides' templates, of Accelerate's guide to several
 models and of DeepSpeed-Chat's dictionary.
@@ -200,7 +200,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
 
 def fixture(name: str) -> dict:
     config = read_config(str(FIXTURES / f"{name}.json"))
-    if "aio" in config["zero_optimization"]:  # the guide's section stands where nobody reads it
+    if "aio" in config["zero_optimization"]:  # DeepSpeed does not read it there
         config["aio"] = config["zero_optimization"].pop("aio")
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
     return config
@@ -262,7 +262,7 @@ def test_the_files_scheduler_decides_if_no_flag_is_typed(config, taken):
     assert all(f"--{flag} {value}" in said for flag, value in taken.items())
     assert said.startswith(config["scheduler"]["type"] + " of their.json")
     assert said.endswith("the warm-up is linear here")
-    again, _ = take_schedule(config, args)  # typed as well, and the same
+    again, _ = take_schedule(config, args)  # the same values, typed as flags
     assert again == args
 
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs before training; the model that it builds: integration/test_engines.py."""
+"""What DeepSpeed needs before training; integration/test_engines.py tests the training."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
         ({"optimizer": {"params": {}}, "zero_optimization": {}}, ["FusedAdamBuilder"]),
         ({"optimizer": {"params": {}}, "zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),
         ({"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": CPU_ONLY}, []),
-        ({"zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),  # exchanged
+        ({"zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),  # Accelerate uses DeepSpeed's Adam
         ({"zero_optimization": CPU_ONLY, "zero_force_ds_cpu_optimizer": False}, []),
         (
             {"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": ON_NVME},

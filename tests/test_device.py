@@ -131,7 +131,7 @@ def test_available_and_peak_memory_are_plausible():
     ("environ", "used"),
     [
         ({}, 6),
-        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, 6),  # as a launcher says it
+        ({"LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}, 6),  # as a launcher sets them
         ({"LOCAL_WORLD_SIZE": "2"}, 3),
         ({"LOCAL_WORLD_SIZE": "8"}, 1),
         ({"OMP_NUM_THREADS": "3"}, None),  # the user's own choice stays
@@ -142,7 +142,7 @@ def test_the_cores_are_divided_among_the_processes(monkeypatch, environ, used):
     clean = {k: v for k, v in os.environ.items() if k not in names}
     monkeypatch.setattr(os, "environ", clean | environ)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     use_all_cores()
-    assert told == ([used] if used else [])
+    assert threads == ([used] if used else [])

@@ -20,7 +20,7 @@ def some_logits(seed: int) -> Tensor:
 
 
 def some_targets() -> Tensor:
-    """The first sequence has none, the others not everywhere."""
+    """Targets: all ignored in the first sequence, some ignored in the others."""
     targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
     targets[0] = IGNORE_INDEX
     targets[1:, ::3] = IGNORE_INDEX
@@ -30,7 +30,7 @@ def some_targets() -> Tensor:
 def by_hand(
     logits: Tensor, theirs: Tensor, targets: Tensor, alpha: float, temperature: float, kl: str
 ) -> tuple[Tensor, float, float, float]:
-    """Loss, hard, soft and agreement, a position at a time, probability by probability."""
+    """Return loss, hard loss, soft loss and agreement, computed one position at a time."""
     hard, soft, same = [], [], []
     for ours, others, target in zip(
         logits.flatten(0, 1), theirs.flatten(0, 1), targets.flatten(), strict=True
@@ -110,7 +110,7 @@ def test_logits_beyond_the_tokenizer_count_only_in_the_hard_loss(kl):
     torch.testing.assert_close(found[2], without[2])
     torch.testing.assert_close(found[1], hard)
     assert hard > without[1] + 0.01
-    assert gradient[targets != IGNORE_INDEX][:, VOCAB:].min() > 0  # away from these
+    assert gradient[targets != IGNORE_INDEX][:, VOCAB:].min() > 0  # training lowers these logits
 
 
 @EVERY_KL

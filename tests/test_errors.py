@@ -117,7 +117,7 @@ def test_a_machines_first_rank_prints_its_error_at_once_and_the_other_ranks_wait
 
 @pytest.mark.slow
 def test_ctrl_c_during_the_imports_prints_one_line(tmp_path):
-    """A torch that interrupts as the keys would."""
+    """The test's own torch raises KeyboardInterrupt when it is imported."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
         [sys.executable, "train_pretrain_accelerate.py"],

@@ -227,7 +227,7 @@ def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
 
 def test_weights_without_a_run_need_data_and_broken_weights_are_an_error(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
-    model.norm.weight.data.fill_(3e38)  # finite, but what comes out is not
+    model.norm.weight.data.fill_(3e38)  # finite, but the logits are not
     weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
     assert "pass --data" in refused(run=weights)
     line = refused("--data", packed, run=weights)

@@ -1,4 +1,4 @@
-"""The file as the gguf package reads it."""
+"""The file of scripts.export_gguf, read by the gguf package."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from scripts import export_gguf
 
-# No field but the vocabulary's size is LMConfig's own; rows of 96 and 160 are whole blocks of 32.
+# No value is LMConfig's default; rows of 96 and 160 are whole blocks of 32.
 SHAPE = {
     "dim": 96,
     "n_layers": 2,

@@ -52,7 +52,7 @@ def exported(weights, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(weights, tmp_path_factory) -> Path:
-    """The weights, as those of a model that has learned to answer."""
+    """The weights with a chat template, as a fine-tuned model has it."""
     folder = shutil.copytree(weights, tmp_path_factory.mktemp("chat") / "w")
     (folder / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
     return folder

@@ -1,4 +1,4 @@
-"""scripts.generate: prompts in, continuations out; and what all programs that write refuse."""
+"""scripts.generate: prompts in, continuations out; flags that generate, chat and serve refuse."""
 
 import importlib
 import io
@@ -24,7 +24,7 @@ CONTEXT = 40
 
 @pytest.fixture(scope="module")
 def weights(packed, tmp_path_factory) -> Path:
-    """An untrained model that is sure enough of itself to tell texts apart."""
+    """An untrained model with weights so large that different prompts get different texts."""
     folder = tmp_path_factory.mktemp("weights")
     torch.manual_seed(0)
     config = LMConfig(dim=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT, vocab_size=VOCAB_SIZE)
@@ -37,7 +37,7 @@ def weights(packed, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def call(weights, capsys, monkeypatch):
-    """Runs the script; gives what it wrote to stdout, to stderr, and its exit code."""
+    """Runs the script; returns its stdout, its stderr and its exit code."""
 
     def run(*flags: str, stdin: str = "") -> tuple[str, str, int]:
         code = 0
@@ -62,7 +62,7 @@ def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
     return tokenizer.decode(ids + new)
 
 
-@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # a space is the first token's
+@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # " " begins the first new token
 def test_the_prompt_and_a_continuation_sampled_by_the_flags_are_printed(call, weights, prompt):
     settings = {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "seed": 5}
     settings["repetition_penalty"] = 1.3
@@ -137,7 +137,7 @@ def test_interactive_prompts_are_read_until_the_input_ends(call, weights):
     assert code == 0
 
 
-REFUSED = {  # flags of the program, behind the run: a keyword of the message
+REFUSED = {  # program: {flags after the folder of the run: a keyword of the message}
     "generate": {
         (): "nothing to continue",
         ("--prompt", ""): "is empty",

@@ -1,4 +1,4 @@
-"""The decoding loop: texts that come and go become what each would be alone."""
+"""The decoding loop: each text of a batch is the same as it would be alone."""
 
 from dataclasses import replace
 
@@ -96,7 +96,7 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
 
 def test_the_cache_grows_with_the_text(long):
     text = text_of([3, 4, 5], 147, GREEDY)
-    write(Decoder(long), [text])  # beyond the room that a prompt gets at first
+    write(Decoder(long), [text])  # more tokens than the cache has room for at first
     assert text.ids == step_by_step(long, [3, 4, 5], 147)
 
 
@@ -122,7 +122,8 @@ def test_each_text_of_a_batch_has_its_own_settings(long):
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model):
     (whole,) = generate(model, [PROMPT], 20, WILD)
     stop_id = next(token for token in whole[5:] if token not in PROMPT)
-    text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))  # one in the prompt does not stop
+    # A stop token in the prompt has no effect.
+    text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))
     write(Decoder(model), [text])
     ends = min(whole.index(token) for token in text.stop_ids if token in whole)
     assert text.ids == whole[:ends]

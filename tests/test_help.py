@@ -1,4 +1,4 @@
-"""What --help of every script says."""
+"""The usage line of every script, and unknown flags."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ def test_the_usage_line_can_be_typed_and_has_placeholders_in_capitals(name, caps
     assert ended.value.code == 0
     usage = capsys.readouterr().out.partition("\n\n")[0]
     assert usage.startswith(f"usage: python -m scripts.{name} ")
-    # What stands in no brackets is what has to be given, if anything has to.
+    # Required arguments stand outside brackets; only prepare_data has none.
     places = re.sub(r"\[[^]]*\]", "", usage.partition(f"scripts.{name}")[2]).split()
     assert set(places) <= {"RUN", "OUT", "SOURCE", "BASE", "ADAPTER"}
     assert places or name == "prepare_data"

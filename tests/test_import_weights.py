@@ -1,4 +1,4 @@
-"""Hugging Face folders and state dicts of others, as this project's weights."""
+"""Hugging Face folders and state dicts of other projects become this project's weights."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def state(weights) -> dict[str, torch.Tensor]:
 
 
 def write_llama(folder: Path, **changes) -> Path:
-    """A folder as transformers saves it, of a Llama that this project has never seen."""
+    """A Llama folder as transformers saves it, not made by this project."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -56,7 +56,7 @@ def write_llama(folder: Path, **changes) -> Path:
 
 
 def assert_same_model(ours: Path, llama: Path, atol: float = 1e-5) -> None:
-    """In fp64: rounding in fp32 comes to 1e-5 by itself on some CPUs."""
+    """Compare logits in fp64: rounding in fp32 alone makes a difference of 1e-5 on some CPUs."""
     tokens = some_tokens()
     with torch.no_grad():
         expected = LlamaForCausalLM.from_pretrained(llama).double()(tokens).logits
@@ -214,7 +214,7 @@ def test_a_state_dict_with_transformers_names_gives_equal_logits(llama, tmp_path
 
 
 def test_missing_settings_are_assumed_and_printed(state, tmp_path, capsys):
-    """And 16 bits become fp32 without rounding."""
+    """16-bit weights become fp32 without rounding."""
     rounded = {n: w if w.is_complex() else w.bfloat16() for n, w in state.items()}
     torch.save(rounded, tmp_path / "m.pth")
     import_weights.main([str(tmp_path / "m.pth"), str(tmp_path / "out"), "--n_heads", "6"])

@@ -14,7 +14,7 @@ from training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resu
 
 
 class Clock:
-    """In place of the module `time`: stands still until told otherwise."""
+    """Replaces the module `time`; only tests move this clock."""
 
     now = 1000.0
 
@@ -29,7 +29,7 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture
-def left(monkeypatch) -> list[int]:
+def exit_codes(monkeypatch) -> list[int]:
     """The exit codes with which the process would have ended at once."""
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -38,7 +38,7 @@ def left(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def request_of(clock):
-    """Makes a StopRequest; signals are put back in the end."""
+    """Makes a StopRequest; restores the signal handlers at the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def make(time_limit: float | None = None, save_minutes: float = 0, rank: int = 0):
@@ -52,17 +52,19 @@ def request_of(clock):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(request_of, clock, left, number):
+def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(
+    request_of, clock, exit_codes, number
+):
     stop = request_of()
     assert stop.reason() is None
     signal.raise_signal(number)
     clock.now += interruption.SAME_REQUEST_SECONDS
-    signal.raise_signal(signal.SIGTERM)  # from another side: the same request
+    signal.raise_signal(signal.SIGTERM)  # soon after: the same request
     assert [stop.reason(), stop.reason()] == [signal.Signals(number).name] * 2
-    assert left == []
+    assert exit_codes == []
     clock.now += 0.1
     signal.raise_signal(signal.SIGTERM)
-    assert left == [128 + signal.SIGTERM]
+    assert exit_codes == [128 + signal.SIGTERM]
 
 
 def test_a_checkpoint_is_due_save_minutes_after_the_last_one(request_of, clock):
@@ -117,7 +119,9 @@ def test_the_command_that_resumes_is_the_typed_one_with_resume(monkeypatch, earl
 
 
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
-def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(monkeypatch, left, error, codes):
+def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(
+    monkeypatch, exit_codes, error, codes
+):
     monkeypatch.setenv("RANK", "1")
     with suppress(SystemExit, KeyError):
         try:
@@ -125,4 +129,4 @@ def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(monkeypatch, le
                 raise error
         finally:
             leave()
-    assert left == codes
+    assert exit_codes == codes

@@ -1,4 +1,4 @@
-"""Tokenizers in a tokenizer.json: the interface of SentencePiece's, the ids of transformers."""
+"""Tokenizers in a tokenizer.json have the interface of `Tokenizer` and the ids of transformers."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from data.tokenizer import (
 )
 
 VOCAB = 700
-CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end in a character
+CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end within a character
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
 
@@ -37,7 +37,7 @@ def texts(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module", params=MARKERS)
 def folder(request, texts, tmp_path_factory) -> Path:
-    """A tokenizer as other models come with it."""
+    """A folder with a tokenizer.json and a tokenizer_config.json."""
     folder = tmp_path_factory.mktemp(request.param)
     return write_tokenizer(folder, request.param, [*texts, CHINESE], VOCAB)
 
@@ -81,7 +81,7 @@ def test_decoding_returns_the_text_exactly_and_the_name_of_a_marker_is_encoded_a
 
 
 def test_streaming_random_ids_gives_the_text_of_decoding_them_all(tokenizer):
-    """Broken characters, and markers inside of one."""
+    """The ids give broken characters, and markers inside a character."""
     random = np.random.default_rng(0)
     for _ in range(200):
         ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
@@ -96,8 +96,8 @@ def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_
     assert len(hashes) == 1
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
     other = open_tokenizer(tmp_path)
-    assert other.bos_id == other.eos_id == other.encode("1")[0]  # it also begins
-    assert tokenizer_hash(tmp_path) not in hashes  # other documents, other ids
+    assert other.bos_id == other.eos_id == other.encode("1")[0]  # it begins a text too
+    assert tokenizer_hash(tmp_path) not in hashes  # documents get other ids
     assert isinstance(other, JsonTokenizer)
     shutil.copy(packed / "tokenizer.model", tmp_path)
     assert not isinstance(open_tokenizer(tmp_path), JsonTokenizer)

@@ -30,7 +30,7 @@ def environ(monkeypatch) -> dict:
 
 
 def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.0") -> None:
-    """A machine with GPUs on which nothing is computed; Accelerate finds one process."""
+    """Pretend that there are GPUs, without computing on them; Accelerate finds one process."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -94,8 +94,8 @@ def test_the_accumulation_changes_in_deepspeeds_configuration_too():
 def test_largest_and_total_are_reduced_over_the_cpu_group(monkeypatch):
     others, group = torch.tensor([3, 9]), object()
 
-    def all_reduce(tensor, op, asked) -> None:
-        assert asked is group
+    def all_reduce(tensor, op, reduced_over) -> None:
+        assert reduced_over is group
         everyone = torch.cat([tensor, others])
         tensor.fill_(everyone.sum() if op == ReduceOp.SUM else everyone.max())
 

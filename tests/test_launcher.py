@@ -1,4 +1,4 @@
-"""run_accelerate.sh's launcher where nothing could be launched."""
+"""The launcher of run_accelerate.sh: its exit codes and messages when a launch fails."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from training import launcher
 
 
 def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
-    waits = launcher.SimpleElasticAgent._exit_barrier  # private: missing where PyTorch renames it
+    waits = launcher.SimpleElasticAgent._exit_barrier  # private: fails here if PyTorch renames it
     monkeypatch.setattr(launcher.SimpleElasticAgent, "_exit_barrier", waits)
     monkeypatch.setattr(launcher, "main", lambda: None)
     assert launcher.launch() == 0

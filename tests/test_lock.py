@@ -15,7 +15,7 @@ import os, sys
 from pathlib import Path
 from storage.folder import lock
 lock(Path(sys.argv[1]))
-os.fork()  # as for processes that read data, which outlive a killed parent by seconds
+os.fork()  # like a process that reads data, which outlives a killed parent by seconds
 os.write(1, b"held\\n")
 sys.stdin.read()  # until it is killed, or the tests are
 """

@@ -85,7 +85,7 @@ def test_a_resumed_meter_goes_on_to_the_bit_without_the_step_under_way():
 
 
 class Clock:
-    """In place of the module `time`: stands still until told otherwise."""
+    """Replaces the module `time`; only tests move this clock."""
 
     now = 1000.0
 
@@ -143,7 +143,7 @@ def feed(clock):
 def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
     start, feed, tmp_path, first_step, reported
 ):
-    """The first step of the run, that is: a resume adds no line of its own."""
+    """The first step of a resume is not reported."""
     log = start(log_interval=4, total_steps=11, first_step=first_step)
     for step in range(first_step, 12):
         feed(log, step, float(step))
@@ -235,7 +235,7 @@ def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
 
 
 def test_a_resumed_run_drops_the_lines_that_it_writes_again(start, feed, tmp_path):
-    """And those that a kill cut short, or that are no text."""
+    """It drops lines that a kill cut short, or that are not text, too."""
     begun = (
         b'{"step": 1, "loss": 3.0}\n\xff\xfe{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 1, "lo'
     )

@@ -10,7 +10,7 @@ VOCAB, SEQ_LEN, BATCH = 60, 21, 3
 
 
 def some_targets() -> torch.Tensor:
-    """As many as fill no chunk exactly; the first sequence has none, others not everywhere."""
+    """Targets that fill no chunk exactly: all ignored in the first sequence, some in the others."""
     targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
     targets[0] = IGNORE_INDEX
     targets[1:, ::4] = IGNORE_INDEX
@@ -73,7 +73,7 @@ def test_without_a_target_that_counts_the_gradient_is_zero(in_chunks):
     in_chunks()
     model = opinionated(VOCAB, SEQ_LEN)
     out = model(some_tokens(), torch.full((BATCH, SEQ_LEN), IGNORE_INDEX))
-    assert out.loss.isnan()  # as the mean of nothing is
+    assert out.loss.isnan()  # the mean over no target
     (out.loss.nan_to_num() * 0.0).backward()
     assert all(not p.grad.any() for p in model.parameters())
 
@@ -96,9 +96,9 @@ def test_logits_are_computed_one_chunk_at_a_time(in_chunks, recompute):
     ("vocab_size", "tokens", "at_once"),
     [
         (6_400, 1 << 20, 1 << 20),
-        (32_768, 1 << 20, 1 << 20),  # so far everything goes through as a whole
+        (32_768, 1 << 20, 1 << 20),  # up to here there is one chunk
         (49_152, 512, 512),
-        (49_152, 4_096, 683),  # of 6 chunks the last has a little less
+        (49_152, 4_096, 683),  # 6 chunks, of which the last is a little smaller
         (128_256, 4_096, 256),
     ],
 )

@@ -10,8 +10,8 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 
 
-def told(monkeypatch, *everyone, rank: int = 0) -> Engine:
-    """An engine whose processes, on a machine each, have told each other this."""
+def engine_with_answers(monkeypatch, *everyone, rank: int = 0) -> Engine:
+    """Return an engine whose processes, each on its own machine, exchanged `everyone`."""
     known = [(mine, f"node{at}") for at, mine in enumerate(everyone)]
     monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=len(everyone))
@@ -22,20 +22,22 @@ ALONE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single p
 
 
 def never():
-    raise AssertionError("asked on another process than the main one")
+    raise AssertionError("called on another process than the main one")
 
 
 def test_the_main_process_decides_for_all(monkeypatch):
-    told_by_main = []
-    engine = told(monkeypatch, None, None)
+    sent_by_main = []
+    engine = engine_with_answers(monkeypatch, None, None)
     monkeypatch.setattr(
-        main_process, "_gather", lambda engine, mine: told_by_main.append(mine) or [(mine, "a")]
+        main_process, "_gather", lambda engine, mine: sent_by_main.append(mine) or [(mine, "a")]
     )
     assert on_main_process(engine, lambda: ("an", "answer")) == ("an", "answer")
-    second = told(monkeypatch, *told_by_main, None, rank=1)
+    second = engine_with_answers(monkeypatch, *sent_by_main, None, rank=1)
     assert on_main_process(second, never) == ("an", "answer")
     with pytest.raises(DataError, match="the reason"):
-        on_main_process(told(monkeypatch, (None, DataError("the reason")), None, rank=1), never)
+        on_main_process(
+            engine_with_answers(monkeypatch, (None, DataError("the reason")), None, rank=1), never
+        )
 
 
 def fails(words: str, kind=DataError):
@@ -46,7 +48,7 @@ def fails(words: str, kind=DataError):
 
 
 def test_every_process_returns_its_own_answer(monkeypatch):
-    assert on_every_process(told(monkeypatch, None, None), lambda: 2) == 2
+    assert on_every_process(engine_with_answers(monkeypatch, None, None), lambda: 2) == 2
 
 
 def test_a_single_process_raises_its_own_error():
@@ -58,13 +60,13 @@ def test_a_single_process_raises_its_own_error():
 
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
 def test_an_error_on_some_processes_is_raised_on_all_and_names_rank_and_host(monkeypatch, attempt):
-    engine = told(monkeypatch, None, DataError("no data"), ConfigError("none"))
+    engine = engine_with_answers(monkeypatch, None, DataError("no data"), ConfigError("none"))
     with pytest.raises(DataError, match=r"^no data \(only rank 1 on node1, rank 2 on node2 of 3 "):
         on_every_process(engine, attempt)
 
 
 def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
-    engine = told(monkeypatch, DataError("no data"), DataError("no data"))
+    engine = engine_with_answers(monkeypatch, DataError("no data"), DataError("no data"))
     with pytest.raises(DataError, match=r"^no data$"):
         on_every_process(engine, fails("no data"))
 
@@ -72,9 +74,9 @@ def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
 def test_a_difference_from_the_main_process_is_an_error_on_all(monkeypatch):
     main, other = {"--dim": 8, "data": "a1"}, {"--dim": 8, "data": "b2"}
     with pytest.raises(UsageError, match=r"^rank 1 on node1 has data b2 \(not a1\): start all"):
-        require_the_same(told(monkeypatch, main, other), other)
+        require_the_same(engine_with_answers(monkeypatch, main, other), other)
     other = {"engine": "DDP", "--dim": 8}
     with pytest.raises(UsageError, match=r"has data None \(not a1\), engine DDP \(not None\): "):
-        require_the_same(told(monkeypatch, main, other), main)
-    require_the_same(told(monkeypatch, main, main), main)
+        require_the_same(engine_with_answers(monkeypatch, main, other), main)
+    require_the_same(engine_with_answers(monkeypatch, main, main), main)
     require_the_same(ALONE, main)

@@ -57,7 +57,7 @@ def test_an_invalid_question_is_an_error_with_its_line_and_the_reason(tokenizer,
 
 
 class OneIdPerCharacter:
-    """A tokenizer that joins "ab" to one id, wherever it stands."""
+    """A tokenizer with one id per character, except that "ab" is one id."""
 
     bos_id = 0
 
@@ -70,7 +70,7 @@ class OneIdPerCharacter:
     [
         ("xy", ["cd", "e"], "", ["cd", "e"]),
         ("xy", ["cd", "e"], " ", [" cd", " e"]),
-        ("xa", ["bcd", "cd"], "", ["Ωcd", "acd"]),  # one token is part of both
+        ("xa", ["bcd", "cd"], "", ["Ωcd", "acd"]),  # "ab" is part of both
         ("xy", ["the c", "the d"], "", ["the c", "the d"]),
     ],
 )
@@ -88,7 +88,7 @@ def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
 
 
 def naive(model, tokenizer, fields: dict) -> tuple[int, int]:
-    """(likeliest choice, likeliest per byte), one token at a time. Here no token crosses."""
+    """Return the likeliest choice and the likeliest per byte, scored one token at a time."""
     context = [tokenizer.bos_id, *tokenizer.encode(fields["question"])]
     whole, per_byte = [], []
     for choice in fields["choices"]:
@@ -124,7 +124,7 @@ def test_questions_are_answered_as_by_naive_scoring(scorer, tokenizer):
 
 
 def test_units_truncated_questions_and_chance_are_counted(scorer, tokenizer):
-    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # twice is two questions
+    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # the repeated one counts
     assert (found["units"], found["truncated"]) == (6, 1)
     assert found["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 2 * 2 + 1 / 3 + 1 / 4) / 6)
 

@@ -15,7 +15,7 @@ def test_counts_and_sizes_are_written_with_their_units():
 
 
 class Clock:
-    """A bar's, which stands still until told otherwise."""
+    """The clock of a progress bar; only tests move it."""
 
     def __init__(self, bar: tqdm):
         self.now, bar._time = bar.start_t, self

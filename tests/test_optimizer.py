@@ -1,4 +1,4 @@
-"""Learning rate, groups, and Muon against its formula, with partitions of ZeRO too."""
+"""The learning rate, parameter groups, and Muon compared with its formula, also under ZeRO."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 
 
 def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
-    """Of steps 0 (never taken, nan) to the last."""
+    """The learning rate of each step from 1; index 0 is nan."""
     settings |= {"lr_schedule": schedule, "learning_rate": PEAK, "warmup_steps": warmup}
     rate = LearningRate(TrainingArguments(**settings), total)
     return [math.nan, *(rate(step) for step in range(1, total + 1))]
@@ -246,7 +246,7 @@ def test_the_other_groups_of_muon_equal_adamw_to_the_bit():
 
 @pytest.mark.parametrize(("processes", "gap"), [(1, 0), (2, 3), (7, 3)])
 def test_muon_updates_partitions_like_whole_matrices(processes, gap, monkeypatch):
-    """Every process is a thread; with 7 of them, matrices are split among three."""
+    """Each process is a thread. With 7 processes, some matrices are split among three."""
     given, barrier = [], threading.Barrier(processes, timeout=60)
 
     def all_reduce(tensor: torch.Tensor) -> None:

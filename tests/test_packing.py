@@ -102,7 +102,7 @@ def test_the_size_of_a_corpus_decides_its_default_settings(tmp_path):
 
 
 def test_a_piece_is_split_with_the_documented_probability(packed):
-    """Of a piece that can be split in one way alone, into two that cannot be split."""
+    """The piece here can be split in one way only, into two pieces that cannot be split."""
     tokenizer, n = Tokenizer(packed / "tokenizer.model"), 20_000
     ways_of = ways_to_split(tokenizer)
     single = [id for id, ways in ways_of.items() if len(ways) == 1]
@@ -129,7 +129,7 @@ def test_training_documents_are_tokenized_in_several_ways_and_validation_documen
 
 def test_without_a_validation_share_or_with_a_single_text_all_is_for_training(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
-    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # whose tokenizer has to be forgotten
+    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # its tokenizer must not be used again
     for n, val_fraction in ((1, 0.1), (50, 0.0)):
         settings = {"val_fraction": val_fraction, "tokenizer": tokenizer}
         out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)
@@ -154,7 +154,7 @@ def test_a_small_corpus_has_at_least_one_validation_document(tmp_path, packed, m
     model = str(packed / "tokenizer.model")
     out = pack_documents(DOCUMENTS[:n] * 2, tmp_path, val_fraction=1e-9, tokenizer=model)
     assert len(set(documents(out, "val"))) == 1
-    assert len(documents(out, "val")) == 2  # it repeats, on one side
+    assert len(documents(out, "val")) == 2  # it occurs twice, in one split
     assert len(list(out.glob("*.bin"))) == 2 * n  # and no shard of a first attempt is left
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(DOCUMENTS[:n] * 2)
 
@@ -203,7 +203,7 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENIZER_SAMPLE_BYTES", 1000)
     books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
-    for module in (packing, shards):  # of four bytes, as for large vocabularies
+    for module in (packing, shards):  # ids of four bytes, as for large vocabularies
         monkeypatch.setattr(module, "token_dtype", lambda vocab_size: np.dtype("<u4"))
     out = pack_documents(books, tmp_path)
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)

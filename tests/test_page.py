@@ -1,4 +1,4 @@
-"""report.html and the picture of losses, read as a browser would, without one."""
+"""report.html and the picture of losses, parsed without a browser."""
 
 import json
 import re

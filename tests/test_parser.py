@@ -21,7 +21,7 @@ def parser() -> OneLineParser:
         ("--learning-rat 3", "--learning-rat: did you mean --learning_rate?"),
         ("--dimm=64", "--dimm=64: did you mean --dim?"),
         ("--dim 32 --dimm 32", "--dimm: did you mean --dim?"),
-        ("--hel_", "--hel_"),  # --help is never what was meant
+        ("--hel_", "--hel_"),  # --help is never suggested
         ("--fast my.txt", "my.txt"),
         ("--gredy 3 --foo", "--gredy: did you mean --greedy?, --foo"),
     ],

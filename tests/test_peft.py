@@ -1,4 +1,4 @@
-"""Adapters on disk, held against the package `peft` itself."""
+"""Adapters on disk, compared with the package `peft` itself."""
 
 import json
 from collections import ChainMap
@@ -23,7 +23,7 @@ TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def untied() -> Transformer:
-    """Everything is adapted but the second block, which is trained as it is."""
+    """An untied model: the first block has adapters, the other weights are trained themselves."""
     config = adapted().config
     config.tie_embeddings = False
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def untied() -> Transformer:
 
 @pytest.fixture(params=["all", "untied, a block adapted"])
 def run(request, tmp_path) -> SimpleNamespace:
-    """A model that was trained, its base as portable weights and exported, its adapter."""
+    """A trained model with adapters, its base, portable and exported, and its saved adapter."""
     model = adapted(only_lora=False) if request.param == "all" else untied()
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not is_adapter(n)}
     for name, p in model.named_parameters():

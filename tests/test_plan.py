@@ -1,4 +1,4 @@
-"""scripts.plan: one table and one advice, before anything is started."""
+"""scripts.plan prints a table of engines and which one to take."""
 
 import pytest
 

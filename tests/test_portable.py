@@ -29,7 +29,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_a_saved_model_comes_back_with_equal_logits(tmp_path, tie_embeddings):
-    """Matrices that are not contiguous are saved with their values, a tied one once."""
+    """Matrices that are not contiguous are saved correctly, and a tied matrix is saved once."""
     model = transformer(tie_embeddings=tie_embeddings, dropout=0.3)
     weights = {name: w.t().contiguous().t() for name, w in weights_of(model).items()}
     out = tmp_path / "not" / "yet"

@@ -1,4 +1,4 @@
-"""What is checked before any process is started; preparing a run is checked on the way."""
+"""The checks before any process is started, which prepare a run without starting it."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ ZERO_2 = "accelerate_config.yaml"
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
-    """As run_accelerate.sh calls it; the environment is restored after the test."""
+    """Tests run in the repository, like run_accelerate.sh; the environment is restored."""
     monkeypatch.chdir(REPOSITORY)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     monkeypatch.setattr(os, "environ", clean)
@@ -133,7 +133,7 @@ def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_
 def test_the_number_of_processes_is_part_of_the_global_batch(
     flags, config_file, tmp_path, on_the_script
 ):
-    """The file may be named by the launcher's or by a flag."""
+    """The launcher's file or the flag --deepspeed names the DeepSpeed file."""
     path = config_file({"zero_optimization": {"stage": 2}, "train_batch_size": 16})
     if on_the_script:
         path = config_file(**DDP | {"mixed_precision": None})
@@ -199,7 +199,7 @@ def room_for(batch_size: int, processes: int) -> int:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """GPUs with so many bytes free."""
+    """Pretends that there are GPUs with these numbers of bytes free."""
 
     def have(*free: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
@@ -240,7 +240,7 @@ def test_a_resumed_run_keeps_its_micro_batch_whatever_memory_is_free(flags, gpus
 
 
 def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(flags, tmp_path):
-    """As run_accelerate.sh calls it."""
+    """The command is that of run_accelerate.sh."""
     command = [sys.executable, "-m", "training.preflight", "train_pretrain_accelerate.py", ZERO_2]
     ended = subprocess.run(
         [*command, "1", "0", *flags, "--resume", str(tmp_path)],

@@ -1,4 +1,4 @@
-"""Weights to begin with: the shape and the tokenizer that they ask for."""
+"""--init_from: the shape of the model and the tokenizer are those of the weights."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from storage.folder import RunFolder
 from training.arguments import SFTArguments, parse_arguments
 from training.prepare import Prepared, prepare
 
-# In no field LMConfig's own.
+# No value here is LMConfig's default.
 CONFIG = LMConfig(
     dim=48,
     n_layers=1,
@@ -85,7 +85,7 @@ def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_atte
         ("--n_heads 8", "--n_heads 8: leave it out, "),  # 8 would not even divide dim
         ("--tie_embeddings", "--tie_embeddings True: leave"),
         ("--rope_theta 1e6", "has 10000.0"),
-        ("--n_kv_heads 2", " has 3"),  # LMConfig's own value counts as typed
+        ("--n_kv_heads 2", " has 3"),  # a typed default counts too
         ("--max_seq_len 0", "max_seq_len"),
         ("--dropout 1", "dropout"),
     ],

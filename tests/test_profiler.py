@@ -1,4 +1,4 @@
-"""Where a step's time goes, by a clock that moves when a test says so."""
+"""The seconds of each phase of a step, with a clock that only tests move."""
 
 import gzip
 import json
@@ -12,12 +12,12 @@ from training import profiler as profiler_module
 from training.arguments import TrainingArguments
 from training.profiler import KEPT_TRACES, PHASES, StepProfiler
 
-# Sums of powers of two: exact, and no two of them alike.
+# Powers of two: their sums are exact and all different.
 SECONDS = {"data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 
 
 class Clock:
-    """In place of the module `time`: stands still until told otherwise."""
+    """Replaces the module `time`; only tests move this clock."""
 
     now = 1000.0
 
@@ -32,7 +32,7 @@ def clock(monkeypatch) -> Clock:
 
 
 class DeepSpeedEngine:
-    """Steps inside backward, as DeepSpeed's engine does."""
+    """Updates the weights inside backward, as DeepSpeed's engine does."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
@@ -67,7 +67,7 @@ def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
 
 
 def expected(micro_batches: int = 1) -> dict[str, float]:
-    """Seconds of `run_step`."""
+    """The seconds of each phase of `run_step`."""
     times = sum(range(1, micro_batches + 1))
     seconds = {phase: SECONDS[phase] * times for phase in PHASES}
     seconds["optimizer"] = SECONDS["optimizer"]
@@ -91,7 +91,7 @@ def test_each_phase_gets_its_seconds_and_the_phases_add_up_to_the_step(
 def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
     accelerator, tmp_path, clock, monkeypatch
 ):
-    """A GPU works later than it is asked to: each phase waits for it before it ends."""
+    """A GPU works asynchronously: each phase waits for the GPU before the phase ends."""
     waiting = []
 
     def synchronize() -> None:
@@ -125,7 +125,7 @@ def test_a_line_names_the_trace_and_the_newest_traces_of_each_process_are_kept(
     )
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert names.count("forward") == names.count("optimizer") == 1  # the last micro-batch alone
+    assert names.count("forward") == names.count("optimizer") == 1  # only the last micro-batch
     kept = sorted(path.name for path in tmp_path.glob("*-rank0.json.gz"))
     assert (kept[0], len(kept)) == ("step-00000002-rank0.json.gz", KEPT_TRACES)
     assert (tmp_path / "step-00000000-rank1.json.gz").exists()

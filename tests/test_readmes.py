@@ -1,4 +1,4 @@
-"""README.md, README_zh.md and docs tell people to type commands, and all of them exist."""
+"""All commands, flags, links and tests that README.md, README_zh.md and docs name exist."""
 
 import contextlib
 import importlib
@@ -16,8 +16,7 @@ DOCS = sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")
 TEXTS = {
     name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE, *DOCS)
 }
-# Of the launchers, pip, pytest (tests/conftest.py) and this repository's tests; `--no-` switches
-# flags off, and `--flags` without their dashes are names of others in tables of comparison.
+# Flags of the launchers, pip, pytest (tests/conftest.py) and SLURM; `--no` stands for `--no-FLAG`.
 OTHER_FLAGS = {
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
@@ -55,7 +54,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def anchors(text: str) -> list[str]:
-    """Return what #links to the headings are called, in order, as GitHub names them."""
+    """Return the anchors of the headings, in order, as GitHub names them."""
     without_code = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)", without_code, re.MULTILINE)
     return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
@@ -134,7 +133,7 @@ def test_the_flag_tables_are_those_of_the_parser():
 
 
 def module_commands(text: str) -> list[tuple[str, set[str]]]:
-    """(module, flags after it) of every `-m MODULE` of this project, and of its name by itself."""
+    """Return (module, its flags) for every `-m MODULE` of this project and every bare module."""
     ours = r"(?:.* -m |)((?:scripts|benchmarks|training)\.\w+)(?!\w)(.*)"
     matches = [re.fullmatch(ours, line) for line in typed(text)]
     return [(m[1], flags_in(m[2])) for m in matches if m and m[1] != "scripts.NAME"]

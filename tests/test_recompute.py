@@ -22,7 +22,7 @@ def recomputing(what: str, compiled: bool = False, **changes) -> Transformer:
 
 
 def loss_and_gradients(model: Transformer) -> list[torch.Tensor]:
-    """Return loss and gradients, and the next random number at last."""
+    """Return the loss, the gradients and the next random number."""
     tokens = some_tokens(38)
     torch.manual_seed(5)
     loss = model(tokens[:, :-1], tokens[:, 1:]).loss
@@ -37,7 +37,7 @@ def assert_same_bits(what: str, **settings) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Count how often each operator is computed in here."""
+    """Count the calls of each operator inside this context."""
 
     def __init__(self):
         super().__init__()

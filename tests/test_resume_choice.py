@@ -1,4 +1,4 @@
-"""Which run is written into and gone on from, whether it is the same run, and its settings."""
+"""Which run is started or resumed, whether it is the same run, and its settings file."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ SFT = "train_sft_accelerate.py"
 
 @pytest.fixture(autouse=True)
 def locks():
-    """A lock is held for as long as its process lives."""
+    """Releases the locks of a test: a lock is held for as long as its process lives."""
     yield
     release_locks()
 
@@ -55,7 +55,7 @@ def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
     """Make a run with metrics and checkpoints, written `age` seconds before NOW.
 
     Args:
-        state: for state.json, such as what a run that resumes must have in common.
+        state: more entries of state.json, such as the identity of the run.
     """
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("", encoding="utf-8")
@@ -91,9 +91,9 @@ def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
 
 
 def test_a_run_of_another_program_is_refused(tmp_path):
-    """Whatever it is told to resume."""
+    """It is refused with every value of --resume."""
     run = make_run(tmp_path / "first", 10)
-    (run / "settings.json").write_text("{}")  # of pretraining, as that was the only one
+    (run / "settings.json").write_text("{}")  # without "program": an old file of pretraining
     for resume in (None, "auto"):
         args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
         with pytest.raises(UsageError, match=r"holds a run of train_pretrain\S+: choose another"):
@@ -170,10 +170,10 @@ MINE, OTHERS = (
 def saved_by(
     path: Path, args: TrainingArguments, processes: int = 1, form: str = "new", **changes
 ) -> StartingPoint:
-    """Make the checkpoint of a run that so many processes have trained with CONFIG on MINE.
+    """Make the checkpoint of a run of CONFIG on MINE with this number of processes.
 
     Args:
-        form: "old" is the one in which the model was among the parts of the identity.
+        form: "old" is the format in which the identity contains the shape of the model.
         changes: to the shape of the model; None leaves a field out.
     """
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
@@ -198,7 +198,7 @@ def resumed(
 
 
 def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
-    """Return what is said of a run that differs, in parts, without the checkpoint's name."""
+    """Return the parts of the error for a run that differs, without the checkpoint's name."""
     with pytest.raises(UsageError) as error:
         resumed(start, *now, **how)
     assert "\n" not in str(error.value)
@@ -237,7 +237,7 @@ def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
 
 @FORMS
 def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path, form):
-    """A field that an old checkpoint does not know has its default."""
+    """A field that an old checkpoint lacks has its default."""
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
     start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
     now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
@@ -255,13 +255,13 @@ def test_another_number_of_processes_keeps_the_global_batch(
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
     expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)
     assert resumed(start, args, processes=processes) == expected
-    other = TrainingArguments(batch_size=5)  # of which it cannot be made
+    other = TrainingArguments(batch_size=5)  # the global batch is no multiple of 5
     said = not_the_same(start, other, processes=processes)
     assert said[0] == f"global_batch: 24 in the checkpoint, {5 * processes} now"
 
 
 def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
-    """Though another one is newer."""
+    """Without a checkpoint, "auto" stays "auto" and takes the newest run."""
     run = RunFolder(tmp_path / "mine")
     run.path.mkdir()
     run.settings.write_text(json.dumps({"arguments": {"teacher": "its own"}}))

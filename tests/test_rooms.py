@@ -1,4 +1,4 @@
-"""No room imports from one above it, so that each can be read with what lies below alone."""
+"""No room (package) imports from a room above it: only the rooms below must be known to read it."""
 
 import ast
 import subprocess
@@ -14,9 +14,9 @@ ROOMS = (
     *("training/arguments", "training/engine", "training", "evaluation", "train", "scripts"),
     "benchmarks",
 )
-# What a room may not even reach by way of libraries.
+# These rooms import only from the rooms listed here.
 ALONE = {"common": {"common"}, "model": {"model"}, "data": {"common", "model", "data"}}
-# Loaded by programs that must answer at once.
+# Modules of programs that must answer at once: importing torch takes seconds.
 LIGHT = ("common.atomic", "data.packing", "storage.folder", "storage.find", "report.page")
 
 
@@ -43,7 +43,7 @@ def sources() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, wherever in it."""
+    """The modules that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

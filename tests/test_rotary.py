@@ -78,7 +78,7 @@ def test_an_odd_or_empty_head_is_refused(dim):
 
 @contextmanager
 def bf16_from_constructors():
-    """As `deepspeed.zero.Init`: floating tensors come out of torch's constructors in bf16."""
+    """Make torch's constructors return floating tensors in bf16, as `deepspeed.zero.Init` does."""
 
     def rounded(constructor):
         def construct(*args, **kwargs):

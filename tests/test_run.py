@@ -1,4 +1,4 @@
-"""The verbs of a step; what launches prove is in tests/integration."""
+"""The methods of `Run` that make up a step; tests/integration tests whole launches."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Sequences(PackedDataset):
-    """Random sequences, of which so many of the targets count."""
+    """Random sequences; of sequence i the first `counts[i]` targets count."""
 
     def __init__(self, counts: list[int], every_target_counts: bool = True):
         self.counts, self.seq_len = counts, SEQ_LEN
@@ -43,7 +43,7 @@ class Sequences(PackedDataset):
 
 @pytest.fixture
 def run_of(accelerator, tmp_path):
-    """Makes the Run of a tiny model on such sequences, which begins after step `trained` of 4."""
+    """Makes the Run of a tiny model on `Sequences` that begins after step `trained` of 4."""
     runs = []
 
     def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(run_of, optimizer, bad):
 
 
 class OnGPU(torch.Tensor):
-    """A number that nobody may ask for yet."""
+    """A tensor whose value must not be read, because that would wait for the GPU."""
 
     is_cuda = True
 
@@ -241,7 +241,7 @@ def test_a_step_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
 
 
 def test_samples_and_checkpoints_are_written_at_their_intervals_and_at_the_end(run_of, monkeypatch):
-    """A validation that is the best is saved too."""
+    """A checkpoint is also saved after the best validation so far."""
     run, done = run_of(sample_interval=3, eval_interval=1, save_interval=3), []
     losses = iter((3.0, 3.0, 3.5, None))
     monkeypatch.setattr(run, "write_sample", lambda step: done.append(("sample", step)))

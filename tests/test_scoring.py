@@ -1,4 +1,4 @@
-"""How rows are scored, and what text and conversations become as rows."""
+"""Rows get the right scores, and texts and conversations become the right rows."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def random_rows(n: int) -> list[Row]:
 
 
 def alone(model: Transformer, row: Row) -> list[float]:
-    """The score of a row by a loop over its positions, nothing padded, no batch."""
+    """The score of a row by a loop over its positions, without padding and batches."""
     nll = hits = n = 0
     with torch.no_grad():
         for t, target in enumerate(row.targets.tolist()):

@@ -1,4 +1,4 @@
-"""A server, asked as people do: by the openai package, by hand, and wrongly."""
+"""The server answers the openai package and plain HTTP, and refuses wrong requests."""
 
 import http.client
 import json
@@ -13,7 +13,7 @@ from inference.sampling import Sampling
 from inference.server.app import Served, make_app
 from scripts.serve import LOCAL
 
-LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, a question fills the second
+LONG, SHORT = 1 << 16, 100  # contexts: no text fills the first, a question fills the second
 HELLO = [{"role": "user", "content": "1 + 1"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -97,7 +97,7 @@ def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
     with socket.create_connection(server.address) as leaving:
         leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         wait_until(lambda: server.n_running == 1)
-    # The clock is another answer, of half as many tokens: the one that was left would outlast it.
+    # The clock is another answer with half as many tokens: an uncancelled answer would outlast it.
     clock = client.completions.create(
         model="long", prompt="1", max_tokens=LONG // 2, temperature=0, stream=True
     )
@@ -107,7 +107,7 @@ def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
 
 
 def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict]:
-    """A request made by hand: status and JSON of the answer."""
+    """Send a plain HTTP request; return the status and the JSON of the answer."""
     connection = http.client.HTTPConnection(*server.address)
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -153,7 +153,7 @@ def test_a_wrong_request_is_refused_with_an_error_in_openais_form(servers, case)
 
 
 def test_an_html_form_of_another_site_is_refused(servers):
-    """A form can send any body from a browser, but not with this Content-Type."""
+    """A form can send any body, but not with the Content-Type application/json."""
     body = {"messages": [TURN], "max_tokens": 2}
     assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
     assert post(servers["short"], CHAT, body)[0] == 200

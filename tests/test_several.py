@@ -1,4 +1,4 @@
-"""Which models may be trained side by side, and the step that they go on from."""
+"""Which models may be trained together, and the step from which they resume."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from training.arguments import TrainingArguments, parse_arguments
 
 @pytest.fixture
 def models_of(tmp_path):
-    """Writes a file for each model; returns what they are trained with."""
+    """Writes a file of flags for each model; returns the arguments and settings of each model."""
 
     def models_of(*flags: str, **models: dict | str) -> list[tuple[TrainingArguments, dict]]:
         words = list(flags)
@@ -65,7 +65,7 @@ def test_models_that_cannot_be_trained_together_are_refused(models_of, models, f
 
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
-    """Makes runs with checkpoints after some steps; returns the steps that they go on from.
+    """Makes runs with checkpoints after some steps; returns the steps from which they resume.
 
     Args:
         damaged: runs and steps whose checkpoint is damaged, such as small/20.
@@ -107,7 +107,7 @@ def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, ca
 
 
 class FakeRun:
-    """As much of a Run as `Runs` asks for at the end of a step."""
+    """Has the attributes of a Run that `Runs` uses at the end of a step."""
 
     def __init__(self):
         self.engine = SimpleNamespace(is_main=False)

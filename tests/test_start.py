@@ -1,5 +1,5 @@
-"""The start block and its warnings, by figures that a test chooses; main(argv) as a function of a
-program that lives on."""
+"""The warnings at the start, with memory that a test chooses; main(argv) called as a function that
+leaves the process as it was."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device,
     (line,) = start.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
     assert f" and can have {(enough - 2) / GIB:.1f}: a smaller --batch_size" in line
-    # Offloading spares the memory of a GPU alone.
+    # Offloading saves memory only on a GPU.
     spares = offload and device == "cuda"
     assert (enough < enough_for(run_of(device=device))) == spares
 
@@ -108,7 +108,7 @@ def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatc
 
 @pytest.fixture
 def flags(packed, tmp_path):
-    """Flags of a tiny run into a folder of this name."""
+    """Returns the flags of a tiny run called `name`."""
 
     def of(name: str, *more: str) -> list[str]:
         where = ("--data", str(packed), "--out_dir", str(tmp_path), "--run_name", name)
@@ -135,7 +135,7 @@ def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, caps
     main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
     assert saved_steps(tmp_path / "a") == 3
     assert (tmp_path / "b" / "weights").exists()
-    lock(tmp_path / "a" / "lock")  # by others, once it is over
+    lock(tmp_path / "a" / "lock")  # the run has released its lock
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert (sys.argv, os.environ) == (command, environ)
     settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""The state of a run without an engine, and DeepSpeed's loss scale; for more of DeepSpeed and for
-DDP it takes launches, see tests/integration."""
+"""The training state of a single process, and DeepSpeed's loss scale. tests/integration tests the
+state under DDP and DeepSpeed."""
 
 import dataclasses
 import json
@@ -128,7 +128,7 @@ def test_the_moments_of_a_parameter_depend_on_its_optimizer(stepped, accelerator
 
 
 def test_the_loss_scale_of_fp16_is_restored():
-    """DeepSpeed's scaler, in which a scale that has come down stays down."""
+    """With DeepSpeed's scaler: a scale that was lowered stays lowered."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     def state(scaler) -> TrainingState:

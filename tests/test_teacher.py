@@ -50,7 +50,7 @@ def engine(accelerator) -> Engine:
 
 @pytest.fixture
 def build(weights, engine):
-    """The teacher in a single process."""
+    """Builds the teacher in a single process."""
 
     def build(dtype: str, folder: Path = weights) -> Teacher:
         torch.manual_seed(1)
@@ -77,7 +77,7 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
     model.save_pretrained(llama, max_shard_size="40KB")
     assert len(list(llama.glob("*.safetensors"))) > 2
     teacher, tokens = build("float32", llama), torch.arange(64)[None]
-    teacher.model.double()  # rounding in fp32 comes to 1e-5 by itself
+    teacher.model.double()  # rounding in fp32 alone makes a difference of 1e-5
     with torch.no_grad():
         expected = model.double()(tokens).logits
     torch.testing.assert_close(teacher.model(tokens).logits, expected, atol=1e-5, rtol=0)
@@ -87,7 +87,7 @@ def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
 
 
 def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, tmp_path):
-    """As models of others often have it, for a round number."""
+    """Many models have a rounded vocabulary that is larger than their tokenizer."""
     model = opinionated(448, SEQ_LEN)
     folder = save(tmp_path / "roomy", model, packed)
     find(folder).require_fit(data, engine)

@@ -21,7 +21,7 @@ def tokenizer(packed) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def foreign(packed, tmp_path_factory) -> Tokenizer:
-    """One that writes a space before every text and drops it when decoding, as Llama's does."""
+    """A tokenizer that puts a space before a text and drops it when decoding, as Llama's does."""
     model = ModelProto.FromString((packed / "tokenizer.model").read_bytes())
     model.normalizer_spec.add_dummy_prefix = True
     path = tmp_path_factory.mktemp("foreign") / "t.model"

@@ -21,7 +21,7 @@ KINDS = ModelProto.SentencePiece
 
 @pytest.fixture(scope="module", params=["Python", "Chinese", "dummy prefix"])
 def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """A tokenizer, and what became of it by way of a file."""
+    """A tokenizer, and its tokenizer.json saved and loaded."""
     path = tmp_path_factory.mktemp("pair") / "t.model"
     texts, vocab_size = (PYTHON, 1000) if request.param != "Chinese" else (MANY_CHINESE, 2000)
     train_tokenizer(texts, vocab_size, path, may_shrink=True)
@@ -84,7 +84,7 @@ def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
 
 
 def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
-    """A piece is only ever joined from one pair, even in vocabularies that no training gives."""
+    """Each piece is joined from one pair only, even in vocabularies that no training gives."""
     chooser = random.Random(4)
     for _ in range(100):
         n_words = chooser.randrange(2, 40)
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_converted_exactly_is_refused_with_the_reason(
 ):
     path = changed(model, tmp_path / "t.model", lambda copy: None)
     tokenizer = Tokenizer(path)
-    changed(model, path, REFUSED[reason])  # some of these SentencePiece itself would not open
+    changed(model, path, REFUSED[reason])  # SentencePiece would not open some of these
     with pytest.raises(DataError, match=reason) as error:
         convert(tokenizer)
     assert str(path) in str(error.value)

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from formats.hugging_face import llama_config, to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
-# Of the four rotations of a head of 8 one stays, one is in between, two are slowed down.
+# A head of 8 has four rotations: one is kept, one is in between, two are slowed down.
 SCALING = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
 SCALING |= {"original_max_seq_len": 200}
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
@@ -24,7 +24,7 @@ def tiny(**changes) -> LMConfig:
 
 
 def transformer(seed=0, **changes) -> Transformer:
-    """In evaluation mode, with norm weights that are not all one."""
+    """A tiny model in evaluation mode, with norm weights that are not all one."""
     torch.manual_seed(seed)
     model = Transformer(tiny(**changes)).eval()
     for name, parameter in model.named_parameters():
@@ -158,7 +158,7 @@ def test_the_documented_shapes_have_the_documented_number_of_parameters(changes,
     config = LMConfig(**changes)
     with torch.device("meta"):
         model = Transformer(config)
-    attention = 2 * config.dim**2 + 2 * config.dim * config.dim // 4  # 2 of 8 heads have keys
+    attention = 2 * config.dim**2 + 2 * config.dim * config.dim // 4  # 2 key heads for 8 heads
     block = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
     expected = config.vocab_size * config.dim + config.n_layers * block + config.dim
     assert model.num_parameters() == expected

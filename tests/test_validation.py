@@ -14,7 +14,7 @@ SEQ_LEN = 16
 
 
 class Lines(Dataset):
-    """Sequences of which only the targets given count."""
+    """Sequences with these targets."""
 
     lengths = None
 
@@ -29,7 +29,7 @@ class Lines(Dataset):
 
 
 class LossIsTheTarget(nn.Module):
-    """0 where the target is ignored, as the real model's is."""
+    """A model whose loss is the target, and 0 where the target is ignored."""
 
     def forward(self, tokens, targets, reduction):
         assert reduction == "none"
@@ -65,7 +65,7 @@ def test_ignored_targets_do_not_count_anywhere(accelerator, batch_size):
 def test_validation_without_ignored_targets_is_the_mean_over_samples_to_the_bit(
     packed, accelerator, batch_size
 ):
-    """With dropout off meanwhile, without gradients, and without a random number drawn."""
+    """Validation switches dropout off, computes no gradients and draws no random number."""
     dataset = PackedDataset(packed, "val", SEQ_LEN)
     torch.manual_seed(0)
     shape = {"dim": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": SEQ_LEN, "dropout": 0.5}

@@ -48,14 +48,14 @@ def run(tmp_path, packed) -> Path:
 
 @pytest.fixture
 def weights(run, packed) -> Path:
-    """The same, finished: its weights are those of seed 30."""
+    """The weights of the same run once it is finished: those of seed 30."""
     save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
     shutil.copy(packed / "tokenizer.model", run / "weights")
     return run / "weights"
 
 
 def seed_of(name: str | Path) -> int:
-    """Of the model that was opened."""
+    """Return the seed of the model that `load_trained` opens."""
     trained = load_trained(str(name))
     assert not trained.model.training
     assert trained.tokenizer.vocab_size == VOCAB_SIZE
@@ -71,7 +71,7 @@ def test_a_run_under_way_opens_its_newest_checkpoint(run):
 
 def test_a_finished_run_opens_its_weights_which_also_work_alone(run, weights, tmp_path):
     assert seed_of(run) == seed_of(weights) == 30
-    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # really called so
+    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # the real name of the folder
 
 
 def test_an_opened_model_has_the_name_of_its_run_and_its_folder(run, weights, tmp_path):

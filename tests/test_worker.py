@@ -1,4 +1,4 @@
-"""One thread writes for several: who joins, waits, leaves, and what fails."""
+"""One thread writes all texts: texts join, wait, are cancelled, and fail."""
 
 import threading
 

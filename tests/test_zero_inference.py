@@ -9,7 +9,7 @@ from training.engine.zero_inference import ZeroInference
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """As a launcher with this "zero_optimization" in a DeepSpeed file."""
+    """Returns the ZeroInference of a launcher whose file has this "zero_optimization"."""
 
     def launch(device=None, **zero) -> ZeroInference | None:
         path = tmp_path / "ds.json"
@@ -42,7 +42,7 @@ def test_the_configuration_keeps_only_settings_for_inference(launched):
     [
         ("cuda:1", {}, "--device cuda:1: ZeRO-3 takes cpu here, leave it out"),
         (None, {"offload_param": {"device": "nvme"}}, "only training keeps"),
-        # As in training.
+        # Training refuses these too.
         (None, {"offload_parm": {"device": "cpu"}}, "DeepSpeed rejects .*offload_parm"),
         (None, {"zero_quantized_weights": True}, 'remove "zero_optimization.zero_quant'),
     ],

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a start, it ends in one line that says so, and exit code 2."""
+"""A program that cannot work prints one line with the reason and exits with code 2."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SCRIPT = "train_pretrain_accelerate.py"
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts the script, or another, by itself with bad flags; returns what it says."""
+    """Starts a script without a launcher, with flags that it refuses; returns its error line."""
 
     def refused(flags: str, data: Path = packed, script: str = SCRIPT, **environ: str) -> str:
         command = [sys.executable, script, *TINY, "--data", str(data), "--out_dir"]

@@ -12,7 +12,7 @@ PROCESSES = 2
 ALONE = [sys.executable]
 DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
 DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
-# A process writes what it holds, and how many elements were together at a time, to TOLD/rank.
+# Each process writes to a file how many elements it holds and how many were gathered at a time.
 HOLDS = """
 import json, os, sys, torch
 from inference.decoder import Decoder
@@ -33,7 +33,7 @@ facts = {
     "share": sum(share.numel() for share in shares),
 }
 Decoder(model, torch.float32, divided=True).read([[1, 2, 3]])
-facts["most together"] = max(whole)
+facts["most gathered"] = max(whole)
 with open(sys.argv[2] + os.environ["RANK"], "w") as file:
     json.dump(facts, file)
 """
@@ -69,7 +69,7 @@ def test_evaluate_gives_equal_numbers_with_divided_and_with_whole_weights(
 
 
 def test_generate_prints_equal_texts_once_with_divided_and_with_whole_weights(trained):
-    """One is at its end sooner than the others."""
+    """One of the texts ends earlier than the others."""
     flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
     flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
     texts = []
@@ -88,5 +88,5 @@ def test_a_process_holds_its_share_of_the_weights_and_gathers_them_in_parts(trai
     facts = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(PROCESSES)]
     for each in facts:
         assert each["held"] == 0
-        assert each["most together"] < each["parameters"]
+        assert each["most gathered"] < each["parameters"]
     assert sum(each["share"] for each in facts) == pytest.approx(facts[0]["parameters"], rel=0.01)

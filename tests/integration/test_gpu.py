@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; `pytest -m gpu` runs these alone."""
+"""Tests that need a CUDA device; `pytest -m gpu` runs only tests of this kind."""
 
 import re
 
@@ -66,7 +66,7 @@ def test_grouped_heads_in_fp32_run_on_the_memory_efficient_kernel(head_dim):
     qkv = [x.requires_grad_() for x in qkv]
     results = []
     for attend in (plain_attention, fast_attention):
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # an error where it refuses
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # an error if this kernel refuses
             out = attend(*qkv, 0.0)
             results.append([out, *torch.autograd.grad(out, qkv, gradient)])
     for reference, ours in zip(*results, strict=True):

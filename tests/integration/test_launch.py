@@ -1,4 +1,4 @@
-"""The launches of the README: which engine they start, what it says, what a run leaves."""
+"""The launches of the README: the engine that starts, the start block, and the files of a run."""
 
 import re
 
@@ -10,7 +10,7 @@ from formats.portable import load_portable
 pytestmark = pytest.mark.slow
 
 STEPS, PROFILE_INTERVAL = 100, 50
-LEARNED = 3.0  # a run begins at 6.0
+LEARNED = 3.0  # the loss of an untrained model is 6.0
 
 
 FLAGS = (
@@ -22,7 +22,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def zero2(packed, tmp_path_factory) -> Trained:
-    """Method 1 in new processes: ZeRO-2 on two of them in bf16, until something is learned."""
+    """A run of Method 1: ZeRO-2 in bf16 on two new processes, until the model has learned."""
     path = tmp_path_factory.mktemp("zero2") / "run"
     reports = f" --log_with tensorboard --profile --profile_interval {PROFILE_INTERVAL}"
     return train("zero2", 2, packed, path, FLAGS + reports, start=run)
@@ -57,7 +57,7 @@ FILE = ["--deepspeed_config_file", "ds_config.json"]
 def test_flags_of_the_launcher_start_the_engine_that_the_start_block_names(
     packed, tmp_path, flags, says
 ):
-    """Method 2: without a configuration file."""
+    """Method 2: `accelerate launch` without a configuration file."""
     command = [*LAUNCH, *flags, "train_pretrain_accelerate.py"]
     trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")
     assert re.match(says, said(trained, "engine"))
@@ -67,7 +67,7 @@ def test_flags_of_the_launcher_start_the_engine_that_the_start_block_names(
 
 def test_the_model_learns(zero2):
     losses = zero2.column("loss")
-    assert losses[0] == pytest.approx(6.0, abs=0.2)  # ln 400: nothing known
+    assert losses[0] == pytest.approx(6.0, abs=0.2)  # ln 400: all tokens equally likely
     assert sum(losses[-10:]) / 10 < LEARNED
     assert zero2.rows("val_loss")[-1]["val_loss"] < LEARNED
     assert zero2.column("step") == list(range(1, STEPS + 1))

@@ -30,10 +30,10 @@ def test_the_notebook_is_valid_and_has_no_outputs():
     assert tagged == [code[0]]
 
 
-@pytest.mark.variant  # of test_notebook_run.py, and of the commands in its cells
+@pytest.mark.variant  # other tests run the commands in its cells
 def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
-    """On a small text with a few steps, its parameters set as papermill does: by a cell after
-    theirs."""
+    """With a small text and few steps. A cell after the cell of the parameters changes them, as
+    papermill does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = copy_repository(tmp_path / "clone")

@@ -1,5 +1,5 @@
-"""From a model of others to one trained on, and back: an SmolLM2 in all but its size, with random
-weights and a tokenizer.json."""
+"""Import a model of another project, train it and export it: an SmolLM2 in all but its size, with
+random weights and a tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from scripts import export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
 
-# SmolLM2-135M's, but for 2 of its 30 layers, 520 of its 49,152 pieces, and 64 of 8,192 positions.
+# SmolLM2-135M's settings, except 2 of 30 layers, 520 of 49,152 pieces and 64 of 8,192 positions.
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -32,7 +32,7 @@ SMOLLM2 = {
 
 @pytest.fixture(scope="module")
 def somebodys(corpus, tmp_path_factory) -> Path:
-    """As it comes from the Hub."""
+    """A folder like that of SmolLM2 on the Hub."""
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
@@ -49,7 +49,7 @@ def imported(somebodys, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(somebodys, corpus, tmp_path_factory) -> Path:
-    """Prepared with the tokenizer of the folder from the Hub, not of the one imported from it."""
+    """Data prepared with the tokenizer of the folder from the Hub, not with the imported one."""
     out = tmp_path_factory.mktemp("data") / "sums"
     flags = ["--out", str(out), "--val_fraction", "0.1", "--workers", "1"]
     prepare_data.main(["--data", str(corpus), "--tokenizer", str(somebodys), *flags])

@@ -1,5 +1,5 @@
-"""--sample_interval in whole runs: training is the same to the bit, files and TensorBoard have the
-samples, and the report says that the run is finished."""
+"""--sample_interval in whole runs: training is the same to the bit, each sample is logged once, and
+the report says that the run is finished."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The page in a browser, and a server in a process of its own that is stopped."""
+"""The chat page in a browser, and a server process that Ctrl-C stops."""
 
 import json
 import re
@@ -20,14 +20,14 @@ from inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
-LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, questions fill the second
+LONG, SHORT = 1 << 16, 100  # contexts: no text fills the first, questions fill the second
 LONG_TEXT = "1 + 1 = 2; " * 60
 HELLO = [{"role": "user", "content": "1 + 1"}]
 
 
 @pytest.fixture
 def server(packed, request):
-    """A server of the parameter's context, greedy unless a request says otherwise."""
+    """A server with the context of the test's parameter; greedy unless a request sets sampling."""
     greedy = Sampling(temperature=0)
     started = LiveServer("mine", packed / "tokenizer.model", request.param, greedy)
     yield started
@@ -66,7 +66,7 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
     assert texts(browser, "user") == ["1 + 1"]
     assert texts(browser, "note") == ["Stopped."]
     place = "document.querySelector('.note').getBoundingClientRect().bottom"
-    assert browser.run(f"{place} < innerHeight")  # the end is what one sees
+    assert browser.run(f"{place} < innerHeight")  # the end of the answer is visible
     wait_until(lambda: server.n_running == 0)
 
 

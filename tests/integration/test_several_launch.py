@@ -1,4 +1,4 @@
-"""train_several_accelerate.py: models side by side have the batches and losses of each alone."""
+"""train_several_accelerate.py: models trained together get the batches and losses of each alone."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SHARED = (
     *("--keep_last", "0", "--dtype", "float32", "--sample_interval", "3"),
     *("--batch_size", "2", "--accumulation_steps", "2"),
 )
-# One width for all would hide what is mixed up.
+# The models differ in width: with one width, mixed-up tensors would not be noticed.
 MODELS = {
     "deepspeed": {
         "divided": {"deepspeed": "configs/zero3.json", "dropout": 0.1, "learning_rate": 3e-3},
@@ -36,7 +36,7 @@ EACH = [(engine, name) for engine, models in MODELS.items() for name in models]
 
 
 def files(folder: Path, **models: dict) -> list[str]:
-    """Return words that name a file for each model."""
+    """Write a file of flags for each model; return the --model words of the command."""
     words = []
     for name, flags in models.items():
         (folder / f"{name}.json").write_text(json.dumps(flags))
@@ -46,7 +46,7 @@ def files(folder: Path, **models: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(packed, tmp_path_factory) -> Path:
-    """The folder of all runs: two processes, the models together and each alone."""
+    """The folder of all runs on two processes: the models together, and each alone."""
     folder = tmp_path_factory.mktemp("several")
 
     def said_by(script: str, *flags: str) -> str:
@@ -148,6 +148,6 @@ def test_if_one_model_cannot_resume_the_files_of_the_others_do_not_change(packed
     assert list((first / "checkpoints").glob("step-00000003.aside-*"))
     rows = (first / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
-    # Each of them can be trained on alone.
+    # Each model can be trained on alone.
     resumed = train("plain", 1, packed, first, f"--resume {first} --max_steps 4 --keep_last 0")
     assert resumed.column("step") == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""train_sft_accelerate.py: answers get likelier, whoever computes; runs go on to the bit."""
+"""train_sft_accelerate.py: answers get likelier on every engine; resumed runs are equal."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate
 
 @pytest.fixture(scope="module")
 def base(packed, tmp_path_factory) -> Trained:
-    """A run that has read sums, and has never been asked."""
+    """A run that was pretrained on sums, without conversations."""
     path = tmp_path_factory.mktemp("base") / "run"
     return train("plain", 1, packed, path, "--max_steps 40 --batch_size 8 --learning_rate 1e-2")
 
@@ -96,7 +96,7 @@ MUON = f"{ADAPTERS} --optimizer muon"
 
 @pytest.fixture(scope="module")
 def reference(base, data, tmp_path_factory):
-    """A global batch of 8 conversations as one micro-batch, launched once for each flags."""
+    """Returns a run with one micro-batch of 8 conversations per step; one launch per `more`."""
     out_dir, done = tmp_path_factory.mktemp("reference"), {}
 
     def get(more: str) -> Trained:
@@ -120,12 +120,12 @@ def reference(base, data, tmp_path_factory):
 def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
     sft, reference, tmp_path, name, more
 ):
-    """In losses and gradients of all weights, or of adapters alone."""
+    """Losses and gradients of all weights, or of adapters only, equal those of one micro-batch."""
     expected = reference(more)
     engine, processes, batch_size, accumulation = SHARED_OUT[name]
     flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation} {more}"
     tuned = sft(engine, processes, tmp_path / "run", flags)
-    # Newton and Schulz make much of the smallest singular values, rounding errors among them.
+    # Newton-Schulz iterations magnify the smallest singular values and rounding errors in them.
     tolerance = 1e-3 if more == MUON else 1e-5
     for key in ("loss", "grad_norm"):
         assert tuned.column(key) == pytest.approx(expected.column(key), rel=tolerance, abs=1e-5)
@@ -163,7 +163,7 @@ def test_a_resumed_run_is_equal_to_the_bit_after_its_base_was_deleted(
 
 
 def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
-    """What a run with adapters leaves: what it began with, what it trained, and both added up."""
+    """Check the files of a run with adapters: its base, its adapter, and the merged weights."""
     begun, kept, left, under_way = (
         dict(load_trained(str(path)).model.named_parameters())
         for path in (base.path, run.path / "base", run.path, run.checkpoint())

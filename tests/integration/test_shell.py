@@ -40,7 +40,7 @@ def by_hand(clone, corpus) -> Path:
 
 
 def settings(text: Path, **environ: str) -> dict[str, str]:
-    """The variables that run_accelerate.sh is started with."""
+    """The environment variables for run_accelerate.sh."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {"PATH": path, "DATA": str(text), "NUM_PROCESSES": "1"} | environ
 
@@ -88,10 +88,10 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
 def test_the_script_prepares_trains_and_leaves_a_model_without_a_compiler(clone, pretrained):
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     assert (pretrained / "weights" / "model.safetensors").is_file()
-    # Flags typed win over those of the script.
+    # Typed flags override those of the script.
     written = json.loads((pretrained / "settings.json").read_text(encoding="utf-8"))
     assert (written["arguments"]["max_steps"], written["model"]["dim"]) == (2, 32)
-    # The environment that was active was used as it is.
+    # The script used the active environment and created none.
     assert not (clone / ".venv").exists()
 
 

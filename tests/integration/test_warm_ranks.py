@@ -1,4 +1,4 @@
-"""A forked program finds what a fresh interpreter does."""
+"""A forked program sees the same environment as a program in a fresh interpreter."""
 
 import json
 import os
@@ -24,7 +24,7 @@ facts |= {
 with open(os.environ["TOLD"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(facts, file)
 """
-# A port that was free, torchrun's files, what an import of the launcher sets, where facts go.
+# A free port, torchrun's files, a variable that importing the launcher sets, the output file.
 DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTORCH_NVML_BASED_CUDA_CHECK", "TOLD")
 
 
@@ -47,4 +47,4 @@ def test_a_forked_program_sees_what_a_fresh_interpreter_sees(engine, tmp_path):
     fresh, forked = told
     assert forked == fresh
     assert len(forked) == (1 if engine == "plain" else 2)
-    assert len(set(numbers)) == len(numbers)  # nobody has seeded anything
+    assert len(set(numbers)) == len(numbers)  # all numbers differ: nothing is seeded
