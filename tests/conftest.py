@@ -307,12 +307,12 @@ class Trained:
     out: str  # what it printed
 
     def rows(self, key: str = "loss") -> list[dict]:
-        """Return the lines of metrics.jsonl that have this key."""
+        """Return the rows of metrics.jsonl that have this key."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [row for line in lines if key in (row := json.loads(line))]
 
     def column(self, key: str) -> list:
-        """Return a number of every training line."""
+        """Return this number of every training row."""
         return [row[key] for row in self.rows()]
 
     def checkpoint(self, step: int | None = None) -> Path:

@@ -59,6 +59,6 @@ class LiveServer:
         (new,) = generate(self.model, [ids], n, settings, next_ids=[next_ids])
         return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]
 
-    def asked(self, question: str) -> list[int]:
+    def prompt_ids(self, question: str) -> list[int]:
         """The ids that the model reads when this is a conversation's only question."""
         return encode_chat_prompt(self.tokenizer, [Turn("user", question)])

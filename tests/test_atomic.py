@@ -123,7 +123,7 @@ def test_a_folder_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch)
         patch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
         remove(tmp_path / "doomed")
     assert names(tmp_path) == ["doomed.deleting"]
-    folder_of(tmp_path / "doomed", "text")  # again, with the name taken
+    folder_of(tmp_path / "doomed", "text")  # again, beside doomed.deleting
     (tmp_path / "file").touch()
     for name in ("doomed", "file", "file"):
         remove(tmp_path / name)

@@ -49,10 +49,10 @@ def chat(model, tokenizer):
 def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
     chat, tokenizer, capsys, room_for
 ):
-    said, asked = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
-    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, asked][-room_for:]])
+    said, question = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
+    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, question][-room_for:]])
     chat.context, chat.turns = len(fitting) + 12, said
-    assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], asked])
+    assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], question])
     assert chat.turns == turns("sum 3", "3", "sum 4")
     assert "no longer sees the oldest 4 messages" in capsys.readouterr().err
     chat.turns, long = said, "1 + 1 = 2; " * 9

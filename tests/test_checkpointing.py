@@ -45,7 +45,7 @@ def run(tmp_path) -> RunFolder:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
+def no_other_processes(monkeypatch):
     """Lets the test be any rank of any number of processes without waiting for the others."""
     monkeypatch.setattr(checkpointing, "on_main_process", lambda engine, decide: decide())
 
@@ -142,7 +142,7 @@ def of_three(run, monkeypatch):
         checkpointer = checkpointer_of(run, engine=engine_of(3, rank))
         checkpointer.save(1, None)
         assert checkpointer.wait()
-        assert run.path.exists() == (rank == 0)  # the others give their part and write nothing
+        assert run.path.exists() == (rank == 0)  # only rank 0 writes
 
 
 @pytest.mark.parametrize("rank", [0, 2])

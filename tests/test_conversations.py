@@ -19,7 +19,7 @@ OF_RM_STATIC = [
     *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
     *(Turn("user", "1 + 1?"), Turn("assistant", "2")),
 ]
-ASKED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
+ADDED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
 FORMS = {
     "MiniMind": ({"conversations": DICTS}, TURNS),
     "OpenAI": ({"messages": DICTS, "prompt": "not this"}, TURNS),
@@ -27,11 +27,11 @@ FORMS = {
         {"messages": [DICTS[1], DICTS[2] | {"weight": 0}, *DICTS[1:]]},
         [TURNS[1], Turn("assistant", " 2 ", has_weight=False), *TURNS[1:]],
     ),
-    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ASKED[1]]),
+    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDED[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
-    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ASKED),
-    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ASKED),
+    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ADDED),
+    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ADDED),
 }
 
 
@@ -97,7 +97,7 @@ def test_a_folder_may_hold_jsonl_compressed_jsonl_and_parquet(tmp_path):
     (tmp_path / "f.csv").write_text("not,one")
     places = ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl.zst, line 1"]
     places += ["c.parquet, row 1", "c.parquet, row 2"]
-    assert read(tmp_path) == [*((place, TURNS) for place in places), ("d.parquet, row 1", ASKED)]
+    assert read(tmp_path) == [*((place, TURNS) for place in places), ("d.parquet, row 1", ADDED)]
 
 
 def test_tables_and_files_without_conversations_are_refused(tmp_path):

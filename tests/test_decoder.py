@@ -58,10 +58,10 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
 
 def test_decoding_switches_cudnn_attention_off(monkeypatch):
     """cuDNN would make a plan for every length of the cache."""
-    asked = []
+    enabled = []
 
     def attention(*qkv, **options):
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
         return attend(*qkv, **options)
 
     attend = F.scaled_dot_product_attention
@@ -69,7 +69,7 @@ def test_decoding_switches_cudnn_attention_off(monkeypatch):
     decoder = Decoder(transformer(n_layers=1))
     cache, _ = decoder.read(ids(3))
     decoder.step(torch.tensor([[7]]), cache)
-    assert asked == [False, False]
+    assert enabled == [False, False]
     assert torch.backends.cuda.cudnn_sdp_enabled()  # training may use cuDNN
 
 

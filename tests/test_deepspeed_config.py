@@ -99,7 +99,7 @@ def test_auto_bucket_sizes_get_a_value(config):
     zero = config["zero_optimization"]
     zero |= {"stage": 3} | dict.fromkeys((*BY_WIDTH, *AUTO_DEFAULTS), "auto")
     alone = resolved(config, processes=1)
-    assert alone["zero_optimization"]["overlap_comm"] is False  # nothing to overlap with
+    assert alone["zero_optimization"]["overlap_comm"] is False  # one process sends nothing
     config = resolved(config)
     fill_by_width(config, dim=64)
     assert config["zero_optimization"].items() >= (AUTO_DEFAULTS | OF_WIDTH_64).items()

@@ -101,10 +101,10 @@ def test_attention_on_a_cpu_is_plain_or_blocks_of_rows():
 
 
 def test_the_attention_kernel_is_looked_up_for_the_tensors_of_training(monkeypatch):
-    asked = {}
+    given = {}
 
     def choice(q, k, v, **options):
-        asked[q.dtype] = (q.shape, k.shape, v.shape, q.requires_grad, options)
+        given[q.dtype] = (q.shape, k.shape, v.shape, q.requires_grad, options)
         return int(SDPBackend.MATH.value if q.dtype == torch.float32 else 1)
 
     assert attention_kernel(LMConfig(**CONFIG), torch.float32, GPU)  # PyTorch's own answer
@@ -116,8 +116,8 @@ def test_the_attention_kernel_is_looked_up_for_the_tensors_of_training(monkeypat
     assert all_scores == KERNELS[0]
     wide, narrow = (1, 4, 32, 16), (1, 2, 32, 16)
     causal = {"dropout_p": 0.0, "is_causal": True}
-    assert asked[torch.bfloat16] == (wide, narrow, narrow, True, causal | {"enable_gqa": True})
-    assert asked[torch.float32] == (wide, wide, wide, True, causal | {"enable_gqa": False})
+    assert given[torch.bfloat16] == (wide, narrow, narrow, True, causal | {"enable_gqa": True})
+    assert given[torch.float32] == (wide, wide, wide, True, causal | {"enable_gqa": False})
 
 
 def test_available_and_peak_memory_are_plausible():

@@ -56,14 +56,14 @@ WRITES = """
 """
 FAILS = """
     print(0, flush=True)
-    input()  # until nobody reads any more
+    input()  # until the reader has closed the pipe
     print(1)
     raise UsageError("x")
 """
 
 
 def command(lines: str) -> dict:
-    """A program, for `subprocess`, whose output is buffered as it is for most people."""
+    """Arguments for `subprocess` that run these lines, with Python's usual buffering of output."""
     environ = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     return {"args": [sys.executable, "-c", PROGRAM + lines], "cwd": REPOSITORY, "env": environ}
 
@@ -106,7 +106,7 @@ def test_a_machines_first_rank_prints_its_error_at_once_and_the_other_ranks_wait
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog: error: x\n"
     assert waited == []
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first rank of another machine
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
     assert waited == []
     monkeypatch.delenv("LOCAL_RANK")

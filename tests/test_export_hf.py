@@ -115,7 +115,7 @@ def test_the_exported_settings_are_those_that_transformers_reads(exported):
     markers = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)
     assert markers == ("<s>", "</s>", "<unk>")
     assert (tokenizer.model_max_length, len(tokenizer)) == (SHAPE["max_seq_len"], VOCAB_SIZE)
-    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # all of it fits generate()
+    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() takes both
     assert tokenizer.chat_template is None
 
 
@@ -140,8 +140,8 @@ def test_a_chat_model_is_exported_with_its_template(chat, exported, tmp_path):
     for _ in range(30):
         turns = [Turn(role, "".join(chooser.choices(parts, k=3))) for role in ROLES]
         messages = [turn._asdict() for turn in turns]
-        asked = theirs.apply_chat_template(messages, add_generation_prompt=True, **how)
-        assert asked == encode_chat_prompt(ours, turns)
+        prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, **how)
+        assert prompt == encode_chat_prompt(ours, turns)
     turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
     messages = [turn._asdict() for turn in turns]
     theirs.save_pretrained(tmp_path / "again")

@@ -10,7 +10,7 @@ from storage.folder import RunFolder
 
 
 def make_run(path: Path, written: float) -> RunFolder:
-    """A run whose metrics were written so many seconds after 1970."""
+    """Make a run whose metrics were written at `written`, in seconds after 1970."""
     path.mkdir(parents=True)
     run = RunFolder(path)
     run.metrics.touch()

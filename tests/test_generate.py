@@ -120,7 +120,7 @@ def test_a_text_that_fills_the_context_ends_with_a_note_or_slides(call, weights)
     flags = ("--prompt", prompt, "--max_new_tokens", str(10**15), "--greedy")
     out, err, _ = call(*flags)
     tokenizer = Tokenizer(weights / "tokenizer.model")
-    n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # a full context predicts one more
+    n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # the last one after a full context
     assert out == expected(weights, prompt, n, temperature=0) + "\n"
     assert f"1 of 1 ended with the context of {CONTEXT} tokens; --beyond_context slide" in err
     longer, err, _ = call(*flags, "--max_new_tokens", "90", "--beyond_context", "slide")

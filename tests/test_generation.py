@@ -78,7 +78,7 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
     batch.add(texts[:2])
     for _ in range(7):
         batch.step()
-    batch.add(texts[2:4])  # the widest so far: more room is made
+    batch.add(texts[2:4])  # a longer prompt: the cache grows
     for _ in range(5):
         batch.step()
     assert texts[0].finish_reason == texts[2].finish_reason == "length"
@@ -86,7 +86,7 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
     batch.add(texts[4:])
     while batch.texts:
         batch.step()
-    batch.add([again := text_of(*prompts(20), 6)])  # after all have left
+    batch.add([again := text_of(*prompts(20), 6)])  # after all texts have left
     while batch.texts:
         batch.step()
     for text in [*texts, again]:

@@ -108,13 +108,13 @@ def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tm
     if version == 4:
         base = rope.pop("rope_theta")
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
-        llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)  # the default
+        llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)
     import_weights.main([str(llama), str(tmp_path / "out")])
-    # Frequencies are fp32 in both, and the last bit of one grows with the position.
+    # Frequencies are fp32 in both models; a different last bit grows with the position.
     assert_same_model(tmp_path / "out", llama, atol=1e-4)
     config = load_portable(tmp_path / "out").config
     assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
-    assert config.norm_eps == 1e-6
+    assert config.norm_eps == 1e-6  # the default
 
     shutil.copy(packed / "tokenizer.model", tmp_path / "out")
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "hf")])
@@ -141,7 +141,7 @@ def test_sharded_weights_are_read(llama, tmp_path, refusal):
     [
         ({"model_type": "mistral"}, "model_type is 'mistral', only 'llama'"),
         ({"attention_bias": True}, "attention_bias is True"),
-        # transformers lets rope_scaling win where both are there
+        # transformers prefers rope_scaling to rope_parameters
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
         ({"tie_word_embeddings": True}, "ties the embeddings, but lm_head differs"),

@@ -81,14 +81,14 @@ def test_a_request_to_one_rank_makes_all_ranks_stop_or_save(request_of, clock, m
     others = [0]
     monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others, 0))
     stop = request_of(save_minutes=0.5, rank=1)
-    clock.now += 1e9  # the main process alone decides when to save
-    for told, reason, saves in (
+    clock.now += 1e9  # only the main process decides when to save
+    for requests, reason, saves in (
         ([0], None, False),
         ([interruption.SAVE], None, True),
-        ([interruption.SAVE, signal.SIGINT], "SIGINT", False),  # which saves as well
+        ([interruption.SAVE, signal.SIGINT], "SIGINT", False),  # a stop saves too
         ([signal.SIGTERM, interruption.TIME_LIMIT], "the time limit", False),
     ):
-        others[:] = map(int, told)
+        others[:] = map(int, requests)
         assert (stop.reason(), stop.time_to_save) == (reason, saves)
 
 
@@ -112,7 +112,7 @@ def test_the_command_that_resumes_is_the_typed_one_with_resume(monkeypatch, earl
     before = ["--resume", "my runs/a"] if earlier else []
     monkeypatch.setattr(sys, "argv", ["train.py", *before, "--dim", "8"])
     assert how_to_resume(Path("my runs/b")) == f"{python()} train.py {again}"
-    monkeypatch.setenv("RANK", "0")  # of a launcher, whose flags are not known
+    monkeypatch.setenv("RANK", "0")  # under a launcher, whose flags are unknown
     assert how_to_resume("my runs/b") == "the same command with --resume 'my runs/b'"
     monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 8")
     assert how_to_resume("my runs/b") == f"bash run_accelerate.sh {again}"

@@ -85,7 +85,7 @@ def test_streaming_random_ids_gives_the_text_of_decoding_them_all(tokenizer):
     random = np.random.default_rng(0)
     for _ in range(200):
         ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
-        ids = [id for id in ids if id != tokenizer.eos_id]  # which would end the text
+        ids = [id for id in ids if id != tokenizer.eos_id]  # it would end the text
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 

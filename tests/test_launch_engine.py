@@ -68,7 +68,7 @@ def test_flags_that_the_gpus_do_not_support_are_refused(environ, monkeypatch):
     for gpu, args, named in (
         ({"has_bf16": False}, BF16, "Tesla V100 has no bfloat16: pass --dtype float16"),
         ({"capability": (7, 5)}, tf32, "Ampere"),
-        ({"cuda": None}, tf32, "NVIDIA"),  # AMD's
+        ({"cuda": None}, tf32, "NVIDIA"),  # an AMD GPU
         ({}, TrainingArguments(tf32=True), "--tf32 is for --dtype float32, not bfloat16"),
         ({"devices": 2}, BF16, "4 processes for 2 GPUs: pass --num_processes 2"),
     ):
@@ -147,8 +147,8 @@ def test_an_error_of_accelerate_becomes_one_line(environ):
 
 
 def test_buckets_are_no_larger_than_all_gradients():
-    for asked, given in ((50_000_000, 1000), (10, 10), ("auto", 1000)):
-        zero = {"stage": 2, "reduce_bucket_size": asked}
+    for wanted, given in ((50_000_000, 1000), (10, 10), ("auto", 1000)):
+        zero = {"stage": 2, "reduce_bucket_size": wanted}
         engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
         engine.fit_to(64, n_parameters=1000)
         assert zero["reduce_bucket_size"] == given
@@ -156,7 +156,7 @@ def test_buckets_are_no_larger_than_all_gradients():
 
 def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
     theirs = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    environ |= theirs  # of DeepSpeed's launcher (deepspeed/launcher/launch.py)
+    environ |= theirs  # set by DeepSpeed's launcher (deepspeed/launcher/launch.py)
     take_launch(NAMED)
     expected = theirs | {
         "LOCAL_WORLD_SIZE": "2",

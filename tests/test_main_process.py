@@ -18,7 +18,7 @@ def engine_with_answers(monkeypatch, *everyone, rank: int = 0) -> Engine:
     return Engine(accelerator, "DDP", None, cpu_group="group")
 
 
-ALONE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single process", None)
+SINGLE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single process", None)
 
 
 def never():
@@ -53,9 +53,9 @@ def test_every_process_returns_its_own_answer(monkeypatch):
 
 def test_a_single_process_raises_its_own_error():
     for ask in (on_main_process, on_every_process):
-        assert ask(ALONE, lambda: 1) == 1
+        assert ask(SINGLE, lambda: 1) == 1
         with pytest.raises(DataError, match="no data"):
-            ask(ALONE, fails("no data"))
+            ask(SINGLE, fails("no data"))
 
 
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
@@ -79,4 +79,4 @@ def test_a_difference_from_the_main_process_is_an_error_on_all(monkeypatch):
     with pytest.raises(UsageError, match=r"has data None \(not a1\), engine DDP \(not None\): "):
         require_the_same(engine_with_answers(monkeypatch, main, other), main)
     require_the_same(engine_with_answers(monkeypatch, main, main), main)
-    require_the_same(ALONE, main)
+    require_the_same(SINGLE, main)

@@ -50,4 +50,4 @@ def test_a_progress_line_that_cannot_be_written_does_not_stop_the_work(monkeypat
         clock = Clock(bar)
         for _ in range(2):
             clock.now += 61
-            assert bar.update()  # it was drawn, or would have been
+            assert bar.update()  # True: a line was due

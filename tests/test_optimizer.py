@@ -94,7 +94,7 @@ def test_flags_reach_the_schedule():
     assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
     assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
     assert from_flags("", 100).schedule == "cosine"
-    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # a twentieth
+    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5%
         assert from_flags("", total).warmup_steps == warmup
     for warmup in (0, 10):
         assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
@@ -132,7 +132,7 @@ def test_matrices_decay_norms_do_not_and_muon_updates_the_matrices_of_the_blocks
     groups = parameter_groups(model, 0.1)
     assert names_in(model, groups) == [names - norms, norms]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert len(parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)) == 1  # none is empty
+    assert len(parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)) == 1  # no empty group
     optimizer = build(model, MUON, deepspeed={"optimizer": {"type": "AdamW"}})
     blocks = {name for name in names - norms if name.startswith("layers.")}
     assert len(blocks) == 2 * 7
@@ -158,7 +158,7 @@ def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
     for group in by_adamw:
         assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-8)
     assert [group["weight_decay"] for group in by_adamw] == [0.2, 0.0]
-    for share in (1.0, 0.1):  # a peak of its own, and the same schedule
+    for share in (1.0, 0.1):  # Muon has its own peak and the same schedule
         set_learning_rate(optimizer, share * 3e-4)
         rates = [group["lr"] for group in optimizer.param_groups]
         assert rates == [pytest.approx(share * 0.03), share * 3e-4, share * 3e-4]
@@ -287,7 +287,7 @@ def test_muon_updates_partitions_like_whole_matrices(processes, gap, monkeypatch
 def test_a_zero_gradient_only_decays_and_a_skipped_step_changes_nothing():
     (p,) = parameters = matrices([(8, 8)])
     before, optimizer = p.detach().clone(), muon_of(parameters)
-    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler tells AdamW
+    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler sets it
         optimizer.found_inf = torch.tensor(found_inf)
         p.grad = torch.full((8, 8), float(found_inf))
         optimizer.step()

@@ -173,7 +173,7 @@ def test_samples_are_spread_evenly_and_the_finished_models_sample_comes_last(tmp
     samples = [{"step": s, "prompt": "def ", "text": f"sample {s}"} for s in range(10, 1010, 10)]
     run = write_run(tmp_path / "run", [train_row(1)], samples)
     (run / "sample.txt").write_text("def the_end")
-    assert "the_end" not in report(run).words  # of a run that is not finished
+    assert "the_end" not in report(run).words  # the run is not finished
     (run / "weights").mkdir()
     page = report(run)
     steps = re.findall(r"<h3>run, step ([\d,]+)</h3>", page.source)
@@ -193,7 +193,7 @@ def test_several_runs_share_charts_and_a_table_lists_their_differences(tmp_path)
         for name, loss, dim, tokens, steps in (("a", 3.0, 64, 1000, 10), ("b", 2.0, 128, 4000, 5))
     ]
     page = report(*runs)
-    assert all(str(run) in page.words for run in runs)  # as both have the same name
+    assert all(str(run) in page.words for run in runs)  # both have the same name
     assert page.words.count("training loss 3.0000 2.0000") == 1
     assert all(said in page.words for said in ("dim 64 128", "train a", "a at 2"))
     assert "seed" not in page.words
@@ -218,7 +218,7 @@ def test_the_script_writes_into_the_runs_folder_and_draws_a_picture(tmp_path, ca
     monkeypatch.chdir(tmp_path)  # the template is found from anywhere
     report_script.main([str(run), "--picture", "pictures/loss.png"])
     pixels = (image.imread("pictures/loss.png")[..., :3] * 255).round()
-    for color in ((31, 95, 191), (194, 84, 10)):  # of training and validation
+    for color in ((31, 95, 191), (194, 84, 10)):  # training, validation
         assert (pixels == color).all(-1).sum() > 20
     assert "<h1>run</h1>" in (run / "report.html").read_text(encoding="utf-8")
     assert str(run / "report.html") in capsys.readouterr().out

@@ -211,13 +211,13 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "less", "batch_size"),
+    ("batch_wanted", "less", "batch_size"),
     [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 2, 1)],
 )
 def test_the_largest_micro_batch_that_fits_is_chosen_for_the_same_global_batch(
-    flags, gpus, capsys, asked, less, batch_size
+    flags, gpus, capsys, batch_wanted, less, batch_size
 ):
-    least = room_for(asked, processes=3) - less
+    least = room_for(batch_wanted, processes=3) - less
     gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
     added = check_launch(ZERO_2, "3", flags, "768")
     assert added == {"batch_size": batch_size, "accumulation_steps": 768 // batch_size}
@@ -275,7 +275,7 @@ def test_the_default_steps_on_a_cpu_read_a_small_text_four_times(
     monkeypatch.setattr(preflight, "read_description", lambda data: described)
     typed = typed | {"learning_rate": 1e-3, "data": "anywhere"}
     expected = {"optimizer": "adamw"} | ({"max_steps": steps} if steps else {})
-    assert cpu_flags(typed, takes_muon=False) == expected  # what was typed stays
+    assert cpu_flags(typed, takes_muon=False) == expected  # typed flags stay
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])

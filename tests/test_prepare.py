@@ -113,7 +113,7 @@ def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smal
     with_room(weights, 300)
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
-    (weights / TOKENIZER_FILE).unlink()  # then sizes are compared
+    (weights / TOKENIZER_FILE).unlink()  # without a tokenizer the sizes are compared
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
     with_room(weights, 400)

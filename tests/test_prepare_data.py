@@ -194,7 +194,7 @@ REFUSED = {
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
     f"{SUMS} --workers 0": "--workers",
-    "--dat sums.jsonl": "unrecognized argument --dat",  # other programs look for whole flags
+    "--dat sums.jsonl": "unrecognized argument --dat",  # flags have no abbreviations
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
     f"{SUMS} --flags='": "No closing quotation",

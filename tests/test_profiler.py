@@ -82,7 +82,7 @@ def test_each_phase_gets_its_seconds_and_the_phases_add_up_to_the_step(
     engine = DeepSpeedEngine(clock) if deepspeed else None
     profiler = profiler_of(accelerator, tmp_path, engine, accumulation_steps=micro_batches)
     assert run_step(profiler, clock, 1, engine) is None
-    for step in (2, 4):  # and nothing of the one is counted in the other
+    for step in (2, 4):  # step 4 contains nothing of step 2
         seconds, _ = run_step(profiler, clock, step, engine)
         assert seconds == expected(micro_batches)
         clock.now += 100  # between two steps
@@ -102,7 +102,7 @@ def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
     place = {"device": torch.device("cuda"), "process_index": 0}
     on_gpu = SimpleNamespace(**place, profile=accelerator.profile)
     profiler = profiler_of(on_gpu, tmp_path)
-    waiting.append(64.0)  # of the step before
+    waiting.append(64.0)  # work of the step before
     profiler.begin_step(2)
     for phase in PHASES:
         profiler.phase(phase)
@@ -129,6 +129,6 @@ def test_a_line_names_the_trace_and_the_newest_traces_of_each_process_are_kept(
     kept = sorted(path.name for path in tmp_path.glob("*-rank0.json.gz"))
     assert (kept[0], len(kept)) == ("step-00000002-rank0.json.gz", KEPT_TRACES)
     assert (tmp_path / "step-00000000-rank1.json.gz").exists()
-    (tmp_path / "file").touch()  # where the folder would be
+    (tmp_path / "file").touch()  # in the place of the folder
     _, report = run_step(profiler_of(accelerator, tmp_path / "file"), clock, 2)
     assert "TRACE NOT WRITTEN: " in report

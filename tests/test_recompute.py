@@ -77,8 +77,8 @@ def test_blocks_are_computed_twice_and_selective_keeps_attention(what, silus, at
 
 
 def test_the_flag_without_a_value_means_blocks():
-    asked = [[], ["--gradient_checkpointing"], ["--gradient_checkpointing", "selective"]]
-    found = [parse_arguments(words)[0].gradient_checkpointing for words in asked]
+    typed = [[], ["--gradient_checkpointing"], ["--gradient_checkpointing", "selective"]]
+    found = [parse_arguments(words)[0].gradient_checkpointing for words in typed]
     assert found == ["off", "blocks", "selective"]
     with pytest.raises(UsageError, match="invalid choice: 'True'"):
         parse_arguments(["--gradient_checkpointing", "True"])

@@ -56,7 +56,7 @@ def test_every_sample_has_its_step_prompt_and_a_text_by_the_weights_of_that_step
     first, second = map(json.loads, lines)
     assert second.keys() == {"step", "prompt", "text"}
     assert (first["step"], second["step"], second["prompt"]) == (2, 4, "第1句")
-    assert "第1句" in lines[-1]  # readable in the file too
+    assert "第1句" in lines[-1]  # not escaped in the file
     assert second["text"]
     assert first["text"] != second["text"]
     shown = (second["prompt"] + second["text"])[:80]

@@ -120,7 +120,7 @@ def test_every_target_of_a_step_weighs_the_same_in_any_micro_batch(
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     run.model.zero_grad()
     tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
-    loss = run.model(tokens, targets).loss  # of all micro-batches at once
+    loss = run.model(tokens, targets).loss  # all micro-batches as one batch
     loss.backward()
     torch.testing.assert_close(accumulated, gradients(run), rtol=1e-4, atol=1e-7)
     assert any(gradient.any() for gradient in accumulated)

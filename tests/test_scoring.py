@@ -50,7 +50,7 @@ def random_rows(n: int) -> list[Row]:
     return rows
 
 
-def alone(model: Transformer, row: Row) -> list[float]:
+def naive_score(model: Transformer, row: Row) -> list[float]:
     """The score of a row by a loop over its positions, without padding and batches."""
     nll = hits = n = 0
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_rows_in_blocks_get_the_scores_of_each_row_alone_grouped_by_unit(scorer,
     ]
     scores = [score for _, scores in scored for score in scores]
     for row, score in zip(rows, scores, strict=True):
-        assert score.tolist() == pytest.approx(alone(scorer.model, row), rel=1e-5)
+        assert score.tolist() == pytest.approx(naive_score(scorer.model, row), rel=1e-5)
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
@@ -142,7 +142,7 @@ def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
 
 def test_the_interval_of_a_ratio_equals_a_count_by_hand():
     tops, bottoms = np.array([(2.0, 4), (9, 10), (3, 3), (5, 8)]).T
-    r = 19 / 25  # of the totals, not the mean of ratios
+    r = 19 / 25  # the ratio of the totals, not the mean of ratios
     half = 1.96 * math.sqrt(4 / 3 * sum((tops - r * bottoms) ** 2)) / 25
     expected = {"value": r, "low": r - half, "high": r + half}
     scaled = {name: math.exp(end) for name, end in expected.items()}

@@ -43,24 +43,24 @@ def client(server):
 
 OPENAIS = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
 VLLMS = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
-ASKED = {"model": "long", "messages": HELLO, "extra_body": VLLMS, **OPENAIS}
+REQUEST = {"model": "long", "messages": HELLO, "extra_body": VLLMS, **OPENAIS}
 
 
 @pytest.fixture(scope="module")
 def expected(server) -> str:
-    return server.continues(server.asked("1 + 1"), 20, **OPENAIS, **VLLMS)
+    return server.continues(server.prompt_ids("1 + 1"), 20, **OPENAIS, **VLLMS)
 
 
 def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expected):
     idle = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "user": "me"}
-    answer = client.chat.completions.create(**ASKED, max_tokens=20, tools=[], **idle)
+    answer = client.chat.completions.create(**REQUEST, max_tokens=20, tools=[], **idle)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
     assert choice.finish_reason == "length"
-    usage, n = answer.usage, len(server.asked("1 + 1"))
+    usage, n = answer.usage, len(server.prompt_ids("1 + 1"))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n, 20, n + 20)
     assert answer.model == "long"
-    free = ASKED | {"seed": None, "max_tokens": 20}
+    free = REQUEST | {"seed": None, "max_tokens": 20}
     drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
     assert len(drawn) > 1  # a seed of its own each time
 
@@ -68,7 +68,7 @@ def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expec
 def test_a_streamed_answer_is_the_same_text_in_pieces(client, expected):
     streamed = {"max_completion_tokens": 20, "stream": True}
     usage = {"include_usage": True}
-    *texts, last = client.chat.completions.create(**ASKED, **streamed, stream_options=usage)
+    *texts, last = client.chat.completions.create(**REQUEST, **streamed, stream_options=usage)
     pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
     assert "".join(pieces) == expected
     assert sum(map(bool, pieces)) > 5
@@ -81,10 +81,10 @@ def test_a_streamed_answer_is_the_same_text_in_pieces(client, expected):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     ids, next_ids = server.tokenizer.encode_prompt("sum 1: ")
-    whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # which the prompt has
+    whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # the prompt ends with this space
     stop = whole[6:9]
-    asked = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
-    answer = client.completions.create(**asked, stop=[stop, "not there"], stream=stream)
+    request = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
+    answer = client.completions.create(**request, stop=[stop, "not there"], stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"

@@ -95,8 +95,8 @@ def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, ca
     assert resume(("b/2",), a=[1, 2], b=[1, 2]) == ["1"] * 2
     said = capsys.readouterr().out
     assert "step-00000002: weights.safetensors is not what it was; trying the step before" in said
-    for asked in ("auto", None):  # new runs
-        assert resume(c=[], d=[], resume=asked) == [asked] * 2
+    for resume_flag in ("auto", None):  # new runs
+        assert resume(c=[], d=[], resume=resume_flag) == [resume_flag] * 2
     for damaged, steps in (
         ((), {"e": [10, 20], "new": []}),
         ((), {"f": [10], "g": [30]}),

@@ -124,7 +124,7 @@ def saved_steps(run: Path) -> int:
 def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, capsys):
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     command, environ = list(sys.argv), os.environ.copy()
-    Accelerator(mixed_precision="no", cpu=True)  # made by others in the process
+    Accelerator(mixed_precision="no", cpu=True)  # made by other code in the process
     main(flags("a", "--dtype", "bfloat16"))
     with pytest.raises(SystemExit) as ended:
         main(flags("b", "--dim", "33"))

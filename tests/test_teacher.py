@@ -63,7 +63,7 @@ def build(weights, engine):
 def test_a_teacher_has_its_weights_in_the_training_precision(build, dtype):
     teacher, expected = build(dtype), opinionated(400, SEQ_LEN).to(getattr(torch, dtype))
     parameters = dict(teacher.model.named_parameters())
-    assert len(parameters) == len(list(expected.parameters()))  # weights that are tied are one
+    assert len(parameters) == len(list(expected.parameters()))  # tied weights count once
     for name, parameter in expected.named_parameters():
         assert parameters[name].dtype == parameter.dtype
         assert torch.equal(parameters[name], parameter)

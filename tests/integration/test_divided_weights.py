@@ -9,7 +9,7 @@ from conftest import LAUNCH, REPOSITORY, Trained, run_warm, train
 pytestmark = pytest.mark.slow
 
 PROCESSES = 2
-ALONE = [sys.executable]
+ONE_PROCESS = [sys.executable]
 DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
 DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
 # Each process writes to a file how many elements it holds and how many were gathered at a time.
@@ -55,7 +55,7 @@ def test_evaluate_gives_equal_numbers_with_divided_and_with_whole_weights(
     trained, corpus, tmp_path
 ):
     results = []
-    for name, launcher in (("whole", ALONE), ("divided", DIVIDED)):
+    for name, launcher in (("whole", ONE_PROCESS), ("divided", DIVIDED)):
         path = tmp_path / f"{name}.json"
         flags = ("--data", str(corpus), "--limit", "33", "--batch_size", "8", "--json", str(path))
         out = said(launcher, "-m", "scripts.evaluate", str(trained.path), *flags)
@@ -73,7 +73,7 @@ def test_generate_prints_equal_texts_once_with_divided_and_with_whole_weights(tr
     flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
     flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
     texts = []
-    for launcher in (ALONE, DIVIDED):
+    for launcher in (ONE_PROCESS, DIVIDED):
         out = said(launcher, "-m", "scripts.generate", str(trained.path), *flags)
         texts.append([line for line in out.splitlines() if line.startswith('{"prompt"')])
     assert texts[0] == texts[1]

@@ -31,28 +31,28 @@ SMOLLM2 = {
 
 
 @pytest.fixture(scope="module")
-def somebodys(corpus, tmp_path_factory) -> Path:
+def hub_folder(corpus, tmp_path_factory) -> Path:
     """A folder like that of SmolLM2 on the Hub."""
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
     texts = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
-    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # fewer than the model has
+    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # the model has 520
 
 
 @pytest.fixture(scope="module")
-def imported(somebodys, tmp_path_factory) -> Path:
+def imported(hub_folder, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("imported") / "smol"
-    import_weights.main([str(somebodys), str(out)])
+    import_weights.main([str(hub_folder), str(out)])
     return out
 
 
 @pytest.fixture(scope="module")
-def data(somebodys, corpus, tmp_path_factory) -> Path:
+def data(hub_folder, corpus, tmp_path_factory) -> Path:
     """Data prepared with the tokenizer of the folder from the Hub, not with the imported one."""
     out = tmp_path_factory.mktemp("data") / "sums"
     flags = ["--out", str(out), "--val_fraction", "0.1", "--workers", "1"]
-    prepare_data.main(["--data", str(corpus), "--tokenizer", str(somebodys), *flags])
+    prepare_data.main(["--data", str(corpus), "--tokenizer", str(hub_folder), *flags])
     return out
 
 
@@ -85,12 +85,12 @@ def test_an_imported_model_trains_on_with_its_tokenizer(trained, imported, data)
 
 
 def test_the_exported_model_generates_the_same_text_in_transformers(
-    trained, somebodys, tmp_path, capsys
+    trained, hub_folder, tmp_path, capsys
 ):
     out = tmp_path / "hf"
     export_hf.main([str(trained.path), str(out)])
     capsys.readouterr()
-    assert (out / "tokenizer.json").read_bytes() == (somebodys / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (hub_folder / "tokenizer.json").read_bytes()
     prompts = ["sum 1: 1 +", "第"]
     flags = [part for prompt in prompts for part in ("--prompt", prompt)]
     flags += ["--greedy", "--max_new_tokens", "12", "--jsonl", "--dtype", "float32"]

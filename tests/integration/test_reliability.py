@@ -30,7 +30,7 @@ from training.interruption import python
 pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
-ENDLESS = "--max_steps 1000000 --compile off"  # so long a run would be compiled
+ENDLESS = "--max_steps 1000000 --compile off"  # by default so long a run is compiled
 
 
 class Trainer:

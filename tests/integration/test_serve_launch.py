@@ -51,7 +51,7 @@ def is_busy(browser: Browser) -> bool:
 @pytest.mark.parametrize("server", [LONG], indirect=True)
 @pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
 def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, dark):
-    expected = server.continues(server.asked("1 + 1"), 20)
+    expected = server.continues(server.prompt_ids("1 + 1"), 20)
     browser.open(server.url, width, dark)
     paper = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(paper.partition("(")[2].partition(",")[0]) < 128) == dark
@@ -72,7 +72,7 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True)
 def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(browser, server):
-    ids = server.asked("1 + 1")
+    ids = server.prompt_ids("1 + 1")
     says = server.continues(ids, SHORT - len(ids))
     browser.open(server.url, 375)
     said = [*HELLO, {"role": "assistant", "content": LONG_TEXT}]
@@ -106,8 +106,8 @@ def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_p
         assert (taken.code, taken.out.count("\n")) == (2, 1)
         assert "Address already in use" in taken.out
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        asked = {"model": "mine", "prompt": "1", "temperature": 0}
-        answer = client.completions.create(**asked, stream=True)
+        request = {"model": "mine", "prompt": "1", "temperature": 0}
+        answer = client.completions.create(**request, stream=True)
         next(answer)
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="could not write this"):

@@ -99,8 +99,8 @@ def test_the_next_stage_starts_from_the_newest_run_and_a_signal_stops_it(
     clone, pretrained, tmp_path
 ):
     chat = tmp_path / "chat.jsonl"
-    asked = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
-    chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
+    rows = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
+    chat.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     typed = ["bash", "run_accelerate.sh", "--max_steps", "100000", "--max_seq_len", "64"]
     typed += ["--sample_tokens", "4", "--log_interval", "1", "--run_name", "tuned"]
     with socket.socket() as free:
