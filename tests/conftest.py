@@ -228,7 +228,7 @@ def wait_for(condition, *processes: subprocess.Popen | WarmProcess):
         assert all(process.poll() is None for process in processes) or condition(), (
             "a process ended"
         )
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "waited too long"
         time.sleep(0.02)
     return value
 

@@ -81,7 +81,7 @@ def test_a_row_of_a_table_is_a_document(tmp_path, column):
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.large_binary(), "dictionary"], ids=str)
-def test_every_form_of_text_that_parquet_has_is_read(tmp_path, kind):
+def test_every_string_type_of_parquet_is_read(tmp_path, kind):
     if kind == "dictionary":
         column = pa.array(DOCUMENTS).dictionary_encode()
     else:
@@ -177,7 +177,7 @@ def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_a_damaged_file_is_an_error_with_its_name(tmp_path, name):
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name):
     documents = [f"{i} {random.Random(i).random()}" for i in range(2000)]
     content = {"text": documents} if name == "a.parquet" else jsonl(*documents)
     path = write(tmp_path / name, content)

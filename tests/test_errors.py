@@ -32,7 +32,7 @@ def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
         (OSError(errno.ENOSPC, "full", "out/x"), "no space left on the disk: [Errno 28] full: 'o"),
     ],
 )
-def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, said):
+def test_an_expected_error_or_a_full_disk_prints_one_line_on_stderr(capsys, error, said):
     line = ended_by(error, capsys, ValueError)  # UsageError's parent
     assert line.startswith(f"prog: error: {said}")
     assert line.count("\n") == 1

@@ -158,7 +158,9 @@ def test_prepared_conversations_and_their_source_file_give_the_same_numbers(
     assert "1 left out" in said
 
 
-def test_several_models_are_scored_on_the_first_documents(evaluate, trained_run, corpus, tmp_path):
+def test_several_models_are_scored_on_the_same_first_documents(
+    evaluate, trained_run, corpus, tmp_path
+):
     other = shutil.copytree(trained_run / "weights", tmp_path / "other")
     out, results = evaluate("--data", corpus, "--limit", 20, runs=(trained_run, other))
     names = [str(trained_run / "weights"), str(other)]

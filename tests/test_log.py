@@ -59,7 +59,7 @@ def test_means_are_over_every_target_of_all_processes_since_the_last_report(weig
 
 
 @pytest.mark.parametrize("bad", [NAN, torch.tensor(INF)])
-def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(bad):
     meter, counts = meter_of(), []
     for loss, norm in [(5.0, 1.0), (NAN, bad), (7.0, bad), (2.0, torch.tensor(1.0))]:
         take_step(meter, loss, norm=norm)
@@ -69,7 +69,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
     assert mean_of(meter) == 3.5
 
 
-def test_a_resumed_meter_goes_on_to_the_bit_without_the_step_under_way():
+def test_a_resumed_meter_gives_equal_means_without_the_step_under_way():
     meter = meter_of("soft_loss")
     for weight in (0.1, 0.7):
         meter.add(weight, loss=torch.tensor(2.7), soft_loss=torch.tensor(0.9))
@@ -213,7 +213,7 @@ def test_training_validation_and_profile_write_a_row_each(
     assert "MFU 64.0%" in capsys.readouterr().out
 
 
-def test_other_processes_write_nothing(start, feed, accelerator, tmp_path, monkeypatch):
+def test_only_the_main_process_writes_metrics(start, feed, accelerator, tmp_path, monkeypatch):
     monkeypatch.setattr(type(accelerator), "is_main_process", False)
     feed(start(), 1)
     assert not (tmp_path / "metrics.jsonl").exists()

@@ -111,7 +111,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
     return found | {name: metric["value"] for name, metric in found["metrics"].items()}
 
 
-def test_questions_are_answered_as_by_naive_scoring(scorer, tokenizer):
+def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
     """The choice that the naive loop finds likeliest is made the right one, then a wrong one."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
@@ -129,7 +129,7 @@ def test_units_truncated_questions_and_chance_are_counted(scorer, tokenizer):
     assert found["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 2 * 2 + 1 / 3 + 1 / 4) / 6)
 
 
-def test_a_long_question_keeps_its_end_and_one_that_just_fits_is_whole(tokenizer):
+def test_a_long_question_keeps_its_end_and_a_question_that_just_fits_is_whole(tokenizer):
     text = QUESTIONS[0]["question"]
     fields = {"question": text, "choices": ["5;", "6;"], "answer": 0}
     whole = [tokenizer.bos_id, *tokenizer.encode(f"{text} 5;")]

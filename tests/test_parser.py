@@ -41,7 +41,7 @@ def test_help_shows_each_default_once_and_none_for_switches(capsys):
     assert said.count("whether\n") == 2
 
 
-def test_a_bare_flag_keeps_the_value_that_was_given_before():
+def test_a_flag_without_a_value_keeps_the_earlier_value():
     parser = OneLineParser()
     parser.add_argument("--deepspeed", nargs="?", const=None, action=UnlessGiven)
     given = parser.parse_args(["--deepspeed", "a.json", "--deepspeed"])

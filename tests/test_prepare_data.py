@@ -118,7 +118,7 @@ CHANGES = {
     "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
     "another share": lambda: ["--val_fraction", "0.3"],
     "another tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
-    "another tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
+    "no valid tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
 }
 
 

@@ -149,7 +149,7 @@ def flags_of(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_every_module_exists_and_takes_the_flags_that_stand_after_it(name):
+def test_every_named_module_exists_and_takes_the_flags_after_it(name):
     commands = module_commands(TEXTS[name])
     if name == ENGLISH:
         assert ("scripts.generate", {"--prompt"}) in commands
@@ -170,7 +170,7 @@ def test_every_named_flag_exists(name):
     known = known.union(*(flags_of(f"scripts.{stem}") for stem in runnable))
     known = known.union(*(flags_of(m) for m, _ in module_commands(TEXTS[name])))
     named = flags_in("\n".join(typed(TEXTS[name])))
-    assert named <= known, f"{name} names what is no flag: {sorted(named - known)}"
+    assert named <= known, f"{name} names flags that do not exist: {sorted(named - known)}"
 
 
 def test_the_table_of_other_projects_names_flags_that_exist():

@@ -54,7 +54,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
+def test_the_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text):
     first, *ids = tokenizer.encode(text)
     beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # a rounded vocabulary
     for parts in (streamed(tokenizer, [first, *ids]), streamed(tokenizer, beyond)):
@@ -62,7 +62,7 @@ def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokenizer):
+def test_a_character_is_given_once_it_is_complete_or_cannot_become_complete(tokenizer):
     ids = tokenizer.encode("🤗!")
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])
@@ -106,7 +106,7 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_cannot_continue(to
         assert "".join(write(tokenizer, tokens, most, stop=stop)[0]) == "2 = 3; "
 
 
-def test_the_space_at_a_prompts_end_is_not_given_again_and_is_in_no_stop_string(tokenizer):
+def test_the_space_at_the_end_of_a_prompt_is_not_repeated_and_matches_no_stop_string(tokenizer):
     ids = tokenizer.encode(" 3: 1 3")
     pieces, _ = write(tokenizer, ids, 99, stop=(" 3",), next_ids=tokenizer.ids_with_space)
     assert "".join(pieces) == "3: 1"

@@ -40,7 +40,7 @@ class LossIsTheTarget(nn.Module):
     ("n", "most", "expected"),
     [(10, 0, [*range(10)]), (10, 1024, [*range(10)]), (101, 5, [0, 25, 50, 75, 100])],
 )
-def test_the_samples_are_spread_over_the_split(accelerator, n, most, expected):
+def test_validation_samples_are_spread_over_the_split(accelerator, n, most, expected):
     loader = validation_loader(Lines([[i] * 4 for i in range(n)]), 4, most, accelerator)
     for _ in range(2):  # every validation reads the same
         assert [i for tokens, _ in loader for i in tokens[:, 0].tolist()] == expected

@@ -102,7 +102,7 @@ def by_hand(
 # --batch_size, --accumulation_steps, and what differs from a forward KL on text.
 PAIRS = {
     "ZeRO-2 and ZeRO-3": ("zero2", "divided", 1, 4, ""),
-    "ZeRO-2 and ZeRO-3 of answers": ("zero2", "divided", 1, 4, "of answers"),
+    "ZeRO-2 and ZeRO-3, answers": ("zero2", "divided", 1, 4, "answers"),
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
     "ZeRO-2 and a whole teacher": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("configs/zero3.yaml", "divided", 4, 1, ""),
@@ -126,7 +126,7 @@ def distil(packed, conversations, teacher, tmp_path_factory):
         flags += f" --accumulation_steps {accumulation}"
         flags += f" --teacher_config {folder / config}.json" if config else ""
         flags += " --kl reverse" if what == "reverse" else ""
-        data = conversations if what == "of answers" else packed
+        data = conversations if what == "answers" else packed
         command = [*launch_command(student, 2)[:-1], DISTIL]
         return train(command, 2, data, path or folder / name, flags)
 
@@ -141,7 +141,7 @@ def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
     return {
         "": by_hand(text, model),
         "reverse": by_hand(text, model, "reverse"),
-        "of answers": by_hand(answers, model),
+        "answers": by_hand(answers, model),
     }
 
 

@@ -74,8 +74,8 @@ def ranks(launcher: WarmProcess) -> list[psutil.Process]:
 PLACES = {
     "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
     "write a file of a checkpoint": ("formats.portable", "save_tensors", range(4, 10)),
-    "force it to the disk": ("common.atomic", "sync", range(12, 30)),
-    "delete what is not needed": ("shutil", "rmtree", range(3, 10)),
+    "sync a file to the disk": ("common.atomic", "sync", range(12, 30)),
+    "delete an old folder": ("shutil", "rmtree", range(3, 10)),
 }
 STANDS_STILL = """
 import os, sys, time
