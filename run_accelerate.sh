@@ -3,7 +3,7 @@
 #
 #   bash run_accelerate.sh                          the Python standard library as text
 #   DATA=my.jsonl bash run_accelerate.sh            your own text (.txt, .jsonl, .csv, .parquet or a folder of them)
-#   bash run_accelerate.sh --dim 512 --n_layers 8   training flags; they win over the ones below
+#   bash run_accelerate.sh --dim 512 --n_layers 8   training flags, which override this script's flags
 #   STAGE=sft bash run_accelerate.sh                fine-tune the newest pretrained model to answer questions
 #   CHAT=my.jsonl STAGE=sft bash run_accelerate.sh  on your own conversations
 #   STAGE=distill bash run_accelerate.sh            distill the newest pretrained model (or TEACHER=out/runs/NAME) into a smaller one
@@ -11,9 +11,9 @@
 # PREPARE_FLAGS=... flags of the text preparation, such as "--vocab_size 2000 --skip_bad_lines"
 # NUM_PROCESSES=N   number of processes (default: one per GPU, or one on a CPU)
 # ENGINE=name       another engine, one of configs/*.yaml (docs/engines.md), or CONFIG=file.yaml for your own file
-# MASTER_PORT=N     port at which the processes meet (default: any free one)
+# MASTER_PORT=N     port at which the processes meet (default: any free port)
 #
-# On each of several machines, from a folder that all of them see:
+# For several machines, start this command on each one, in a folder that all machines see:
 # NUM_MACHINES=N    number of machines; NUM_PROCESSES counts the processes of all machines
 # MACHINE_RANK=R    number of this machine, from 0
 # MASTER_ADDR=HOST  address of machine 0; its port is MASTER_PORT (default: 29500)
@@ -25,7 +25,7 @@ fi
 wrong() { echo "run_accelerate.sh: error: $1" >&2; exit 2; }
 machines=${NUM_MACHINES:-1} machine=${MACHINE_RANK:-0} port=${MASTER_PORT:-0}
 [ -n "${NUM_MACHINES:-}" ] || [ -z "${MACHINE_RANK:-}${MASTER_ADDR:-}" ] ||
-  wrong "MACHINE_RANK and MASTER_ADDR are for several machines: say how many by NUM_MACHINES"
+  wrong "MACHINE_RANK and MASTER_ADDR are for several machines: set NUM_MACHINES too"
 [[ $machines$machine$port != *[^0-9]* ]] && ((machine < machines && port < 65536)) ||
   wrong "NUM_MACHINES, MACHINE_RANK (from 0 on) and MASTER_PORT (below 65536) cannot be $machines, $machine and $port"
 meeting= # the launcher's flags for several machines
@@ -51,23 +51,23 @@ cd "$folder"
 engine=${ENGINE:-} config=${CONFIG:-accelerate_config.yaml}
 if [ -n "$engine" ]; then
   config=configs/$engine.yaml
-  [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG another one: give either"
-  [ -f "$config" ] || wrong "no ENGINE is called $engine: there are $(cd configs && echo *.yaml | sed 's/\.yaml//g')"
+  [ -z "${CONFIG:-}" ] || wrong "ENGINE names a file in configs/, CONFIG your own file: set either"
+  [ -f "$config" ] || wrong "ENGINE=$engine does not exist: choose one of $(cd configs && echo *.yaml | sed 's/\.yaml//g')"
 fi
 source scripts/environment.sh requirements.txt
 ((machines == 1)) || "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], 0)' "${MASTER_ADDR:-}" 2>/dev/null ||
-  wrong "MASTER_ADDR must be the address of machine 0, which '${MASTER_ADDR:-}' is not here"
+  wrong "MASTER_ADDR must be the address of machine 0: this machine cannot resolve '${MASTER_ADDR:-}'"
 
 # This script prepares text. The training program prepares conversations, with the tokenizer of its model.
 data=${DATA:-builtin}
 if [ "$stage" = pretrain ]; then
   packed=$("$python" -c 'import sys; from data.prepared import default_out as f; print(f(*sys.argv[1:]))' "$data" "${PREPARE_FLAGS:-}")
   how=(--overwrite "--flags=${PREPARE_FLAGS:-}")
-  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse) # also data that was prepared by hand
+  [ -n "${PREPARE_FLAGS:-}" ] || how=(--reuse) # accept data that was prepared by hand
   if [[ " $* " != *" --data"[=\ ]* ]]; then
     "$python" -m scripts.prepare_data --data "$data" --out "$packed" "${how[@]}"
   elif [ -n "${DATA:-}${PREPARE_FLAGS:-}" ]; then
-    wrong "--data is a folder that has been prepared, DATA and PREPARE_FLAGS prepare one: give either"
+    wrong "--data names prepared data, DATA and PREPARE_FLAGS prepare data: give either"
   fi
 fi
 
@@ -96,7 +96,7 @@ else # a small model that two cores train in a few minutes
 fi
 flags+=("${text[@]}")
 [[ $stage != pretrain || $data != builtin ]] || flags+=(--sample_prompt "def")
-[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # --init_from has its own shape
+[ "$stage" = sft ] || [[ " $* " == *" --init_from"* ]] || flags+=("${shape[@]}") # the weights of --init_from decide the shape
 [ "$engine" != fp16 ] || flags+=(--dtype float16)
 ((gpus == 0)) || [[ " $*" != *" --batch_size"* && " $*" != *" --accumulation_steps"* ]] || share=0
 flags+=("$@")
@@ -108,8 +108,8 @@ echo "starting $processes process(es); PyTorch and DeepSpeed load twice, to chec
 # Preflight reports a mistake in flags, data or configuration in one line, before any process is launched.
 decided=$("$python" -m training.preflight "$program" "$config" "$processes" "$share" "${flags[@]}")
 flags+=($decided)
-# The launcher runs in its own session, so that it gets each signal once, from this script. Processes that were told to
-# stop leave a note when they have saved, and the exit code is then 0.
+# The launcher runs in its own session, so that it gets each signal once, from this script. Processes that stop on a
+# signal create the file STOP_NOTE after saving. The exit code is then 0.
 printf -v RESUME_WITH '%q ' bash "$0" "$@"
 for name in MASTER_PORT CUDA_VISIBLE_DEVICES NUM_PROCESSES CONFIG ENGINE DATA CHAT TEACHER STAGE PREPARE_FLAGS MASTER_ADDR MACHINE_RANK NUM_MACHINES; do
   [ -z "${!name:-}" ] || printf -v RESUME_WITH '%s=%q %s' "$name" "${!name}" "$RESUME_WITH"

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-Two things differ from pretraining: the teacher (--teacher, by default the newest run) reads each
-micro-batch too, and the loss compares the logits of both models.
+Two things differ from pretraining: the teacher (--teacher, by default the newest pretraining run)
+reads each micro-batch too, and the loss compares the logits of both models.
 """
 
 from training.arguments import DistillationArguments

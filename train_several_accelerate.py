@@ -1,11 +1,11 @@
 """Pretrain several models side by side on the same batches, to compare them.
 
     accelerate launch --config_file accelerate_config.yaml train_several_accelerate.py \\
-      --model small.json --model large.json [flags for all of them]
+      --model small.json --model large.json [flags for all models]
 
-Each model has its own engine, random numbers and run folder, and the same losses as if it were
-trained alone by train_pretrain_accelerate.py. All models read the same batches, because the order
-of the data depends on the seed only, and all are saved at the same steps.
+Each model has its own engine, random numbers and run folder. Its losses equal those of a separate
+run of train_pretrain_accelerate.py. All models read the same batches, because the order of the data
+depends only on the seed. All models are saved at the same steps.
 """
 
 import json
@@ -18,17 +18,17 @@ from typing import ClassVar
 
 from common.errors import UsageError
 from model.config import setting
-from report.page import leave_report
+from report.page import try_to_write_report
 from storage.checkpoint import damage
 from storage.folder import RunFolder, step_of
 from training.arguments import TrainingArguments, as_arguments, build_parser
 from training.build import random_state, restore_random
 from training.interruption import end_stopped, how_to_resume
 from training.run import Run
-from training.start import run_program, set_up_together, take_engine
+from training.start import run_program, select_engine, set_up_together
 
 # Training flags in which models may differ. All others concern the batches, the process, or the
-# steps at which something is done for all models.
+# steps at which all models log, validate or save.
 OWN = {
     *("run_name", "init_from", "deepspeed", "compile", "gradient_checkpointing"),
     *("optimizer", "learning_rate", "muon_learning_rate", "lr_schedule", "warmup_steps"),
@@ -47,7 +47,7 @@ class SeveralArguments(TrainingArguments):
     model: Sequence[str] = setting(
         (),
         'JSON file with flags of a model, such as {"dim": 256, "learning_rate": 1e-3}; once for '
-        "each model; run_name is the file's name unless it is given there",
+        "each model; the file's name is the default of run_name",
         group="models",
         repeated=True,
     )
@@ -56,10 +56,10 @@ class SeveralArguments(TrainingArguments):
         super().__post_init__()
         for refused, said in (
             (not self.model, "--model FILE is missing, once for each model"),
-            (self.run_name, '--run_name: each model has one of its own, "run_name" in its file'),
-            (self.resume not in (None, "auto"), "several models take --resume auto"),
-            (self.keep_last == 1, "--keep_last 1: several models need 2, one may be behind"),
-            ({*self.trackers} - {"tensorboard"}, "several models take tensorboard or none"),
+            (self.run_name, '--run_name: give each model its own "run_name" in its file'),
+            (self.resume not in (None, "auto"), "several models can only use --resume auto"),
+            (self.keep_last == 1, "--keep_last 1: several models need 2 checkpoints or more"),
+            ({*self.trackers} - {"tensorboard"}, "several models need tensorboard or none"),
         ):
             if refused:
                 raise UsageError(said)
@@ -106,13 +106,13 @@ class Runs:
         for run in self.all:
             run.checkpointer.beside = [each.checkpointer for each in self.all]
         self._random = runs
-        self._left = dict.fromkeys(runs, time.perf_counter())  # when each run's turn ended
+        self._left = dict.fromkeys(runs, time.perf_counter())  # when each run's last turn ended
 
     def in_turn(self) -> Iterator[Run]:
         """Yield each run after switching to its engine and random state. The clock of a run does
         not count the turns of the others."""
         for run in self.all:
-            take_engine(run.engine)
+            select_engine(run.engine)
             run.log.clock.paused += time.perf_counter() - self._left[run]
             restore_random(self._random[run], run.accelerator.device)
             yield run
@@ -120,7 +120,7 @@ class Runs:
             self._left[run] = time.perf_counter()
 
     def end(self, step: int, val_losses: dict[Run, float | None]) -> None:
-        """Save all runs if one of them is due or they were told to stop."""
+        """Save all runs if one run is due, or after a stop request."""
         stop = self.first.stop
         reason = stop.reason()
         due = [run.is_time_to_save(step, val_losses[run]) for run in self.all]
@@ -132,8 +132,8 @@ class Runs:
             self.first.stopped = step, reason
 
     def finish(self) -> None:
-        """Write the results of each run and a report of all; if the runs were stopped, print how to
-        resume them instead. Raises UsageError, see `Run.leave_results`."""
+        """Write the results of each run and a report of all runs; after a stop request, print how
+        to resume them instead. Raises UsageError, see `Run.write_results`."""
         if self.first.stopped:
             each_saved = [run.close() for run in self.all]
             if self.first.engine.is_main:
@@ -147,12 +147,12 @@ class Runs:
         for run in self.in_turn():
             run.log.say(f"\n{run.folder.path}:")
             try:
-                run.leave_results()
+                run.write_results()
             except UsageError as error:
                 errors.append(str(error))
         if self.first.engine.is_main:
             page = Path(self.first.args.out_dir) / "several.html"
-            print(f"\nreport of all: {leave_report(self.folders, page)}", flush=True)
+            print(f"\nreport of all runs: {try_to_write_report(self.folders, page)}", flush=True)
         for run in self.all:
             run.accelerator.end_training()
         if errors:
@@ -177,12 +177,12 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
             raise UsageError(f"--model {file}: {error}") from error
     names = [args.run_name for args, _ in models]
     if len({*names}) < len(names):
-        raise UsageError(f"two models have the same run_name, of {', '.join(names)}")
+        raise UsageError(f"two models have the same run_name: {', '.join(names)}")
     return models
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return each run's checkpoint of the newest step at which all runs have an undamaged one; if
+    """Return each run's checkpoint of the newest step at which all runs have an undamaged one. If
     there are no checkpoints, `resume`. Raises UsageError if there is no such step."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
@@ -193,7 +193,7 @@ def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | No
         if not damaged:
             return [str(path) for path in paths]
         print(f"DAMAGED CHECKPOINT {'; '.join(damaged)}; trying the step before", flush=True)
-    reason = "there is no step of which all have a sound checkpoint"
+    reason = "no step has an undamaged checkpoint of every model"
     raise UsageError(f"--resume auto: {reason}: leave out the --model that is behind")
 
 

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_sft_accelerate.py [flags]
 
-Three things differ from pretraining: training starts from the weights of --init_from (default: the
-newest run), a sequence is a whole conversation, and only the tokens of answers count in the loss.
+Unlike in pretraining, training starts from the weights of --init_from (default: the newest
+pretraining run), a sequence is a whole conversation, and only answer tokens count in the loss.
 """
 
 from training.arguments import SFTArguments

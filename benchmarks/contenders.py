@@ -191,7 +191,7 @@ class Team:
                     raise TeamError(answers[connection]["error"])
         return [answers[connection] for connection in self._ranks]
 
-    def last_words(self) -> str:
+    def last_lines(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-15:])
 

@@ -59,8 +59,8 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
     say("preparing the text")
     row = preparation_row(args.data, packed, workers)
     yield (
-        f"Preparation with {workers} processes, the start of Python and the training of the "
-        f"tokenizer included.\n\n{table([row])}"
+        f"Preparation with {workers} processes, including the start of Python and the training of "
+        f"the tokenizer.\n\n{table([row])}"
     )
 
     rows = []
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
             }
         )
     yield (
-        f"Loader, batches of {BATCH_SIZE}, alone; the share if nothing were loaded ahead.\n\n"
+        f"Loader without training, batches of {BATCH_SIZE}; the share without loading ahead.\n\n"
         f"{table(rows)}"
     )
 
@@ -87,13 +87,12 @@ def measure(args: argparse.Namespace, packed: Path) -> Iterator[str]:
 def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
     """Run scripts.prepare_data on a corpus into the folder out.
 
-    Its two phases are told by the times at which it finished its files, the tokenizer and then the
-    description. MB are 10^6 bytes of UTF-8 text, without the JSON around it. Raises DataError: the
-    command refused the text.
+    "tokenizer" is the time in seconds until the command wrote the tokenizer. MB are 10^6 bytes of
+    UTF-8 text, without the JSON around it. Raises DataError: the command refused the text.
     """
     source = source if source == BUILTIN else os.path.abspath(source)
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]
-    command += ["--segmentations", "1", "--workers", str(workers)]  # what takes time is encoding
+    command += ["--segmentations", "1", "--workers", str(workers)]  # encode each document once
     started = time.time()
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     seconds = time.time() - started
@@ -116,8 +115,8 @@ def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
 
 
 def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -> float:
-    """Return the tokens/s of the training script's own loader with nothing else to do. The clock
-    starts with the first batch, when the workers run."""
+    """Return the tokens/s of the training script's own loader, without training. The clock
+    starts after the first batch, when the workers are running."""
     train_set = PackedDataset(folder, "train", seq_len)
     batches = micro_batches(train_set, MicroBatchSampler(len(train_set), BATCH_SIZE), num_workers)
     next(batches)

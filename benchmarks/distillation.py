@@ -1,4 +1,4 @@
-"""Measure what a teacher is worth: bits per byte of students with and without a teacher.
+"""Measure the gain from a teacher: bits per byte of students with and without a teacher.
 
     python -m benchmarks.distillation --data out/data/builtin out/data/chinese_poetry
 
@@ -6,8 +6,8 @@ For each text, a teacher is pretrained first. Then students train with every see
 the teacher. Last, students train alone for as long as the students with the teacher took. All runs
 use the same model, data, batch and order. Each schedule ends with the last step of its run. Bits
 per byte are measured on the validation split.
-Seconds are the number of steps times the median step of all runs of a kind, so the cores must be
-free. Finished runs are kept and not repeated with the same data and flags.
+Seconds are the number of steps times the median step time of all runs of a kind, so the cores must
+be free. Finished runs are kept and not repeated with the same data and flags.
 """
 
 import argparse
@@ -64,14 +64,14 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     text = "folders of prepared data"
     add("--data", nargs="+", type=Path, default=[Path("out/data/builtin")], help=text)
-    of_model = "flags of training for its model alone"
+    of_model = "training flags for this model only"
     add("--student", default=STUDENT, help=of_model)
     add("--teacher", default=TEACHER, help=of_model)
-    add("--batch", default=BATCH, help="flags of training for both")
-    add("--steps", type=int, default=600, help="of a student")
+    add("--batch", default=BATCH, help="training flags for both models")
+    add("--steps", type=int, default=600, help="steps of a student")
     add("--teacher_steps", type=int, default=1200)
     add("--how", default="--temperature 2 --alpha 0.5", help="flags of distillation")
-    add("--seeds", type=numbers, default=[1, 2, 3], help="of students; the teacher's is 0")
+    add("--seeds", type=numbers, default=[1, 2, 3], help="students' seeds; the teacher's is 0")
     return parser.parse_args(argv)
 
 
@@ -113,7 +113,7 @@ def step_seconds(results: list[Result]) -> float:
 
 
 def row(name: str, results: list[Result], beside: list[Result] | None = None) -> dict:
-    """Return the table row of one kind of run, over all seeds, with the difference to another."""
+    """Return the table row of one kind of run, over all seeds, with the difference to `beside`."""
     found, steps = [result.bits_per_byte for result in results], results[0].steps
     return {
         "": name,
@@ -127,23 +127,23 @@ def row(name: str, results: list[Result], beside: list[Result] | None = None) ->
 
 def differences(results: list[Result], beside: list[Result]) -> str:
     """Return "mean (lowest to highest)" of the differences in bits per byte, seed by seed; negative
-    where `results` are better."""
+    if `results` are better."""
     pairs = zip(results, beside, strict=True)
     values = [one.bits_per_byte - other.bits_per_byte for one, other in pairs]
     return f"{statistics.mean(values):+.4f} ({min(values):+.4f} to {max(values):+.4f})"
 
 
 def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pretrain") -> Result:
-    """Make a run, unless it has been made before with the same text and flags.
+    """Train a model, unless a finished run has the same text and flags.
 
     Args:
-        flags: each one a string of flags; the last one is shown.
+        flags: strings of several flags; the last string is printed.
 
     Raises UsageError: the training program failed.
     """
     description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
-    told = "\0".join([str(data.resolve()), description, QUIET, *flags])
-    mark = hashlib.sha256(told.encode()).hexdigest()[:8]
+    inputs = "\0".join([str(data.resolve()), description, QUIET, *flags])
+    mark = hashlib.sha256(inputs.encode()).hexdigest()[:8]
     run = OUT / f"{data.resolve().name}-{kind}-{mark}-seed{seed}"
     if not (run / "weights").exists():
         say(f"{run.name}: {flags[-1]} ...")

@@ -1,6 +1,6 @@
-"""Run every engine on the same steps; compare loss, time, memory and traffic with estimates.
+"""Run every engine on the same steps; report loss, time, memory and traffic, with estimates.
 
-    python -m benchmarks.engines      # 2 processes on a CPU, all GPUs where there are several
+    python -m benchmarks.engines      # one process per GPU, or 2 on a CPU
     python -m benchmarks.engines --processes 4 --dtype bfloat16 --engines ddp,zero2
 
 Each engine is launched from its file in configs/, on the same text. On a CPU the processes get
@@ -31,19 +31,19 @@ from common.errors import UsageError, one_line_errors, stop_in_order
 from model import ConfigError
 from training.engine.device import peak_memory_bytes
 from training.engine.estimate import DDP, FILES, GIB, estimate
-from training.interruption import leave
+from training.interruption import exit_rank
 
 PROGRAM = "benchmarks.engines"
 ENGINES = [DDP.config, *FILES]
 WARMUP = 2  # steps whose traffic is not counted: engines learn the order of the layers
 NOTE = (
-    "Losses are rank 0's in the last micro-batch of the first and last of {} steps, memory the "
-    "peak of the process with most; on a CPU libraries are in both figures. Bytes are sent per "
-    "process and step, as the network device counts them. The last losses lie within {:.1e} of "
+    "Losses are rank 0's in the last micro-batch of the first and last of {} steps. Memory is the "
+    "largest peak of a process; on a CPU both figures include libraries. Bytes are those that a "
+    "process sends per step, counted by the network device. The last losses lie within {:.1e} of "
     "each other."
 )
 # In a new network namespace the loopback device exists, but it is down.
-ALONE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -69,8 +69,8 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     processes = torch.cuda.device_count() or 2
     default = ENGINES[1:] if processes == 1 else ENGINES  # no DDP of one process
     add("--engines", type=names(ENGINES), default=default, help=f"of {', '.join(ENGINES)}")
-    add("--processes", type=int, default=processes, help="of each")
-    add("--steps", type=int, default=20, help=f"more than {WARMUP}, which warm up")
+    add("--processes", type=int, default=processes, help="processes of each engine")
+    add("--steps", type=int, default=20, help=f"steps; the first {WARMUP} warm up")
     shape = {"dim": 512, "n_layers": 8, "n_heads": 8, "batch_size": 4, "accumulation_steps": 2}
     for name, value in (shape | {"max_seq_len": 128}).items():
         add(f"--{name}", type=int, default=value, help="as in training")
@@ -79,7 +79,7 @@ def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
     options = parser.parse_args(argv)
     given = {name: getattr(options, name) for name in (*shape, "dtype")}
     work = Work(**given, seq_len=options.max_seq_len)
-    _ = work.config  # refuses a shape that cannot work
+    _ = work.config  # raises ConfigError for an invalid shape
     return options, work.on(options.data)
 
 
@@ -87,7 +87,7 @@ def counts_traffic() -> bool:
     """Return True if CPU processes can have their own network namespace (as root on Linux)."""
     if torch.cuda.is_available() or not shutil.which("unshare"):
         return False
-    return subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
+    return subprocess.run([*OWN_NETWORK, "true"], capture_output=True).returncode == 0
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
@@ -95,7 +95,7 @@ def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
     say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [*(ALONE if counts_traffic() else []), sys.executable]
+        command = [*(OWN_NETWORK if counts_traffic() else []), sys.executable]
         command += ["-m", "accelerate.commands.launch", "--main_process_port", "0"]
         command += ["--config_file", str(REPOSITORY / "configs" / f"{name}.yaml")]
         command += ["--num_processes", str(options.processes)]
@@ -141,7 +141,7 @@ def beside(expected: float, measured: float, digits: int = 2) -> str:
     return f"{expected:.{digits}f} ({expected / measured - 1:+.1%})"
 
 
-def meet() -> None:
+def wait_for_all() -> None:
     if distributed.is_initialized():
         distributed.barrier()
 
@@ -154,7 +154,7 @@ def loopback_bytes() -> int:
 
 
 def take_steps(out: Path, steps: int, flags: list[str]) -> None:
-    """Run this process of an engine. Rank 0 writes the losses, the median seconds of a step, bytes
+    """Train as one rank of an engine. Rank 0 writes the losses, the median seconds of a step, bytes
     sent per process and step, and the measured and expected peak memory in bytes."""
     # Load these libraries now, so that they do not count as memory of the model.
     import deepspeed.runtime.zero.muon.muon_optimizer
@@ -169,16 +169,16 @@ def take_steps(out: Path, steps: int, flags: list[str]) -> None:
     losses, seconds, sent = [], [], 0
     for step in range(1, steps + 1):
         if step == WARMUP + 1:
-            meet()
+            wait_for_all()
             sent = loopback_bytes()
-            meet()
+            wait_for_all()
         synchronize(device)
         started = time.perf_counter()
         task.step()
         synchronize(device)
         seconds.append(time.perf_counter() - started)
         losses.append(task.loss())
-    meet()
+    wait_for_all()
     sent = loopback_bytes() - sent
     expected = estimate(engine.kind, task.run.prepared.workload(engine.processes, device, False))
     on_cpu = device.type == "cpu"
@@ -202,4 +202,4 @@ if __name__ == "__main__":
         try:
             take_steps(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
         finally:
-            leave()
+            exit_rank()

@@ -3,7 +3,7 @@ same untrained weights, in turns in one process.
 
     python -m benchmarks.generation --sizes 3m,26m
 
-On a CPU, ours is also measured without the weight layout of oneDNN (`inference.decoder.Packed`).
+On a CPU, this project is also measured without the layout of oneDNN (`inference.decoder.Packed`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     with one_line_errors(PROGRAM, UsageError):
         args = parse_options(argv)
         print(heading(PROGRAM, argv))
-        print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new ones, greedy\n", flush=True)
+        print(f"\n{PROMPT_TOKENS} tokens of prompt, {NEW_TOKENS} new tokens, greedy\n", flush=True)
         rows = []
         for size, dtype, batch_size in product(args.sizes, args.dtypes, args.batch_sizes):
             prompts = torch.randint(3, SIZES[size].vocab_size, (batch_size, PROMPT_TOKENS))
@@ -71,7 +71,7 @@ def llama_of(model: Transformer, dtype: str):
     llama = LlamaForCausalLM(config).eval()
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     lacking = llama.load_state_dict(to_llama(model.config, weights), strict=False).missing_keys
-    assert set(lacking) <= {"lm_head.weight"}  # the embedding, which is tied to it
+    assert set(lacking) <= {"lm_head.weight"}  # tied to the embedding
     llama.tie_weights()
     return llama.to(next(model.parameters()).device, DTYPES[dtype])
 
@@ -100,7 +100,7 @@ def contenders(
 
     found = {"ours": ours(Decoder(model, DTYPES[dtype])), "transformers": theirs}
     if llama.device.type == "cpu":
-        with patch.object(decoder, "_onednn_gains", lambda weight: False):
+        with patch.object(decoder, "_onednn_is_faster", lambda weight: False):
             found["ours, plain layout"] = ours(Decoder(model, DTYPES[dtype]))
     return found
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that waits for a machine with one GPU, in one call of under half an hour:
+# Run all checks and measurements that need one GPU, in under half an hour:
 #
 #     bash benchmarks/gpu.sh [FOLDER [PART...]]
 #
-# All of it goes into FOLDER/gpu.md (default: out/benchmarks/gpu), beside it the run that was
-# trained, with a trace. Parts are named below, the most telling ones first; naming some runs only
-# those. A part that runs out of time leaves what it has measured, and the exit code is 1 if any
-# part failed. PYTHON names another Python than scripts/environment.sh would find.
+# The report is FOLDER/gpu.md (default FOLDER: out/benchmarks/gpu). FOLDER also gets a trained run
+# with a trace. The names of the parts are below, the most informative first. Without PART all parts
+# run. If a part runs out of time, the report has its measurements so far. The exit code is 1 if any
+# part failed. PYTHON replaces the Python that scripts/environment.sh finds.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-out/benchmarks/gpu}
@@ -26,8 +26,8 @@ part() { # name, seconds at most, command...
   shift 2
   [[ $wanted == "  " || $wanted == *" $name "* ]] || return 0
   printf '\n# %s\n\n' "$name" | tee -a "$report"
-  # What it prints goes into the report, its progress to the terminal and, for the last words of a
-  # part that fails, into $errors. SIGINT has it say what it has measured until then.
+  # stdout goes into the report. stderr goes to the terminal, and into $errors for the message of a
+  # part that fails. After SIGINT a benchmark prints its measurements so far.
   {
     timeout --signal=INT --kill-after=10 "$limit" "$@" 2>&1 >&3 3>&- | tee "$errors" >&2
     exit "${PIPESTATUS[0]}"

@@ -28,7 +28,7 @@ def start_run(flags: list[str]) -> Run:
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))
-    stop_in_order()  # a Run only notes a signal, to stop between two steps
+    stop_in_order()  # replaces the handlers of the Run, which only note a signal
     run.model.train()
     return run
 

@@ -42,7 +42,7 @@ PROGRAM = "benchmarks.sft"
 OUT = Path("out/benchmarks/sft")
 NOTE = (
     "Medians over rounds; in brackets the lowest and the highest. Ratios are taken within a round. "
-    "Tokens are those of the conversations, without padding; seconds are of a pass over them."
+    "Tokens are counted without padding. Seconds are for one pass over the conversations."
 )
 STEP_ENDED = re.compile(r"step \d+/\d+ +loss ([^\s,]+)")
 EVERYBODY = {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -159,7 +159,7 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
     if len(whole) < number:
         raise UsageError(
             f"{source}: {len(whole)} conversations end with an answer within {context} tokens, "
-            f"{number} are needed: --steps or --batch_size can be smaller"
+            f"{number} are needed: lower --steps or --batch_size"
         )
     chosen = [whole[i * len(whole) // number] for i in range(number)]
     turns = ([{"role": t.role, "content": t.content} for t in each] for each, _ in chosen)
@@ -169,17 +169,17 @@ def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tupl
 
 
 def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
-    """Return the programs, ours first. All train a pass more than there are rounds.
+    """Return the programs, ours first. Each trains one pass more than there are rounds.
 
     Args:
-        run: whose weights ours begins with, absolute as `out` is.
-        out: where everybody writes, with conversations.jsonl in it, and the model in exported/.
+        run: absolute path of the run whose weights ours starts from.
+        out: absolute path of the folder with conversations.jsonl and exported/, the model.
     """
     data, exported, passes = out / "conversations.jsonl", out / "exported", args.rounds + 1
     amount = ["--batch_size", args.batch_size, "--epochs", passes, "--log_interval", 1]
 
     (folder := out / "ours").mkdir()
-    engine = Contender("ours", compiled=False, engine="zero2")  # that of run_accelerate.sh
+    engine = Contender("ours", compiled=False, engine="zero2")  # as run_accelerate.sh
     words = [sys.executable, REPOSITORY / SFTArguments.program, "--init_from", run]
     words += ["--conversations", data, "--prepare_flags=--val_fraction 0", *amount]
     words += ["--log_with", "none", "--compile", "auto", *engine.flags()[-2:]]

@@ -2,7 +2,7 @@
 
     PYTHON -m benchmarks.sft_trl MODEL CONVERSATIONS.jsonl OUT BATCH_SIZE EPOCHS WAY
 
-The settings of a careful user on a CPU: bf16, loss of the answers only, no recomputation.
+These are the settings of a careful user on a CPU: bf16, loss of the answers only, no recomputation.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 WAYS = {
     "in random order": {},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
-    # Its documentation asks for FlashAttention; transformers masks for other kernels.
+    # TRL's documentation asks for FlashAttention; for other kernels transformers makes masks.
     "padding-free": {"padding_free": True, "max_length": None},
 }
 

@@ -30,14 +30,14 @@ PROGRAM = "benchmarks.throughput"
 
 
 REPEATS = 5  # measurements of each product
-# (m, k, n) of products (m, k) × (k, n). The machine decides which is fastest. The second is a
+# (m, k, n) of products (m, k) × (k, n). The fastest one depends on the machine. The second is a
 # feed-forward layer of the 26m model, the third is its output layer.
 PRODUCTS = ((2048, 2048, 2048), (4096, 512, 1408), (4096, 512, 6400), (4096, 4096, 4096))
 NOTE = (
-    "Medians over rounds, a round counting with the median of its steps; in brackets the lowest "
+    "Medians over rounds; the value of a round is the median of its steps; in brackets the lowest "
     "and the highest round. Each contender takes turns with the first; ratios are taken within a "
     "round. Model FLOPs are 6·N + 12·n_layers·n_heads·head_dim·seq_len per token. Memory is the "
-    "peak per process, and the first step counts from its start."
+    "peak per process. The first step is timed from the start of the process."
 )
 
 
@@ -66,7 +66,7 @@ class Result:
 
 @dataclass
 class SizeReport:
-    """The measurements of one model size until now."""
+    """The measurements of one model size so far."""
 
     size: str
     work: Work
@@ -107,10 +107,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="turns of each contender")
     add("--steps", type=int, default=10 if n_gpus else 3, help="steps per turn")
     add("--warmup_steps", type=int, default=3, help="steps before the first turn")
-    add("--batch_size", type=int, help="sequences per micro-batch (default: the size's)")
-    add("--seq_len", type=int, help="tokens per sequence (default: the size's)")
+    add("--batch_size", type=int, help="sequences per micro-batch (default: by --sizes)")
+    add("--seq_len", type=int, help="tokens per sequence (default: by --sizes)")
     add("--accumulation_steps", type=int, default=1, help="micro-batches per step")
-    add("--processes", type=int, default=n_gpus or 1, help="of DDP and ZeRO")
+    add("--processes", type=int, default=n_gpus or 1, help="for DDP and ZeRO")
     add("--data", default=DATA, help="folder of prepared text")
     text = "use PyTorch's compile cache: the first step then does not compile"
     add("--keep_compile_cache", action="store_true", help=text)
@@ -201,7 +201,7 @@ class Session:
         team = self._teams.pop(contender)
         team.close()
         self.report.missing[contender.name] = str(error)
-        say(f"{self.report.size}: {contender.name} failed: {error}\n{team.last_words()}")
+        say(f"{self.report.size}: {contender.name} failed: {error}\n{team.last_lines()}")
 
 
 def size_table(report: SizeReport) -> str:

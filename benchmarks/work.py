@@ -90,7 +90,7 @@ class Work:
         return made
 
 
-SIZES = {  # the first two are the models of run_accelerate.sh on a CPU and on a GPU
+SIZES = {  # run_accelerate.sh trains "3m" on a CPU and "360m" on a GPU
     "3m": Work(dim=192, n_layers=4, batch_size=16, seq_len=256, n_heads=4),
     "26m": Work(dim=512, n_layers=8, batch_size=8, seq_len=512),
     "104m": Work(dim=768, n_layers=16, batch_size=8, seq_len=512),

@@ -1,6 +1,6 @@
 """Atomic files and folders: write to a temporary name, force it to the disk, then rename it.
 
-A path has one writer at a time. The next writer deletes what a killed one has left.
+A path has one writer at a time. A new writer deletes what a killed writer has left.
 """
 
 import errno
@@ -61,8 +61,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for an output folder that the user has named. Raises UsageError: `out`
-    exists and `is_one` returns False for it (it is no `what`), or `overwrite` is False."""
+    """Call `whole_folder` for an output folder that the user has named. Raises UsageError: `out` is
+    not empty, and either `is_one` returns False (it is no `what`) or `overwrite` is False."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -75,7 +75,7 @@ def new_folder(
 
 @contextmanager
 def one_at_a_time(out: Path) -> Iterator[None]:
-    """Wait until no other process is making `out`. The caller must check for `out` inside."""
+    """Wait until no other process is making `out`. The caller then checks if `out` exists."""
     path = out.with_name(f".{out.name}.lock")
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -92,7 +92,7 @@ def try_lock(file: IO | int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        print(f"no locks on this file system ({error.strerror}): start no second such process")
+        print(f"this file system has no locks ({error.strerror}): do not start this twice at once")
     return True
 
 

@@ -18,7 +18,7 @@ class UsageError(ValueError):
     """Flags, files or launcher settings cannot work, or contradict each other."""
 
 
-class SaidError(UsageError):
+class ReportedError(UsageError):
     """A child process has failed and has already printed its own error line."""
 
 
@@ -32,7 +32,7 @@ def end_in_one_line(kind: type[BaseException], error: BaseException, trace) -> N
 
 
 def stop_in_order() -> None:
-    """Let SIGTERM and SIGINT run every `finally` block, which delete unfinished files."""
+    """Make SIGTERM and SIGINT run all `finally` blocks, which delete unfinished files."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # Without this, a program that a shell starts in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,7 +73,7 @@ def one_line_errors(program: str, *expected: type[Exception]) -> Iterator[None]:
         if "Traceback" in message:  # from a worker process; its last line is the message
             message = message.strip().splitlines()[-1]
         message = " ".join(message.split()) or type(error).__name__
-        if not isinstance(error, SaidError):
+        if not isinstance(error, ReportedError):
             name = f"{program} (rank {rank})" if rank else program
             print(f"{name}: error: {message}", file=sys.stderr, flush=True)
         sys.exit(EXIT_CODE)

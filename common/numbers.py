@@ -49,7 +49,7 @@ def progress_bar(total: int | None, desc: str, unit: str, scale: bool = False, *
 
 
 class Lines(tqdm):
-    """A progress bar that prints whole lines, and no line at its end."""
+    """A progress bar that prints one line per update, and no line at its end."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         with suppress(OSError):  # a full disk or a closed pipe must not stop the work

@@ -1,4 +1,4 @@
-"""The argument parser of all programs: a mistake is one line and suggests the nearest flag."""
+"""The argument parser of all programs: it reports a mistake in one line."""
 
 import argparse
 import difflib
@@ -17,8 +17,8 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
 
-class UnlessGiven(argparse.Action):
-    """Action of a flag with an optional value: without one, it keeps an earlier value."""
+class KeepEarlierValue(argparse.Action):
+    """Action of a flag with an optional value: without a value, the flag keeps an earlier value."""
 
     def __call__(self, parser, namespace, value, option_string=None):
         if value or not getattr(namespace, self.dest, None):

@@ -1,4 +1,4 @@
 """Turn text into packed tokens, and read them for training.
 
-Import the modules by name. Preparation must not import torch, which takes seconds.
+This file imports no module, because preparation must not import torch, which takes seconds.
 """

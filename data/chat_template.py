@@ -22,8 +22,8 @@ from data.tokenizer import Tokenizer
 # A run folder has this file if its model was trained on conversations in this template.
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers also looks for markers in a user's text. JINJA therefore inserts these two
-# noncharacters after every "<", and the exported tokenizer removes them. If a text already holds
-# the two, JINJA inserts another pair between them, which the tokenizer removes instead.
+# noncharacters after every "<", and the exported tokenizer removes them. If a text already has the
+# pair, JINJA inserts a second pair inside it, and the tokenizer removes only the second.
 ESCAPE = "\ufdd0\ufdd1"
 _JINJA = (
     "{{% for message in messages %}}"
@@ -32,7 +32,7 @@ _JINJA = (
     "{{% if add_generation_prompt %}}{{{{ bos_token + 'assistant\\n' }}}}{{% endif %}}"
 )
 _TEXT = "message['role'] + '\\n' + message['content']"
-# The template for programs other than transformers. Without its Jinja interpreter, llama.cpp
+# The template for programs other than transformers. llama.cpp without its Jinja interpreter
 # recognises this template by "bos_token + message['role']".
 PLAIN_JINJA = _JINJA.format(text=_TEXT)
 # The template for transformers. Its tokenizer comes from `tokenizer_json.convert(chat=True)`.
@@ -45,7 +45,7 @@ JINJA = _JINJA.format(
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn]
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of the turns, and for each id whether it counts: answers and their </s> do."""
+    """Return the ids, and for each id whether it counts in the loss (answers and their </s>)."""
     turns = list(turns)
     texts = [f"{turn.role}\n{turn.content}" for turn in turns]
     prompt, line_end, *encoded = tokenizer.encode_batch([f"{ASSISTANT}\n", "\n", *texts])

@@ -4,7 +4,7 @@ Each conversation is one JSON object. Its keys tell the form:
 
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
     {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
-    {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat, as Dahoas/rm-static
+    {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
 An answer with "weight": 0 does not count in the loss. A prompt that begins with "\\n\\nHuman:"
@@ -138,7 +138,7 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
 
 def _about_docstrings(files: list[str]) -> Iterator[Record]:
     """Yield one question about each public function, method and class. The answer is the signature
-    or the summary. With both, the training split could hold an answer of the validation split."""
+    or the summary. Questions for both could put the answer of one split into the other."""
     seen = set()
     for path in files:
         relative = os.path.relpath(path, sysconfig.get_path("stdlib")).removesuffix(".py")

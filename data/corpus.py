@@ -43,7 +43,7 @@ class Record(NamedTuple):
     path: str
     position: int  # offset of the first byte in a .txt; else a line or row, counted from 1
     raw: bytes
-    fault: str = ""  # why the row has no text; empty if it has
+    fault: str = ""  # why the row has no text; empty if it has text
     text_column: str = TEXT_COLUMN  # the key of the text in a line of JSON
 
     @property
@@ -138,7 +138,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
         while True:
             try:
                 row = next(rows, None)
-            except csv.Error as error:  # of this row only
+            except csv.Error as error:  # only this row is wrong
                 yield Record(path, rows.line_num, b"", f"cannot be read: {error}")
                 continue
             if row is None:
@@ -149,7 +149,7 @@ def _csv_records(path: str, column: str) -> Iterator[Record]:
 
 
 def parquet_rows(path: str, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .parquet file, with the columns of `keys` that it has.
+    """Yield each row of a .parquet file with the columns in `keys` that the file has.
     Raises DataError if the file has none of these columns or is damaged."""
     arrow = _pyarrow(path)
     try:
@@ -182,7 +182,7 @@ def _pyarrow(path: str) -> ModuleType:
 
 
 def parse(record: Record) -> str:
-    """Return the text of a document. Raises DataError with its place if it has no text."""
+    """Return the text of a document. Raises DataError, which names the place, if there is none."""
     if record.fault:
         raise DataError(f"{record.place}: {record.fault}")
     if not record.path.endswith(JSONL):
@@ -199,7 +199,7 @@ def decode(record: Record) -> str:
     try:
         text = record.raw.decode()
     except UnicodeDecodeError as error:
-        where = f"{record.place}: not valid UTF-8 {error.start} bytes further"
+        where = f"{record.place}: not valid UTF-8 {error.start} bytes after the start"
         hint = "save it as UTF-8 (for Chinese text often: iconv -f gb18030 -t utf-8)"
         raise DataError(f"{where}: {hint}") from error
     at_start = record.position == (1 if record.path.endswith(JSONL) else 0)

@@ -19,7 +19,7 @@ from model.transformer import IGNORE_INDEX
 
 class TokenStream(Dataset):
     """The shards of one split as one stream of tokens.
-    All shards are memory-mapped at once, so the folder may be deleted during a run. Raises
+    All shards are memory-mapped from the start, so the folder may be deleted during a run. Raises
     DataError if the folder is damaged or holds another kind of data."""
 
     kind: str  # one of `shards.KINDS`
@@ -99,7 +99,7 @@ class PackedDataset(TokenStream):
         return window[:-1], window[1:]
 
     def documents_of(self, samples: Sequence[int], bos_id: int) -> np.ndarray:
-        """Return the number of the document in which each sample begins, int64 (samples,)."""
+        """Return the index of the document in which each sample begins, int64 (samples,)."""
         shards = zip(self._starts[:-1], self._shards, strict=True)
         begins = [start + np.flatnonzero(shard == bos_id) for start, shard in shards]
         positions = np.asarray(samples, np.int64) * self.seq_len
@@ -107,7 +107,7 @@ class PackedDataset(TokenStream):
 
 
 class ConversationSet(TokenStream):
-    """Conversations, one per row, each from its begin to the end of its last answer.
+    """Conversations, one per row, each from its start to the end of its last answer.
     A conversation with more than seq_len targets is cut after the last answer that fits, or left
     out if no answer fits. Raises NothingFitsError if no row is left."""
 
@@ -133,7 +133,7 @@ class ConversationSet(TokenStream):
             reason = f"no answer of the {split} split is within {seq_len} tokens"
             raise NothingFitsError(f"{folder}: {reason}: use a longer --max_seq_len")
         self.lengths = end[self._end - 1] - begins - 1  # targets of each row
-        # A row is cut if the answer after its last one belongs to the same conversation.
+        # A row is cut if the next answer after the row belongs to the same conversation.
         self.n_cut = int((np.append(begin, -1)[self._end] == begins).sum())
         self.n_left_out = self._part["documents"] - len(self)
 
@@ -178,7 +178,7 @@ def micro_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or as `collate` pads them.
     num_workers processes read ahead; 0 reads in this process."""
-    # The loader draws a seed. From the global generator, that would change the dropout masks.
+    # The loader draws a seed. A draw from the global generator would change the dropout masks.
     loader = DataLoader(
         dataset,
         batch_sampler=sampler,

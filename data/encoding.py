@@ -1,8 +1,8 @@
 """Encode records of text or conversations as tokens, in several processes.
 
-A small text is read several times, so the model memorises it. Splitting it into other pieces each
-time makes this harder and shows how words are spelled. BPE-dropout (Provilkov et al., 2020,
-arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
+A small text is read several times, so the model memorises it. Splitting the text into other pieces
+each time makes memorising harder and shows the model how words are spelled. BPE-dropout (Provilkov
+et al., 2020, arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
 """
 
 import json
@@ -77,7 +77,7 @@ def encode_batch(kind: str, path: str, segmentations: int, batch: list[Record]) 
 
 def _texts(tokenizer: Tokenizer, texts: list[str], segmentations: int) -> Iterator[Document]:
     dtype = token_dtype(tokenizer.vocab_size)
-    # If BOS and EOS are the same piece, the BOS of the next document ends this one.
+    # If BOS and EOS are the same piece, the BOS of the next document ends this document.
     end = [tokenizer.eos_id] if tokenizer.eos_id != tokenizer.bos_id else []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         raw = text.encode()
@@ -116,7 +116,7 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # Positions at which answers begin and end. The last id counts if a tokenizer drops line ends.
+    # Where answers start and end. append: without line ends, the ids end with an answer.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
@@ -127,8 +127,8 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
-    """Yield a function of (records, a partial of `encode_batch`) that yields encoded batches. Long
-    texts are encoded in `workers` processes. Raises DataError if a process was killed."""
+    """Yield a function that takes records and a partial of `encode_batch`, and yields encoded
+    batches. It uses `workers` processes for long texts. Raises DataError if one was killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))
@@ -137,7 +137,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
         workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C is the parent's to handle, once
+        initargs=(signal.SIGINT, signal.SIG_IGN),  # only the parent handles Ctrl-C
     )
 
     def encode_all(records: Iterable[Record], encode: Callable) -> Iterator[Encoded]:

@@ -4,8 +4,8 @@ from common.errors import UsageError
 
 
 class DataError(UsageError):
-    """A file is wrong. The message has one line: file, line or byte, problem, and what to do."""
+    """The data cannot be used. The message names file, place, problem and remedy in one line."""
 
 
 class NothingFitsError(DataError):
-    """A split has no sample of the requested length."""
+    """No sample of the requested length can be made from a split."""

@@ -2,7 +2,7 @@
 
 A position is the number of samples that all processes have consumed. The sample at a position
 depends only on the position and the seed. A resumed run therefore continues with the same samples,
-also on another number of processes with the same global batch.
+even if the number of processes has changed. Only the global batch must be the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ ROUNDS = 6
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele et al., 2014): every input bit changes every output bit."""
+    """Apply SplitMix64's finalizer (Steele et al., 2014). Each input bit affects every bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -65,7 +65,7 @@ class MicroBatchSampler:
             block += BLOCK * stride
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions; epoch follows epoch."""
+        """Return the samples at these positions. Every n_samples positions are one epoch."""
 
         def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
             return shuffled(within, self.n_samples, self.seed, epoch)
@@ -74,7 +74,7 @@ class MicroBatchSampler:
 
 
 def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarray:
-    """Cut positions into rounds of `size`, and call of_round(round, positions in it) for each."""
+    """Cut positions into rounds of `size`. Call of_round(round, positions within it) for each."""
     rounds, within = np.divmod(positions, size)
     out = np.empty_like(positions)
     for number in np.unique(rounds):
@@ -96,13 +96,13 @@ class LengthSampler(MicroBatchSampler):
     global_batch: int  # samples of one step, on all processes together
 
     def __post_init__(self):
-        # Sorting would put both copies of a sample side by side in a window that spans two epochs.
-        # A window of at most a quarter of an epoch seldom does.
+        # A window that spans two epochs may hold a sample twice. Sorting puts both side by side.
+        # A window of at most a quarter of an epoch seldom spans two.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 
     def indices(self, positions: np.ndarray) -> np.ndarray:
-        """Return the samples at these positions; window follows window."""
+        """Return the samples at these positions, window after window."""
         batches, size = self._shape
 
         def of_window(window: int, within: np.ndarray) -> np.ndarray:

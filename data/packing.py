@@ -26,10 +26,10 @@ from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000
-SKIP_HINT = "--skip_bad_lines counts such documents and goes on"
+SKIP_HINT = "--skip_bad_lines skips and counts such documents"
 # A tokenizer trained on three times as much text saves only 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-# Share of the built-in conversations for validation. They are short: made from docstrings only.
+# Share of the built-in conversations for validation. It is large because their text is short.
 BUILTIN_VAL_FRACTION = 0.1
 
 
@@ -43,8 +43,8 @@ class TextDefaults(NamedTuple):
     segmentations: int  # see `data.encoding`
 
 
-# A small text has a small vocabulary, because a model memorises the text before it learns a large
-# one. It has short sections, so that its validation split has more than one.
+# A small text has a small vocabulary, because a model memorises a small text before it learns a
+# large vocabulary. It has short sections, so that its validation split has several of them.
 BY_SIZE = (
     TextDefaults(500e3, 512, 0.1, 1 << 10, 7),
     TextDefaults(4e6, 2048, 0.1, 2 << 10, 7),
@@ -64,7 +64,7 @@ def defaults_for(files: Iterable[str]) -> TextDefaults:
 class PackingOptions:
     """Settings for text or conversations."""
 
-    vocab_size: int | None  # None: chosen by the size of the text, an upper limit
+    vocab_size: int | None  # None: the size of the text sets an upper limit
     val_fraction: float | None  # None: chosen by the size of the text
     workers: int
     skip_bad_lines: bool
@@ -98,7 +98,7 @@ def prepare(
     """Write tokenizer, shards and description into the folder `out`; return the description.
     `progress` is called with the number of bytes just encoded. Raises DataError for problems of the
     text, OSError for problems of the disk. An error leaves nothing behind."""
-    # Taken before reading, so that a file which changes meanwhile counts as changed.
+    # Described before reading, so that a file which changes meanwhile counts as changed.
     fingerprint = describe_sources(files, options)
     # The encoding processes start while the tokenizer is trained.
     with whole_folder(out) as folder, encoders(options.workers, text_size(files)) as encode_all:
@@ -124,7 +124,7 @@ def prepare(
         written = write(split)
         empty = split.share > 0 and not written["splits"]["val"]["documents"]
         if empty and split.least < split.greatest:
-            # No document of a small corpus has a hash below the share: take the smallest hash.
+            # No document has a hash below the share: hold out the one with the smallest hash.
             for path in folder.glob("train-*.bin"):
                 path.unlink()
             written = write(ValidationSplit(math.nextafter(split.least, 1)))

@@ -1,4 +1,4 @@
-"""Folders of prepared data: how they are named, and when they are used again or replaced."""
+"""Folders of prepared data: their names, and when they are reused or replaced."""
 
 import hashlib
 from contextlib import suppress
@@ -14,7 +14,7 @@ from data.tokenizer import tokenizer_hash
 
 def default_out(data: str, flags: str = "", kind: str = TEXT) -> Path:
     """Return the folder for prepared data: out/data/ and the data's name without its suffix.
-    With `flags` a hash of them follows the name. Conversations end in "-chat"."""
+    A hash of `flags` follows, unless they are empty. Conversations have "-chat" at the end."""
     name = Path(data).resolve().name if data != BUILTIN else BUILTIN
     for suffix in sorted(SUFFIXES, key=len, reverse=True):
         name = name.removesuffix(suffix)
@@ -38,7 +38,7 @@ def find_prepared(
 ) -> str | None:
     """Return a sentence if the folder `out` holds these files already, None if it must be written.
     `reuse` accepts the same text with other settings. `overwrite` allows other data to be replaced.
-    Raises UsageError if `out` must not be replaced; DataError and OSError as `describe_sources`."""
+    Raises UsageError if `out` must not be replaced; DataError, OSError: see `describe_sources`."""
     source, stored = describe_sources(files, options), {}
     with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)

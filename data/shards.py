@@ -12,8 +12,8 @@ DESCRIPTION_FILE = "dataset.json"
 FORMAT = 1
 SPLITS = ("train", "val")
 KINDS = TEXT, CONVERSATIONS = ("text", "conversations")
-# An answer is stored as three positions in the stream of tokens: the begin of its conversation,
-# the begin of the answer and its end.
+# An answer is stored as three positions in the stream of tokens: the start of its conversation,
+# the start of the answer, and the end of the answer.
 ANSWER_DTYPE = np.dtype("<i8")
 
 
@@ -37,8 +37,8 @@ class ShardWriter:
         self._files: dict[str, tuple] = {}  # name → (open file, SHA-256 of its content)
 
     def write(self, tokens: np.ndarray, n_bytes: int, answers: np.ndarray | None = None) -> None:
-        """Write the tokens of one document, which stand for n_bytes of text.
-        `answers`, (answers, 2), are begin and end of each answer in the tokens."""
+        """Write the tokens of one document with n_bytes of text.
+        `answers`, (answers, 2), has the start and end of each answer in the tokens."""
         if answers is not None:
             positions = np.pad(answers, ((0, 0), (1, 0))) + self.tokens  # (answers, 3)
             self._append(self.answers["file"], positions.astype(ANSWER_DTYPE))
@@ -100,7 +100,7 @@ def _check(folder: Path, description: dict) -> None:
     dtype = token_dtype(description["vocab_size"])
     known = description["format"] == FORMAT and description["kind"] in KINDS
     if not known or description["dtype"] != dtype.str:
-        raise ValueError("a format of which this version knows nothing")
+        raise ValueError("a format that this version does not know")
     for split in SPLITS:
         part = description["splits"][split]
         sizes = {shard["file"]: shard["tokens"] * dtype.itemsize for shard in part["shards"]}

@@ -23,7 +23,7 @@ SPACE_SYMBOL = "\u2581"  # SentencePiece writes a space as this character
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTE_ALPHABET = {chr(b): b for b in _VISIBLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
-# Preparation runs one process per core already, and the package's threads do not survive a fork.
+# Preparation runs one process per core already. Threads of `tokenizers` do not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -90,8 +90,8 @@ class Tokenizer:
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json with byte-level BPE, as of SmolLM2 and Llama 3, with a MARKERS_FILE.
-    The name of a marker in a text is encoded as text. Raises DataError for another kind of file."""
+    """A tokenizer.json with byte-level BPE, such as SmolLM2's and Llama 3's, beside a MARKERS_FILE.
+    A marker's name in a text is encoded as text. Raises DataError for another kind of file."""
 
     _space = "\u0120"
 
@@ -116,7 +116,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may end in a character."""
+        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may cut a character."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 
@@ -143,8 +143,8 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def read_markers(path: str | Path) -> dict[str, str]:
-    """Return "bos_token" and "eos_token", the pieces that begin and end a document. A missing
-    bos_token is the eos_token. Raises DataError if MARKERS_FILE has no eos_token."""
+    """Return "bos_token" and "eos_token", the pieces that begin and end a document. If
+    bos_token is missing, eos_token takes its place. Raises DataError if there is no eos_token."""
     beside = Path(path).with_name(MARKERS_FILE)
     try:
         values = json.loads(beside.read_text(encoding="utf-8"))
@@ -158,7 +158,7 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Map file names to contents. Raises DataError or OSError if a file is missing."""
+    """Return the tokenizer's files: name → content. Raises DataError, OSError: one is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

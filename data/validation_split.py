@@ -1,6 +1,7 @@
 """The validation split: a document is held out if its hash is below the share.
 
-The split of a document depends only on its text, not on its file or on other documents.
+The split of a document depends only on its text, not on its file or on other documents. If no
+document is below the share, data/packing.py holds out the one with the smallest hash.
 """
 
 import hashlib

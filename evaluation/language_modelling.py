@@ -45,8 +45,8 @@ def conversation_rows(
     """Yield one row for each conversation, as training reads it (see `ConversationSet`).
 
     A conversation is a unit. A long conversation is cut after the last answer that ends within
-    seq_len targets. It is left out if even the first answer does not end there.
-    `counts` counts both cases under "cut" and "left_out". Raises DataError: no conversation.
+    seq_len targets. It is left out if the first answer does not end within them.
+    `counts` counts both cases under "cut" and "left_out". Raises DataError: not a conversation.
     """
     for number, record in enumerate(records):
         turns = parse_conversation(load_json(record), record.place)

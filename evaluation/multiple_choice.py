@@ -20,7 +20,7 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return question, choices, index of the answer. Raises DataError: no question."""
+    """Return question, choices, index of the answer. Raises DataError: not a question."""
     fields = load_json(record)
     fields = fields if isinstance(fields, dict) else {}
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
@@ -40,7 +40,7 @@ def encode_choices(
 
     The ids are `<s> question delimiter choice`. If `delimiter` is None, they are a chat of two
     turns. A token may contain the end of the question and the start of a choice. Therefore the
-    context is the common beginning of the question alone and of all choices.
+    context is the ids with which the question alone and all these texts begin.
     """
     if delimiter is None:
         chats = [[Turn(USER, text), Turn(ASSISTANT, choice)] for choice in choices]

@@ -40,7 +40,7 @@ class Scorer:
     the same order, computes its share of the batches and gets all results."""
 
     model: Transformer  # in evaluation mode, on the device
-    accelerator: Accelerator  # its device, and the gathering of scores
+    accelerator: Accelerator  # gives the device and gathers scores
     batch_size: int  # rows per process
     dtype: torch.dtype = torch.float32  # bfloat16 uses autocast; the loss is always fp32
 
@@ -102,7 +102,7 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
         raise UsageError("--device cuda: no GPU is visible here")
     on_cpu = device == "cpu" or not n_gpus
     if {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= {*environ} and "RANK" not in environ:
-        raise UsageError("pass --multi_gpu to accelerate launch, on CPUs too, and not --cpu")
+        raise UsageError("pass --multi_gpu, not --cpu, to accelerate launch, even on CPUs")
     n_local = int(environ.get("LOCAL_WORLD_SIZE", 1))  # processes on this machine
     if not on_cpu and n_local > n_gpus:
         raise UsageError(f"{n_local} processes for {n_gpus} GPUs: pass --num_processes {n_gpus}")

@@ -29,12 +29,12 @@ METRICS = {  # name → (number format, explanation)
     "bits_per_byte": (".4f", ""),
     "accuracy": (".2%", "of next tokens were the most likely one"),
     "acc": (".2%", "by log-likelihood of the choice"),
-    "acc_norm": (".2%", "by log-likelihood per byte of it"),
+    "acc_norm": (".2%", "by log-likelihood per byte of the choice"),
     "chance": (".2%", "with random answers"),
 }
 # "cut" and "left_out" count conversations, "truncated" counts questions.
 AMOUNTS = ("tokens", "bytes", "sequences", "cut", "left_out", "truncated")
-HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings to report
+HOW = ("max_seq_len", "stride", "delimiter", "template")  # settings that `report` prints
 TASKS_OF = {  # flag → tasks that accept it
     "split": ("packed", "conversations"),
     "stride": ("text",),
@@ -127,7 +127,7 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
     """Return rows, number and facts for the samples that training uses for validation.
-    Raises DataError: prepared with another tokenizer, or shorter than one sequence."""
+    Raises DataError: the data has another tokenizer, or is shorter than one sequence."""
     data, split = args.data, args.split or "val"
     tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):

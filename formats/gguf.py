@@ -62,7 +62,7 @@ def add_shape(writer: gguf.GGUFWriter, config: LMConfig) -> None:
 def add_vocabulary(
     writer: gguf.GGUFWriter, vocabulary: ModelProto, tokenizer: Tokenizer, size: int
 ) -> None:
-    """Add the pieces, and unused pieces up to `size`, the vocabulary of the model."""
+    """Add the pieces, then unused pieces until there are `size`, as many as the model has."""
     pieces = vocabulary.pieces
     n_extra = size - len(pieces)
     writer.add_tokenizer_model("llama")  # GGUF's name for SentencePiece BPE

@@ -61,7 +61,7 @@ def join_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def rotated_heads(name: str, config: LMConfig) -> int | None:
-    """Return the number of heads if the name is that of a wq or wk, else None."""
+    """Return the number of heads if `name` is the name of a wq or wk, else None."""
     return {"wq": config.n_heads, "wk": config.n_kv_heads}.get(name.split(".")[-2])
 
 
@@ -82,7 +82,7 @@ def llama_name(name: str) -> str:
 
 
 def our_name(name: str, source: str) -> str:
-    """Return our name of Hugging Face's weight. Raises WeightsError if no Llama has it."""
+    """Return our name for a weight of Hugging Face. Raises WeightsError if Llama has none such."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
     candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
     for ours in candidates:
@@ -97,7 +97,7 @@ def is_learned(name: str) -> bool:
 
 
 def our_rows(config: LMConfig, name: str, weight: Tensor) -> Tensor:
-    """Return Hugging Face's weight with its rows in our order. `name` is our name of it."""
+    """Return Hugging Face's weight with its rows in our order. `name` is our name for it."""
     heads = rotated_heads(name, config)
     fits = heads and weight.shape[:1] == (heads * config.head_dim,)
     return join_halves(weight, heads) if fits else weight
@@ -166,7 +166,7 @@ def read_llama_config(folder: Path) -> LMConfig:
     for name, allowed in COMPUTED.items():
         value = (values | {"rope_type": rope_type}).get(name, allowed[0])
         if value not in allowed:
-            raise WeightsError(f"{folder}: {name} is {value!r}, which cannot be computed here")
+            raise WeightsError(f"{folder}: {name} is {value!r}, which this model cannot compute")
     scaling = {ours: rope.get(theirs) for ours, theirs in SCALING.items()}
     config = {
         "dim": values.get("hidden_size"),

@@ -1,6 +1,6 @@
-"""Import a Llama from a Hugging Face folder, or from a state dict with either names of weights.
+"""Import a Llama: a Hugging Face folder, or a state dict with our or Hugging Face's names.
 
-No code from a file is run: it reads safetensors and JSON, and calls torch.load with weights_only.
+No code from a file is run: the readers are safetensors, JSON and torch.load(weights_only=True).
 """
 
 import re
@@ -40,7 +40,7 @@ from formats.portable import (
 )
 from model.config import LMConfig
 
-PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # DistributedDataParallel's, torch.compile's
+PREFIX = re.compile(r"^(module\.|_orig_mod\.)+")  # added by DDP and torch.compile
 # Settings of Llama 1 and 2 that do not follow from the shapes of weights.
 DEFAULTS = {"norm_eps": 1e-5, "rope_theta": 10000.0, "max_seq_len": 2048}
 
@@ -53,7 +53,7 @@ def import_weights(
     Args:
         tokenizer: file or folder of a tokenizer; None looks beside the weights.
         settings: `n_heads` and the keys of DEFAULTS, for a state dict; None means not given. For a
-            folder only max_seq_len can be given, because positions have no weights.
+            folder only max_seq_len can be given; config.json sets the others.
 
     Raises UsageError if the files or settings cannot be used, or if `out` must not be replaced."""
     given = {name: value for name, value in settings.items() if value is not None}
@@ -76,18 +76,18 @@ def import_weights(
         names = weights.keys() - ({"output.weight"} if config.tie_embeddings else set())
         save_portable(folder, config, {name: weights[name].float() for name in sorted(names)})
         path = tokenizer or tokenizer_in(source if source.is_dir() else source.parent)
-        copied = "no tokenizer, which text needs: pass --tokenizer FILE"
+        copied = "no tokenizer (to use text, pass --tokenizer FILE)"
         if tokenizer or path.exists():
             copied = f"with {open_tokenizer(path).path}"
             copy_tokenizer(path, folder)
         markers = source / MARKERS_FILE  # has JINJA if the model was trained on conversations
         if markers.exists() and read_json(markers).get("chat_template") == JINJA:
             (folder / TEMPLATE_FILE).write_text(f"{PLAIN_JINJA}\n", encoding="utf-8")
-    said = (
+    shown = (
         f"{name} {getattr(config, name):g}{' (assumed)' * (name in assumed)}"
         for name in ("n_heads", *DEFAULTS)
     )
-    return f"{out}: weights of {source}, {copied}\n{', '.join(said)}"
+    return f"{out}: weights of {source}, {copied}\n{', '.join(shown)}"
 
 
 def is_import(folder: Path) -> bool:
@@ -100,7 +100,7 @@ def is_import(folder: Path) -> bool:
 def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return the settings and weights by our names. Raises UsageError: no Llama, or no heads."""
+    """Return settings and weights by our names. Raises UsageError: not a Llama, or no n_heads."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     if theirs := any(name in weights for name in OUTER.values()):
@@ -112,8 +112,8 @@ def _read_file(
 
 
 def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """Return the tensors of a file by clean names, and the settings that the file, or Meta's
-    params.json beside it, gives. Raises WeightsError: no state dict, or a scaled rotation."""
+    """Return the tensors of a file by names without PREFIX, and the settings in the file or in
+    Meta's params.json beside it. Raises WeightsError: not a state dict, or use_scaled_rope."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
@@ -122,7 +122,7 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
     except (MemoryError, OSError, WeightsError):
         raise
     except Exception as error:  # a damaged pickle can raise any class
-        raise WeightsError(f"{path}: no state dict, or it holds code, which is not run") from error
+        raise WeightsError(f"{path}: not a state dict, or holds code, which is not run") from error
     beside = path.with_name("params.json")
     said = read_json(beside) if beside.exists() else {}
     if isinstance(content.get("model"), dict):  # a checkpoint of training, as in llama2.c
@@ -132,17 +132,17 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
         raise WeightsError(f"{path}: use_scaled_rope: import the model's Hugging Face folder")
     said = {name: said[name] for name in ("n_heads", *DEFAULTS) if name in said}
     if others := [name for name, value in content.items() if not isinstance(value, Tensor)]:
-        raise WeightsError(f"{path}: no state dict: {others[0]} is no tensor")
+        raise WeightsError(f"{path}: not a state dict: {others[0]} is not a tensor")
     return {PREFIX.sub("", name): content[name] for name in content if is_learned(name)}, said
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return the settings that the shapes show. Raises WeightsError if it is not a Llama."""
+    """Return `settings` and those that follow from shapes. Raises WeightsError: not a Llama."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:
         if name not in weights or weights[name].dim() != 2:
-            raise WeightsError(f"{name} is missing or no matrix: not a Llama")
+            raise WeightsError(f"{name} is missing or not a matrix: not a Llama")
     embedding, wq, wk, w1 = (weights[name] for name in needed)
     n_heads = settings["n_heads"]
     if n_heads < 1 or wq.shape[0] % n_heads:

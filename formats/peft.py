@@ -1,7 +1,7 @@
-"""Write and read LoRA adapters in the form of the package `peft`.
+"""Write and read LoRA adapters in the format of the package `peft`.
 
-The base is a folder that scripts.export_hf wrote. The rows of B are reordered for wq and wk, as
-those of the weights are in formats/hugging_face.py.
+In PEFT their base is a folder that scripts.export_hf wrote. For wq and wk the rows of B are
+reordered like the rows of the weights in formats/hugging_face.py.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ READABLE = {  # this model cannot compute adapters with other values
 
 def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lora: LoRA) -> None:
     """Write trained parameters: adapters, and whole matrices as "modules to save"."""
-    tensors, adapted, whole = {}, {}, {}  # the last two serve as ordered sets of module names
+    tensors, adapted, whole = {}, {}, {}  # the last two are ordered sets of module names
     for name, tensor in weights.items():
         layer, _, kind = name.rpartition(".")
         theirs = llama_name(f"{layer}.weight").removesuffix(".weight")
@@ -45,7 +45,7 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
             (tensor,) = to_llama(config, {f"{layer}.weight": tensor}).values()
         (whole if kind == "weight" else adapted)[theirs] = None
         tensors[f"{PREFIX}{theirs}.{FACTORS.get(kind, kind)}"] = tensor
-    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT saves no tied matrix
+    if "tok_embeddings.weight" in weights and config.tie_embeddings:  # PEFT would untie them
         whole["lm_head"] = None
         tensors[f"{PREFIX}lm_head.weight"] = weights["tok_embeddings.weight"].clone()
     save_tensors(folder / ADAPTER_WEIGHTS, tensors)
@@ -65,7 +65,7 @@ def save_adapter(folder: Path, config: LMConfig, weights: dict[str, Tensor], lor
 
 
 def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], float]:
-    """Return the trained weights by our names, and the scaling of `model.lora.Merged`.
+    """Return the trained weights by our names, and the scaling for `model.lora.Merged`.
     Raises WeightsError if a file is missing or damaged, if the adapter does not fit a base of this
     `config`, or if it is more than plain LoRA."""
     settings = read_json(folder / ADAPTER_CONFIG)
@@ -85,7 +85,7 @@ def load_adapter(folder: Path, config: LMConfig) -> tuple[dict[str, Tensor], flo
     if config.tie_embeddings and "output.weight" in weights:
         embedding = weights.get("tok_embeddings.weight")
         if embedding is None or not torch.equal(weights.pop("output.weight"), embedding):
-            raise WeightsError(f"{folder}: trained the output layer apart from the embedding")
+            raise WeightsError(f"{folder}: output layer and embedding were trained separately")
     return weights, scaling
 
 

@@ -26,7 +26,7 @@ class WeightsError(UsageError, ConfigError):
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write config and weights. Names are those of `named_parameters()`: a tied matrix once."""
+    """Write config and weights. Names are as in `named_parameters()`: a tied matrix has one."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())

@@ -22,7 +22,7 @@ from data.tokenizer import SPACE_SYMBOL, Tokenizer
 
 Kind = ModelProto.SentencePiece.Type
 # data.tokenizer encodes the parts between literal U+2581 one by one, so SentencePiece adds its
-# dummy prefix, a space, to each part. This pattern matches the begin of each part.
+# dummy prefix, a space, to each part. This pattern matches the start of each part.
 PREFIXED = f"(?<![^{SPACE_SYMBOL}])(?=[^{SPACE_SYMBOL}])"
 
 
@@ -90,7 +90,7 @@ def read_exact(tokenizer: Tokenizer) -> ModelProto:
         "has a character that is no piece": {c for piece in pieces for c in piece} - set(pieces),
     }
     if found := [problem for problem, is_there in problems.items() if is_there]:
-        hint = "ids would differ elsewhere (export_hf --no-tokenizer exports the weights alone)"
+        hint = "ids would differ in other programs (export_hf --no-tokenizer exports only weights)"
         raise DataError(f"{tokenizer.path} {found[0]}: {hint}")
     return model
 

@@ -1,6 +1,6 @@
-"""Decoding: read the prompts, then take one token of each sequence at a time.
+"""Decoding: read whole prompts, then one token of each sequence per step.
 
-The blocks are those of `model/`. `prepare_for_writing` reorders their weights for single tokens.
+`prepare_for_generation` copies a model of `model/` with its weights reordered for single tokens.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ class Packed:
     """Compute x Wᵀ, where W stacks the weights of layers with the same input.
 
     On a CPU, a large W is reordered once into oneDNN's blocks. This doubles the speed of products
-    with a few rows (benchmarks/generation.py). A small fp32 W is faster without oneDNN, whose call
-    takes 10 µs."""
+    with a few rows (benchmarks/generation.py). A small fp32 W is faster without oneDNN, because
+    each call of oneDNN takes 10 µs."""
 
     def __init__(self, *layers: nn.Linear, dtype: torch.dtype):
         self.weight = torch.cat([weight_of(layer).detach() for layer in layers]).to(dtype)
-        self.blocked = self.weight.device.type == "cpu" and _onednn_gains(self.weight)
+        self.blocked = self.weight.device.type == "cpu" and _onednn_is_faster(self.weight)
         if self.blocked:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, 1)
 
@@ -34,7 +34,7 @@ class Packed:
         return F.linear(x, self.weight)
 
 
-def _onednn_gains(weight: Tensor) -> bool:
+def _onednn_is_faster(weight: Tensor) -> bool:
     """Return True if oneDNN multiplies by this weight faster than `F.linear`."""
     if not torch.backends.mkldnn.is_available():
         return False
@@ -44,8 +44,8 @@ def _onednn_gains(weight: Tensor) -> bool:
 
 
 def project_heads(attention: Attention, dtype: torch.dtype) -> Callable:
-    """Return a function like `attention.project`, with one matrix product for q, k and v. It
-    rotates by a complex product, which is faster than real arithmetic without torch.compile."""
+    """Return a function like `attention.project`, with one matrix product for q, k and v. The
+    rotation is a complex product: without torch.compile, real arithmetic would be slower."""
     product = Packed(attention.wq, attention.wk, attention.wv, dtype=dtype)
     n_heads, n_kv_heads = attention.n_heads, attention.n_kv_heads
     shape = (n_heads + 2 * n_kv_heads, attention.head_dim)
@@ -66,9 +66,9 @@ def project_gate(feed_forward: FeedForward, dtype: torch.dtype) -> Callable:
     return lambda x: product(x).chunk(2, dim=-1)
 
 
-def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """Return a copy of the model for generation, with weights in `dtype` and adapters merged. Later
-    changes of the model's weights do not change the copy."""
+def prepare_for_generation(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """Return a copy of the model for generation, with weights in `dtype` and adapters merged. The
+    copy keeps its weights if those of the model change."""
 
     def fused(norm: nn.Module) -> Callable:
         weight = norm.weight.detach().to(dtype)
@@ -102,7 +102,7 @@ def prepare_for_writing(model: Transformer, dtype: torch.dtype) -> Transformer:
 
 
 def _replace(module: nn.Module, **others) -> None:
-    """Replace submodules by functions. Module calls take a tenth of a small model's time."""
+    """Replace submodules by functions: module calls take a tenth of a small model's time."""
     for name, other in others.items():
         delattr(module, name)
         setattr(module, name, other)
@@ -112,15 +112,15 @@ class Decoder:
     """Compute the logits of the next token, for prompts and then token by token.
 
     Args:
-        model: its weights are copied; make a new decoder after they change.
-        dtype: of weights and cache; logits are always fp32.
+        model: the decoder copies its weights unless it is divided. Make a new one after a change.
+        dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
         divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
         self.config, self.divided = model.config, divided
         self.dtype = dtype or model.tok_embeddings.weight.dtype
         self.device = model.tok_embeddings.weight.device
-        self.forward = model if divided else prepare_for_writing(model, self.dtype).forward
+        self.forward = model if divided else prepare_for_generation(model, self.dtype).forward
 
     @torch.inference_mode()
     def read(self, prompts: list[list[int]]) -> tuple[Cache, Tensor]:
@@ -134,9 +134,9 @@ class Decoder:
     @torch.inference_mode()
     @without_cudnn()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Append one token to each sequence, (B, 1) int64. Return the fp32 logits of the next
-        token, (B, vocab_size). Raises ValueError: a sequence has filled the context."""
+        """Append `tokens`, int64 (B, 1); only `read` appends several. Return the fp32 logits of the
+        next token, (B, vocab_size). Raises ValueError: a sequence has filled the context."""
         logits = self.forward(tokens, cache=cache).logits.float()
-        if self.divided:  # different GPUs may round differently and then draw another token
+        if self.divided:  # processes that round differently could draw different tokens
             torch.distributed.broadcast(logits, src=0)
         return logits

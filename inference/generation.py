@@ -20,12 +20,13 @@ from model.transformer import Transformer
 
 @dataclass(kw_only=True, eq=False)
 class Continuation:
-    """One prompt and its new tokens. A text that fills the context goes on from its second half.
+    """One prompt and its new tokens. When the text outgrows the context, the model keeps only the
+    last half-context of tokens.
 
     Args:
         prompt: token ids, at least one.
         max_new_tokens: at least 1.
-        next_ids: the tokens allowed directly after the prompt; empty for all.
+        next_ids: the ids that may follow the prompt directly; empty if every id may.
         stop_ids: tokens that end the text and do not become part of it."""
 
     prompt: list[int]
@@ -38,9 +39,8 @@ class Continuation:
         self.ids: list[int] = []  # generated so far
         self.finish_reason: str | None = None  # "stop", "length", "cancelled" or "error"
         self.generator = torch.Generator().manual_seed(self.sampling.seed)
-        self.settings = replace(
-            self.sampling, seed=0
-        )  # texts with equal settings are drawn together
+        # Texts with equal settings are drawn together.
+        self.settings = replace(self.sampling, seed=0)
         self._start = 0  # index of the first token that the model sees
 
     def take(self, token: int) -> None:
@@ -59,7 +59,7 @@ class Continuation:
         self.finish_reason = self.finish_reason or "cancelled"
 
     def seen(self, context: int) -> list[int]:
-        """Return the tokens that the model has to read, at most `context` of them."""
+        """Return the last tokens of prompt and text that the model sees, at most `context`."""
         ids = self.prompt + self.ids
         if len(ids) - self._start > context:
             self._start = len(ids) - max(1, context // 2)
@@ -68,7 +68,7 @@ class Continuation:
 
 @dataclass(kw_only=True, eq=False)
 class StreamedText(Continuation):
-    """A continuation that delivers its text during generation. The tokenizer's eos_id ends it.
+    """A continuation that delivers its text piece by piece, and ends at the token eos_id.
 
     Text that the next token may change is held back: an incomplete character, or the possible
     beginning of a stop string.
@@ -85,10 +85,10 @@ class StreamedText(Continuation):
         super().__post_init__()
         self.stop_ids = (self.tokenizer.eos_id,)
         self.text = ""  # delivered so far
-        # Some tokenizers drop a leading space when they decode, so always decode behind an "x".
+        # Some tokenizers drop a leading space when they decode, so put an "x" in front.
         self._before = self.tokenizer.encode("x")
-        self._skipped = len(self.tokenizer.decode(self._before))  # characters to drop again
-        self._skipped += bool(self.next_ids)  # a space, which the prompt has already
+        self._skipped = len(self.tokenizer.decode(self._before))  # characters to drop: the "x"
+        self._skipped += bool(self.next_ids)  # the first piece repeats the prompt's space
         self._n_decoded = 0  # how many of `ids` are decoded
         self._held = ""  # decoded but not delivered
 
@@ -113,7 +113,7 @@ class StreamedText(Continuation):
             self.deliver("", "error")
 
     def _decode(self) -> None:
-        """Decode the new ids, without the first bytes of a character that may be completed."""
+        """Decode the new ids, except an incomplete character at the end."""
         text = self.tokenizer.decode(self._before + self.ids[self._n_decoded :])
         incomplete = len(text) - len(text.rstrip("\ufffd"))
         end = len(text)
@@ -126,7 +126,7 @@ class StreamedText(Continuation):
             self._skipped = len(self.tokenizer.decode(self._before))
 
     def _n_uncertain(self) -> int:
-        """Return how many last characters may be the beginning of a stop string."""
+        """Return how many characters at the end may be the beginning of a stop string."""
         if self.finish_reason:
             return 0
         starts = [stop[:n] for stop in self.stop for n in range(1, len(stop))]
@@ -134,13 +134,13 @@ class StreamedText(Continuation):
 
 
 class Batch:
-    """Texts generated together. Apart from rounding, each is the same as if generated alone. Row i
+    """Texts generated together. Apart from rounding, each text is as if generated alone. Row i
     of the cache and of the logits belongs to `texts[i]`."""
 
     def __init__(self, decoder: Decoder):
         self.decoder = decoder
         self.texts: list[Continuation] = []
-        self._cache: Cache | None = None  # None without texts
+        self._cache: Cache | None = None  # None if there are no texts
         self._logits = torch.empty(0, decoder.config.vocab_size, device=decoder.device)
 
     def add(self, texts: list[Continuation]) -> None:
@@ -199,7 +199,7 @@ class Batch:
         return tokens
 
 
-def write(decoder: Decoder, texts: list[Continuation]) -> None:
+def generate_all(decoder: Decoder, texts: list[Continuation]) -> None:
     """Generate these texts together until all have ended."""
     batch = Batch(decoder)
     batch.add(texts)
@@ -216,8 +216,8 @@ def generate(
     next_ids: Sequence[list[int]] = (),
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """Return the token ids that follow each prompt; prompt i draws with seed + i. The arguments are
-    those of `Continuation`; `next_ids` has one list per prompt, or is empty."""
+    """Return the new token ids of each prompt. Prompt i draws with seed + i. `next_ids` is empty or
+    has one list per prompt. The other arguments are described in `Continuation`."""
     sampling = sampling or Sampling()
     texts = [
         Continuation(
@@ -230,5 +230,5 @@ def generate(
         for i, prompt in enumerate(prompts)
     ]
     if max_new_tokens:
-        write(model if isinstance(model, Decoder) else Decoder(model), texts)
+        generate_all(model if isinstance(model, Decoder) else Decoder(model), texts)
     return [text.ids for text in texts]

@@ -10,7 +10,7 @@ from common.parser import is_text
 
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
-    """Return the given prompts, then the prompts in a file: .jsonl, or one per line; "-" is stdin.
+    """Return `given`, then the prompts of a file: one per line, or JSON lines; "-" means stdin.
     Raises UsageError: there is no prompt, a prompt is empty, or the file cannot be read."""
     prompts = list(given)
     if path:

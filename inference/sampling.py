@@ -17,13 +17,13 @@ LIMITS = {  # setting: (test of a value, the same limit in words)
 }
 MEANINGS = {  # setting: help text of its flag
     # Source: Keskar et al., https://arxiv.org/abs/1909.05858
-    "repetition_penalty": "divides logits of tokens in the text, or multiplies them below 0",
+    "repetition_penalty": "divides positive logits of tokens in the text, multiplies negative ones",
     "temperature": "divides the logits; 0 always takes the likeliest token",
     "top_k": "keep the k likeliest tokens; 0 keeps all",
     # Source: Holtzman et al., https://arxiv.org/abs/1904.09751
     "top_p": "keep the likeliest tokens that together have this probability",
     # Source: Nguyen et al., https://arxiv.org/abs/2407.01082
-    "min_p": "keep tokens with at least this share of the likeliest one's probability",
+    "min_p": "keep tokens with at least this share of the highest probability",
 }
 
 
@@ -47,7 +47,7 @@ class Sampling:
                 raise ValueError(f"{setting.name} must be {limits}, not {value!r}")
 
     def numbered(self, i: int) -> "Sampling":
-        """Return the settings of continuation i: the same with seed + i."""
+        """Return these settings with seed + i, for continuation i."""
         return replace(self, seed=(self.seed + i) % 2**63)
 
 
@@ -61,8 +61,8 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
-    """Choose one token per row, (B,), where the cumulative probability exceeds the random number.
-    logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,) in [0, 1)."""
+    """Return one token per row, (B,): the first whose cumulative probability exceeds the number.
+    logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,), random in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     count = min(sampling.top_k or logits.shape[-1], logits.shape[-1])

@@ -10,7 +10,7 @@ from data.chat_template import encode_chat_prompt
 from data.conversations import Turn
 from data.tokenizer import Tokenizer
 from inference.decoder import Decoder
-from inference.generation import StreamedText, write
+from inference.generation import StreamedText, generate_all
 from inference.prompts import converse, say
 from inference.sampling import Sampling
 
@@ -23,19 +23,19 @@ def write_continuations(
     flags: argparse.Namespace,
 ) -> None:
     """Print continuations of each prompt, and the speed. A batch of one is printed token by token.
-    `flags` are those of scripts.generate. Raises UsageError: a prompt is too long."""
-    asked = [prompt for prompt in prompts for _ in range(flags.num_samples)]
+    `flags` are the flags of scripts.generate. Raises UsageError: a prompt is too long."""
+    repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
-    size = min(flags.batch_size, len(asked))
+    size = min(flags.batch_size, len(repeated))
     streams = size == 1 and not flags.jsonl
     slides = flags.beyond_context == "slide"
     texts = []
-    for i, prompt in enumerate(asked):
+    for i, prompt in enumerate(repeated):
         ids, next_ids = tokenizer.encode_prompt(prompt)
         room = context + 1 - len(ids)  # a full context predicts one more token
         if room < 1 and not slides:
-            remedy = "shorten it, or pass --beyond_context slide"
-            raise UsageError(f"a prompt has {len(ids)} tokens, the context {context}: {remedy}")
+            sizes = f"a prompt has {len(ids)} tokens, the context has {context}"
+            raise UsageError(f"{sizes}: shorten the prompt, or pass --beyond_context slide")
         text = StreamedText(
             prompt=ids,
             max_new_tokens=flags.max_new_tokens if slides else min(flags.max_new_tokens, room),
@@ -50,21 +50,21 @@ def write_continuations(
     for first in range(0, len(texts), size):
         batch = texts[first : first + size]
         if streams:
-            print(_heading(first, asked), end="", flush=True)
-        write(decoder, batch)
+            print(_heading(first, repeated), end="", flush=True)
+        generate_all(decoder, batch)
         for i, text in enumerate(batch, first):
             if flags.jsonl:
-                row = {"prompt": asked[i], "text": text.text}
+                row = {"prompt": repeated[i], "text": text.text}
                 print(json.dumps(row, ensure_ascii=False), flush=True)
             else:
-                print("" if streams else _heading(i, asked) + text.text, flush=True)
+                print("" if streams else _heading(i, repeated) + text.text, flush=True)
     seconds = time.perf_counter() - started
     n_tokens = sum(len(text.ids) for text in texts)
     lengths = [len(text.ids) for text in texts if text.finish_reason == "length"]
     cut = sum(length < flags.max_new_tokens for length in lengths)
     if cut:
-        full = f"{cut} of {len(texts)} ended with the context of {context} tokens"
-        say(f"{full}; --beyond_context slide goes on")
+        full = f"{cut} of {len(texts)} texts ended because the context of {context} tokens was full"
+        say(f"{full}; --beyond_context slide continues them")
     say(f"{n_tokens} tokens in {seconds:.2f} s: {n_tokens / seconds:,.0f} tokens/s")
 
 
@@ -93,7 +93,7 @@ class Chat:
         self.n_answers = 0
 
     def converse(self) -> None:
-        say("Enter asks. /reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the program.")
+        say("/reset starts a new chat, Ctrl-C ends an answer, Ctrl-D ends the program.")
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
@@ -109,8 +109,8 @@ class Chat:
                 break
         else:
             raise UsageError(
-                f"this is {len(ids)} tokens and the context of this model has {self.context}, of "
-                f"which {reserve} are kept for the answer: shorten it"
+                f"the question makes a prompt of {len(ids)} tokens; the context of this model has "
+                f"{self.context}, and {reserve} are kept for the answer: shorten the question"
             )
         self.turns = turns[dropped:]
         if dropped:
@@ -118,10 +118,10 @@ class Chat:
         return ids
 
     def answer(self, line: str) -> None:
-        """Print the answer to a typed line; Ctrl-C ends it. Raises UsageError: it is too long."""
+        """Print the answer to a line; Ctrl-C ends the answer. Raises UsageError as `ask` does."""
         if line.strip() == "/reset":
             self.turns.clear()
-            say("Forgotten.")
+            say("This is a new chat.")
             return
         prompt = self.ask(line.strip())
         room = self.context - len(prompt)
@@ -134,7 +134,7 @@ class Chat:
         )
         self.n_answers += 1
         try:
-            write(self.decoder, [answer])
+            generate_all(self.decoder, [answer])
         except KeyboardInterrupt:
             answer.cancel()
         print(flush=True)
@@ -142,6 +142,6 @@ class Chat:
             self.turns.append(Turn("assistant", answer.text))
         else:
             self.turns.pop()
-            say("(There is no answer: the question is forgotten.)")
+            say("(The answer is empty: the model will not see this question again.)")
         if answer.finish_reason == "length" and len(answer.ids) != self.max_new_tokens:
             say("(The context is full: the answer ends here.)")

@@ -54,7 +54,7 @@ class Worker:
                     batch.add(new)
                 if batch.texts:
                     batch.step()
-            except Exception:  # such as out of memory: smaller requests may still succeed
+            except Exception:  # for example out of memory: smaller requests may succeed
                 traceback.print_exc()
                 for text in self._running:
                     text.fail()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """Repeat each key/value head n_rep times, so that query head h finds its own at index h."""
+    """Repeat each key/value head n_rep times, so that query head h uses key/value head h."""
     if n_rep == 1:
         return x
     batch, seq_len, n_kv_heads, head_dim = x.shape
@@ -39,7 +39,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute `plain_attention` by the fastest path. On a CPU dropout has no faster one."""
+    """Compute attention by the fastest path. On a CPU with dropout, that is `plain_attention`."""
     if q.device.type == "cpu" and not dropout:
         return row_block_attention(q, k, v)
     attend = plain_attention if q.device.type == "cpu" else fused_attention
@@ -62,8 +62,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
 
-    Flash attention and cuDNN do, and always take bf16. fp32, and fp16 on old GPUs, have only the
-    memory-efficient kernel, for which PyTorch would silently compute all T × T scores."""
+    Flash attention and cuDNN do, and always take bf16. For fp32, and for fp16 on old GPUs,
+    PyTorch would silently compute all T × T scores instead of using a fused kernel."""
     return dtype == torch.bfloat16
 
 

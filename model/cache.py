@@ -27,7 +27,7 @@ class LayerCache:
         """Store k and v, (B, T, n_kv_heads, head_dim), then attend to all stored positions. q and
         the result are (B, T, H, head_dim). T is 1, except when the prompts are read."""
         cache, keys, values = self.cache, self.keys, self.values
-        if cache.longest == 0:  # the prompts
+        if cache.longest == 0:  # the model reads the prompts
             keys[:, :, : k.shape[1]] = k.transpose(1, 2)
             values[:, :, : k.shape[1]] = v.transpose(1, 2)
             return fused_attention(q, k, v, 0.0)
@@ -45,8 +45,8 @@ class LayerCache:
 
 
 class Cache:
-    """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. lengths
-    are the numbers of tokens of the prompts, which are read first."""
+    """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
+    has the number of tokens of each prompt. The prompts are read first."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
@@ -125,7 +125,7 @@ class Cache:
 def without_cudnn() -> Iterator[None]:
     """Switch cuDNN's attention off, because it makes a new plan for every new length.
 
-    PyTorch prefers it in 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
+    PyTorch prefers cuDNN in 16 bits on compute capability 9 and 10 (H100, H200, B200). PyTorch's
     `sdpa_kernel` would do the same, but takes several times as long at every token."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

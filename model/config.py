@@ -3,12 +3,12 @@
 import sys
 from dataclasses import asdict, dataclass, field, fields
 
-HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may differ after training
+HOW_IT_COMPUTES = ("dropout", "use_flash_attn")  # fields that may change after training
 LARGEST = 1 << 24  # upper limit of every size; a table with this many rows fits into memory
 
 
 class ConfigError(ValueError):
-    """A model configuration that cannot work. The message names the field and its value."""
+    """Settings of a model that cannot work. The message names the field and its value."""
 
 
 def setting(default, help_text: str, must=None, **metadata):
@@ -44,12 +44,12 @@ class LMConfig:
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
-    n_heads: int = setting(8, "query heads; dim must be divisible by it, or head_dim be given")
+    n_heads: int = setting(8, "query heads; must divide dim, unless head_dim is given")
     n_kv_heads: int = setting(2, "key/value heads, shared by query heads (grouped-query attention)")
     vocab_size: int = setting(6400, "pieces in the vocabulary", flag=False)  # the data decides
     head_dim: int | None = setting(None, "channels of a head, even (default: dim / n_heads)")
     hidden_dim: int | None = setting(None, "inner width of the feed-forward (default: from dim)")
-    multiple_of: int = setting(64, "hidden_dim computed from dim is rounded up to this")
+    multiple_of: int = setting(64, "a computed hidden_dim is rounded up to a multiple of this")
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm")
     rope_theta: float = setting(1e6, "base of the rotary frequencies")
     rope_scaling: RopeScaling | None = setting(  # noqa: RUF009  imported weights decide it

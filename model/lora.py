@@ -1,9 +1,9 @@
-"""LoRA: freeze a trained matrix and train an adapter beside it, the product of two thin matrices.
+"""LoRA: freeze a trained matrix and add an adapter, a trained product of two thin matrices.
 
 y = W x + (alpha / dim) · B A x, with A of shape (dim, in) and B of shape (out, dim). Source: Hu et
-al., https://arxiv.org/abs/2106.09685. Scaling and initial values are those of PEFT. B starts at
-zero, so at first the model computes the same as without adapters. DeepSpeed-Chat has the same
-flags, but scales by 1 / dim.
+al., https://arxiv.org/abs/2106.09685. Scaling and initial values are as in PEFT. B starts at zero,
+so at first the model computes the same as without adapters. DeepSpeed-Chat has the same flags,
+but scales by 1 / dim.
 """
 
 import math
@@ -64,10 +64,10 @@ def add_lora(
     chosen = {name: layer for name, layer in linear.items() if module_name in name}
     if not chosen:
         names = ", ".join(list(linear)[:7])
-        raise ConfigError(f"lora_module_name {module_name!r} is no part of any of {names}, ...")
+        raise ConfigError(f"lora_module_name {module_name!r} is in no layer's name: {names}, ...")
     if "output" in chosen and model.config.tie_embeddings:
-        also = f"lora_module_name {module_name!r} means the output layer too"
-        raise ConfigError(f"{also}, whose matrix is the embedding's: 'layers' means all others")
+        also = f"lora_module_name {module_name!r} selects the output layer too"
+        raise ConfigError(f"{also}, whose matrix is the embedding's: 'layers' selects all others")
     lora = LoRA(dim, alpha, module_name, only_lora)
     if only_lora:
         model.requires_grad_(False)

@@ -18,7 +18,7 @@ class TokenLoss(nn.Module):
     """Cross-entropy in fp32. It is a module so that it can be compiled on its own."""
 
     def forward(self, logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Return the loss of logits (B, T, vocab_size): a mean, or one per target, (B, T)."""
+        """Return the loss of logits (B, T, vocab_size): the mean, or each target's loss, (B, T)."""
         loss = F.cross_entropy(
             logits.flatten(0, 1).float(),  # (B · T, vocab_size)
             targets.flatten(),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from model import cpu_attention  # noqa: F401  this import registers row_block_attention
 
 RECOMPUTE = ("off", "blocks", "selective")
-# The operations in which fast attention ends: on a CPU, and three kernels of PyTorch on a GPU.
+# The operations that compute fast attention: one on a CPU, and three of PyTorch on a GPU.
 ATTENTION = [
     torch.ops.small_lm.row_block_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -25,7 +25,7 @@ ATTENTION = [
 def recomputed(block: Callable, what: str, *inputs):
     """Return block(*inputs), and let backward compute it again with the same random numbers.
 
-    `what` is from RECOMPUTE: "blocks" recomputes everything, "selective" everything except
+    `what` is one of RECOMPUTE: "blocks" recomputes everything, "selective" everything except
     attention, "off" nothing."""
     if what == "off" or not torch.is_grad_enabled():
         return block(*inputs)

@@ -58,7 +58,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
 
     Raises ValueError: pos_cis is not complex, or its shape does not fit xq."""
     if not pos_cis.is_complex():
-        raise ValueError(f"pos_cis must be complex, not {pos_cis.dtype}: a cast lost half of it")
+        raise ValueError(f"pos_cis must be complex: as {pos_cis.dtype} it has no imaginary part")
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):
         raise ValueError(f"pos_cis {tuple(pos_cis.shape)} does not fit queries {tuple(xq.shape)}")
     # Real arithmetic, because torch.compile cannot fuse complex products.

@@ -91,7 +91,7 @@ class Transformer(nn.Module):
 
     Its parameters have the names of Llama's own release. The model does not know how it is trained.
     The exceptions: on the meta device it computes no values, `forward` follows autocast, blocks
-    have `recompute`, `add_lora` sets `lora`, and deepspeed.zero.Init draws the same weights."""
+    have `recompute`, `add_lora` sets `lora`, and `_init_weights` allows deepspeed.zero.Init."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         self.token_loss = TokenLoss()
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        # Not saved, because the configuration determines it.
+        # pos_cis is not saved, because the configuration determines it.
         self.register_buffer("pos_cis", self._pos_cis(), persistent=False)
         for block in self.layers:
             block.attention.wo.writes_residual = True
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
             cache: for generation: it has the keys and values of the past, and stores the new ones.
                 Only the last token of each sequence then has logits, (B, vocab_size).
 
-        Returns: logits, (B, T, vocab_size); or the cross-entropy in nats, fp32, reduced as asked.
+        Returns: logits, (B, T, vocab_size); or the cross-entropy in nats, fp32, see `reduction`.
 
         Raises ValueError: the sequence is longer than max_seq_len."""
         seq_len = tokens.shape[1]
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: float) -> float:
         """Return the model FLOPs of forward and backward for one token of a sequence of seq_len.
 
-        The sum of 6 per trained parameter, 4 per frozen parameter, and for attention
+        They are 6 per trained parameter, plus 4 per frozen parameter, plus for attention
         12·n_layers·n_heads·head_dim·seq_len, as if every position saw all others. An untied input
         embedding is a lookup and does not count. Source: PaLM, appendix B,
         https://arxiv.org/abs/2204.02311."""
@@ -199,21 +199,21 @@ class Transformer(nn.Module):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the weights of a layer from a normal distribution with deviation 0.02.
 
-        Layers that write into the residual stream have 0.02 / sqrt(2·n_layers), as in GPT-2,
-        because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply` gathers the
-        whole weight before this call."""
+        For layers that write into the residual stream the deviation is 0.02 / sqrt(2·n_layers), as
+        in GPT-2, because 2·n_layers outputs add up there. Under `deepspeed.zero.Init`, `apply`
+        gathers the whole weight before this call."""
         if isinstance(module, nn.Linear | nn.Embedding) and not module.weight.is_meta:
             std = 0.02
             if getattr(module, "writes_residual", False):
                 std /= (2 * self.config.n_layers) ** 0.5
-            # deepspeed.zero.Init makes torch.empty return 16 bits on the GPU, where the same seed
+            # Under deepspeed.zero.Init, torch.empty returns 16 bits on the GPU. The same seed then
             # gives other random numbers.
             drawn = torch.empty(module.weight.shape).normal_(mean=0.0, std=std)
             module.weight.data.copy_(drawn)
 
     def _pos_cis(self) -> Tensor:
         config = self.config
-        if self.norm.weight.is_meta:  # computing it there would load torch's compiler
+        if self.norm.weight.is_meta:  # computing the table would load torch's compiler
             shape = config.max_seq_len, config.head_dim // 2
             return torch.empty(shape, dtype=torch.complex64, device="meta")
         return precompute_pos_cis(

@@ -50,10 +50,7 @@ class Chart:
     key: str  # name of the number in metrics.jsonl
     from_zero: bool = True  # start the vertical axis at 0
     curves: list[Curve] = field(default_factory=list)  # one per run
-    size: tuple[float, float] = (
-        5.5,
-        2.3,
-    )  # width and height in inches, before the page scales them
+    size: tuple[float, float] = (5.5, 2.3)  # width and height in inches; the page scales them
 
 
 def plot(chart: Chart):

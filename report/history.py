@@ -36,7 +36,7 @@ def read_history(path: Path) -> History:
     for row in read_rows(folder.metrics):
         if "val_loss" in row:
             validation[row["step"]] = row
-        elif "forward_seconds" not in row:  # a row of the profiler
+        elif "forward_seconds" not in row:  # the profiler's rows have it
             train[row["step"]] = row
     if not (train or validation):
         raise UsageError(f"{folder.metrics} is empty: the run has not logged a step yet")
@@ -63,5 +63,5 @@ def number(value) -> float | None:
 
 
 def series(rows: list[dict], key: str) -> list[tuple[float, float | None]]:
-    """Return (step, value) of the rows that have the key; None if not finite."""
+    """Return (step, value) of the rows that have the key. A value that is not finite is None."""
     return [(row["step"], number(row[key])) for row in rows if key in row]

@@ -53,7 +53,7 @@ def write_report(runs: list[Path], out: Path) -> None:
     out.write_text(html, encoding="utf-8", errors="replace")
 
 
-def leave_report(runs: list[Path], out: Path) -> str:
+def try_to_write_report(runs: list[Path], out: Path) -> str:
     """Write the page; return its path, or why it could not be written."""
     try:
         write_report(runs, out)
@@ -63,7 +63,7 @@ def leave_report(runs: list[Path], out: Path) -> str:
 
 
 def draw_losses(runs: list[Path], picture: Path) -> None:
-    """Draw the losses into a PNG or SVG file; of several runs, only validation loss."""
+    """Draw the losses into a PNG or SVG file; for several runs, only the validation loss."""
     chart = losses(by_name(runs))[-1]
     figure = plot(replace(chart, size=(8, 4.5)))
     figure.axes[0].set_ylabel(LOSS.unit)
@@ -173,7 +173,7 @@ def _samples(name: str, run: History) -> str:
 
 
 def _settings(runs: dict[str, History]) -> str:
-    """Return HTML of commands and settings; of several runs, settings that differ."""
+    """Return HTML of commands and settings; for several runs, only settings that differ."""
     parts = ["<h2>Settings that differ</h2>" if len(runs) > 1 else "<h2>Settings</h2>"]
     table = {}
     for name, run in runs.items():

@@ -1,5 +1,5 @@
-# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. Afterwards "$python" has all
-# its packages: from the active environment if it has them, otherwise from .venv, where they are installed once.
+# run_accelerate.sh and run_tests.sh source this file with a requirements file as argument. It sets "$python" to a Python
+# that has all these packages: the active environment's, or else .venv's, in which it installs the packages once.
 
 fail() { echo "error: $1" >&2; exit 2; }
 requirements=$1

@@ -5,7 +5,7 @@
     python -m scripts.evaluate RUN --data questions.jsonl   # multiple choice
     python -m scripts.evaluate BASE TUNED --data chat.jsonl  # two models in turn
 
-Several processes share the work, on GPUs or CPUs. The last command also divides the weights:
+Several processes share the work, on GPUs or CPUs. With ZeRO-3 they also divide the weights:
 
     accelerate launch --multi_gpu --num_processes 2 -m scripts.evaluate RUN
     accelerate launch --config_file configs/zero3_offload.yaml -m scripts.evaluate RUN
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--stride", type=at_least_1, help="tokens from one window to the next")
     add("--delimiter", help="text between a question and a choice (default: one space)")
     on_or_off = argparse.BooleanOptionalAction
-    add("--template", action=on_or_off, help="ask as in a chat (default: chat models)")
+    add("--template", action=on_or_off, help="use the chat template (default: for chat models)")
     add("--limit", type=int, default=0, help="number of samples to score; 0: all")
     add("--batch_size", type=at_least_1, default=16, help="rows per process and batch")
     add("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 if the GPU supports it")
@@ -73,6 +73,6 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    from training.interruption import leave
+    from training.interruption import exit_rank
 
-    leave()
+    exit_rank()

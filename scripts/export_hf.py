@@ -17,7 +17,7 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", help="run folder, RUN@best, checkpoint, folder of weights, or 'auto'")
     add("out", type=Path, metavar="OUT", help="folder to write")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
     on_or_off = argparse.BooleanOptionalAction
     add("--tokenizer", action=on_or_off, default=True, help="also export the tokenizer")
     add("--overwrite", action="store_true", help="replace an older export in OUT")

@@ -63,6 +63,6 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     main()
     if "RANK" in os.environ:
-        from training.interruption import leave
+        from training.interruption import exit_rank
 
-        leave()
+        exit_rank()

@@ -1,4 +1,4 @@
-"""Flags that generate, chat and serve have in common, and loading the model for them."""
+"""Define the flags that generate, chat and serve share, and load the model for them."""
 
 import argparse
 import os
@@ -50,7 +50,7 @@ def load(args: argparse.Namespace):
     zero = ZeroInference.of_launch(args.device, args.dtype)  # None without ZeRO-3
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.zeros(0, device=name).device  # an error if it is not usable
+        device = torch.zeros(0, device=name).device  # raises if the device is not usable
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name} cannot be used here: {reason}") from error
@@ -65,7 +65,7 @@ def load(args: argparse.Namespace):
 def load_to_talk(args: argparse.Namespace):
     """Call `load` for a chat; print a warning if the model has not learned to answer."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise UsageError("a chat needs one process: start it with python -m, no launcher")
+        raise UsageError("a chat needs one process: start it with python -m, without a launcher")
     decoder, trained = load(args)
     if not trained.chats:
         say("this model was not trained on conversations: it may not answer")

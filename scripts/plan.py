@@ -26,16 +26,16 @@ PLAN_FLAGS = "num_processes", "vocab_size", "gpu_memory", "device", "mfu", "toke
 
 @one_line_errors("plan", UsageError, ConfigError)
 def main(argv: list[str] | None = None) -> None:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns of a missing GPU
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns of a missing GPU
     parser = build_parser(only=TRAINING_FLAGS)
     parser.prog, parser.description = "python -m scripts.plan", __doc__
     add = parser.add_argument_group("plan").add_argument
-    add("--num_processes", type=at_least_1, default=1, help="one per GPU")
-    add("--vocab_size", type=int, default=6400, help="pieces of the tokenizer")
-    add("--gpu_memory", type=float, help="GiB of a GPU (default: as on this machine)")
+    add("--num_processes", type=at_least_1, default=1, help="processes, one per GPU")
+    add("--vocab_size", type=int, default=6400, help="vocabulary size of the tokenizer")
+    add("--gpu_memory", type=float, help="GiB of a GPU (default: this machine's)")
     add("--device", help="name of the GPU, such as 'H100' (default: this machine's GPU)")
-    add("--mfu", type=float, default=0.4, help="model FLOPs utilization, for the hours")
-    add("--tokens", type=float, help="to train on (default: max_steps, else 20 per parameter)")
+    add("--mfu", type=float, default=0.4, help="model FLOPs utilization, to estimate hours")
+    add("--tokens", type=float, help="training tokens (default: max_steps, else 20 per parameter)")
     print(describe(vars(parser.parse_args(argv))))
 
 

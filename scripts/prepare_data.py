@@ -28,7 +28,7 @@ BY_SIZE = "default: by the size of the text"
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     program = "python -m scripts.prepare_data"
-    # Other programs look for these flags and do not know abbreviations.
+    # No abbreviations: the check of --flags below compares full names.
     parser = OneLineParser(prog=program, description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     source = f"file, a folder of files, or '{BUILTIN}'"
@@ -43,9 +43,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--segmentations", type=int, help=f"tokenizations of each training document ({BY_SIZE})")
     add("--workers", type=int, default=available_cores(), help="number of encoding processes")
     add("--skip_bad_lines", action="store_true", help="skip and count unreadable documents")
-    add("--overwrite", action="store_true", help="replace data of other text")
-    add("--reuse", action="store_true", help="accept data with other settings")
-    add("--flags", default="", metavar="WORDS", help="more flags, in one word")
+    add("--overwrite", action="store_true", help="replace data prepared from another text")
+    add("--reuse", action="store_true", help="use data of this text even if its settings differ")
+    add("--flags", default="", metavar="WORDS", help="more flags, quoted as one argument")
     typed = sys.argv[1:] if argv is None else argv
     flags = parser.parse_args(typed).flags
     try:
@@ -54,7 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         raise UsageError(f"--flags {flags!r}: {error}") from error
     outside = {word.partition("=")[0] for word in typed}
     if twice := [name for word in words if (name := word.partition("=")[0]) in outside]:
-        parser.error(f"{twice[0]} stands in --flags and beside it")
+        parser.error(f"{twice[0]} is given twice: inside --flags and outside")
     args = parser.parse_args([*words, *typed])
     if not 0 <= (args.val_fraction or 0) < 1:
         parser.error(f"--val_fraction must be at least 0 and below 1, not {args.val_fraction}")
@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.conversations is not None:
         for name in ("data", "vocab_size", "text_column", "segmentations"):
             if getattr(args, name) is not None:
-                parser.error(f"--{name} is not for --conversations")
+                parser.error(f"--{name} cannot be used with --conversations")
         if args.tokenizer is None:
             parser.error("--conversations needs the tokenizer of the model: pass --tokenizer")
     args.data = args.conversations or args.data or BUILTIN
@@ -74,7 +74,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def report(description: dict, options: PackingOptions, files: list[str], seconds: float) -> str:
-    """Return size, speed, both splits, and the settings that the size of the text chose."""
+    """Return size, speed, both splits, and the settings chosen by the size of the text."""
     splits, made_from = description["splits"], description["prepared_from"]
     ways = {"train": made_from["segmentations"], "val": 1}
     of_text = options.kind == TEXT

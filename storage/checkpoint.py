@@ -1,6 +1,6 @@
 """Write, verify and read checkpoints.
 
-A checkpoint is the folder checkpoints/step-N of a run. It is complete, or it is absent:
+A checkpoint is the folder checkpoints/step-N of a run. It is complete or absent. Its files:
 
     weights.safetensors    name → fp32 weights (the master weights under DeepSpeed)
     optimizer.safetensors  name.exp_avg and name.exp_avg_sq → AdamW's moments,
@@ -145,11 +145,9 @@ def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
 
 def with_base(run: RunFolder, trained: Mapping, lora: LoRA | None) -> Mapping[str, Tensor]:
     """Return the trained weights; with adapters, also the frozen weights of the run."""
-    return (
-        ChainMap(trained, portable.load_tensors(run.base / portable.WEIGHTS_FILE))
-        if lora
-        else trained
-    )
+    if not lora:
+        return trained
+    return ChainMap(trained, portable.load_tensors(run.base / portable.WEIGHTS_FILE))
 
 
 def run_of(checkpoint: Path) -> RunFolder:

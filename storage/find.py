@@ -14,7 +14,7 @@ BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation l
 
 def newest_run(paths: Iterable[Path], program: str | None, sign: Callable) -> RunFolder | None:
     """Return the run of this training program that was written to last, or None.
-    `sign` returns the path in a run whose time of modification is compared."""
+    A run was written to when the path that `sign` returns for it was modified."""
     times = {}
     for run in map(RunFolder, paths):
         path = sign(run)
@@ -29,13 +29,13 @@ def program_of(run: RunFolder) -> str:
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `out`/`name`, or without a name the run that saved last, or None."""
+    """Return the run `out`/`name`; without name, the one that saved last. None: no checkpoint."""
     paths = [out / name] if name else out.glob("*")
     return newest_run(paths, program, lambda run: max(run.all_checkpoints(), default=None))
 
 
 def data_of(name: str) -> str:
-    """Return the data folder of a run or of a checkpoint or weights in it; 'auto' is the newest
+    """Return the data folder of a run, or of a checkpoint or weights in a run; 'auto' is the newest
     pretraining run. Raises UsageError: the run names no data, or the data is gone."""
     path = Path(name).resolve()
     if not path.exists():

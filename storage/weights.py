@@ -32,7 +32,7 @@ class Trained:
 
     @property
     def n_parameters(self) -> int:
-        """Parameters of the whole model; under ZeRO-3 a process holds a share."""
+        """Number of parameters of the whole model; under ZeRO-3 a process holds only a share."""
         return portable.without_memory(self.model.config).num_parameters()
 
     @property
@@ -60,8 +60,7 @@ class WeightsFolder:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
             program: 'auto' considers only runs of this training program.
             foreign: accept a Hugging Face folder.
-        Raises UsageError: no sound weights there.
-        """
+        Raises UsageError: there are no sound weights."""
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name, program=program)
         if at_best:
@@ -85,7 +84,7 @@ class WeightsFolder:
         return (self.path / checkpoint.STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights, with adapters merged. Raises ConfigError: damaged, or no Llama."""
+        """Return the weights, with adapters merged. Raises ConfigError: damaged, or not a Llama."""
         if self.is_foreign:
             return read_llama_weights(self.path)
         if self.is_checkpoint:
@@ -103,7 +102,7 @@ class WeightsFolder:
         return portable.load_config(self.path)
 
     def sound_tensors(self) -> Mapping[str, Tensor]:
-        """Return `tensors`. Raises ConfigError: names or shapes do not fit the model."""
+        """Return `tensors()`. Raises ConfigError: names or shapes do not fit the model."""
         weights = self.tensors()
         portable.require_fit(portable.without_memory(self.config()), weights, str(self.path))
         return weights
@@ -124,14 +123,13 @@ class WeightsFolder:
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     """Load a model and its tokenizer; `name` is as in `WeightsFolder.find`.
-    Raises UsageError, ConfigError: nothing there, damaged, or not matching.
-    """
+    Raises UsageError, ConfigError: files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
     pieces, room = trained.tokenizer.vocab_size, trained.model.config.vocab_size
     if pieces > room:
-        raise DataError(f"{folder.tokenizer} has {pieces} pieces, the model {folder.path} {room}")
+        raise DataError(f"{folder.tokenizer} has {pieces} pieces, {folder.path} only {room}")
     return trained
 
 

@@ -57,7 +57,7 @@ def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
     assert "no longer sees the oldest 4 messages" in capsys.readouterr().err
     chat.turns, long = said, "1 + 1 = 2; " * 9
     n = len(encode_chat_prompt(tokenizer, [BRIEF, Turn("user", long)]))
-    with pytest.raises(UsageError, match=f"{n} tokens .*context of this model has .*, of which 12"):
+    with pytest.raises(UsageError, match=f"{n} tokens.*context of this model has .*, and 12 are"):
         chat.ask(long)
     assert chat.turns == said
 
@@ -102,7 +102,7 @@ def test_an_answer_depends_on_the_earlier_turns_until_reset(chat, converse, mode
     second = expected(model, tokenizer, turns("1 + 1", first, "2 + 2"), WILD.numbered(1))
     third = expected(model, tokenizer, turns("2 + 2"), WILD.numbered(2))
     assert found == [first, "", second, "", "", third]
-    assert "Forgotten." in err
+    assert "This is a new chat." in err
     assert "Ctrl-D ends the program" in err
     assert chat.turns == turns("2 + 2", third)
 
@@ -136,7 +136,7 @@ def test_a_note_says_that_an_answer_filled_the_context_or_is_empty(
     assert "(The context is full: the answer ends here.)" in err
     assert len(tokenizer.encode(answer)) > CONTEXT // 2
     monkeypatch.setattr(Batch, "step", lambda batch: batch.texts.pop().take(tokenizer.eos_id))
-    assert "There is no answer" in converse("/reset", "1 + 1")[1]
+    assert "The answer is empty" in converse("/reset", "1 + 1")[1]
     assert chat.turns == []
 
 

@@ -147,7 +147,7 @@ def test_bytes_that_are_not_utf8_are_reported_with_their_position(tmp_path):
     last = records(path)[-1].position
     said = one_line(path)
     assert f"{path}, byte {last}: not valid UTF-8" in said
-    assert f"{len(sections) - last} bytes further" in said
+    assert f"{len(sections) - last} bytes after the start" in said
     assert "iconv -f gb18030" in said
 
 

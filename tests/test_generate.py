@@ -122,7 +122,7 @@ def test_a_text_that_fills_the_context_ends_with_a_note_or_slides(call, weights)
     tokenizer = Tokenizer(weights / "tokenizer.model")
     n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # the last one after a full context
     assert out == expected(weights, prompt, n, temperature=0) + "\n"
-    assert f"1 of 1 ended with the context of {CONTEXT} tokens; --beyond_context slide" in err
+    assert f"1 of 1 texts ended because the context of {CONTEXT} tokens was full" in err
     longer, err, _ = call(*flags, "--max_new_tokens", "90", "--beyond_context", "slide")
     assert err.startswith("90 tokens in")
     assert longer == expected(weights, prompt, 90, temperature=0) + "\n"
@@ -133,7 +133,7 @@ def test_interactive_prompts_are_read_until_the_input_ends(call, weights):
     out, err, code = call("--interactive", "--max_new_tokens", "5", stdin=typed)
     assert expected(weights, "sum 1", 5) in out
     assert expected(weights, "第", 5) in out
-    assert "the context 40: shorten it" in err
+    assert "the context has 40: shorten the prompt" in err
     assert code == 0
 
 
@@ -142,7 +142,7 @@ REFUSED = {  # program: {flags after the folder of the run: a keyword of the mes
         (): "nothing to continue",
         ("--prompt", ""): "is empty",
         ("--prompt", "\udcff"): "not valid UTF-8",
-        ("--prompt", "sum 1 " * 40): "the context 40: shorten",
+        ("--prompt", "sum 1 " * 40): "the context has 40: shorten",
         ("--prompts", "nowhere.txt"): "--prompts nowhere.txt: .*No such file",
         ("--interactive", "--prompt", "x"): "leave --prompt and --prompts out",
         ("--prompt", "x", "--device", "quark"): "--device quark cannot be used here",

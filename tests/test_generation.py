@@ -7,7 +7,7 @@ import torch
 from small_model import opinionated
 
 from inference.decoder import Decoder
-from inference.generation import Batch, Continuation, generate, write
+from inference.generation import Batch, Continuation, generate, generate_all
 from inference.sampling import Sampling
 from model import Transformer
 
@@ -96,7 +96,7 @@ def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
 
 def test_the_cache_grows_with_the_text(long):
     text = text_of([3, 4, 5], 147, GREEDY)
-    write(Decoder(long), [text])  # more tokens than the cache has room for at first
+    generate_all(Decoder(long), [text])  # more tokens than the cache has room for at first
     assert text.ids == step_by_step(long, [3, 4, 5], 147)
 
 
@@ -109,7 +109,7 @@ def test_each_text_of_a_batch_has_its_own_settings(long):
         text_of(second, 15, WILD, next_ids=allowed),
         text_of(first, 15, GREEDY),
     ]
-    write(Decoder(long), texts)
+    generate_all(Decoder(long), texts)
     for text in texts:
         options = {"next_ids": [text.next_ids]}
         assert [text.ids] == generate(long, [text.prompt], 15, text.sampling, **options)
@@ -124,7 +124,7 @@ def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model):
     stop_id = next(token for token in whole[5:] if token not in PROMPT)
     # A stop token in the prompt has no effect.
     text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))
-    write(Decoder(model), [text])
+    generate_all(Decoder(model), [text])
     ends = min(whole.index(token) for token in text.stop_ids if token in whole)
     assert text.ids == whole[:ends]
     assert text.finish_reason == "stop"

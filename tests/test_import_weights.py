@@ -96,7 +96,7 @@ def test_a_llama_of_transformers_gives_equal_logits_here(llama, tmp_path, capsys
     assert_same_model(tmp_path / "out", llama)
     out = capsys.readouterr().out
     assert "n_heads 6, norm_eps 1e-06, rope_theta 10000, max_seq_len 128\n" in out
-    assert "no tokenizer, which text needs: pass --tokenizer FILE" in out
+    assert "no tokenizer (to use text, pass --tokenizer FILE)" in out
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES
 
 
@@ -237,7 +237,7 @@ class Malicious:
         (lambda s: s, "--n_heads 7", "7 heads do not divide a width of 48"),
         (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "norm.weight holds"),
         (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
-        (lambda s: {"step": 2}, "--n_heads 6", "no state dict: step is no tensor"),
+        (lambda s: {"step": 2}, "--n_heads 6", "not a state dict: step is not a tensor"),
         (lambda s: s | {"layers.0.x.bias": torch.ones(4)}, "--n_heads 6", "x.bias is not in this"),
         (lambda s: {"model": s, "x": Malicious()}, "--n_heads 6", "holds code, which is not run"),
     ],

@@ -10,7 +10,14 @@ import pytest
 
 from training import interruption
 from training.engine.launch import Engine
-from training.interruption import SIGNALS, StopRequest, end_stopped, how_to_resume, leave, python
+from training.interruption import (
+    SIGNALS,
+    StopRequest,
+    end_stopped,
+    exit_rank,
+    how_to_resume,
+    python,
+)
 
 
 class Clock:
@@ -128,5 +135,5 @@ def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(
             if error:
                 raise error
         finally:
-            leave()
+            exit_rank()
     assert exit_codes == codes

@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp
 from common.errors import UsageError
 from training.arguments import TrainingArguments
 from training.engine import launch
-from training.engine.launch import Engine, build_engines, deepspeed_plugin, take_launch
+from training.engine.launch import Engine, build_engines, deepspeed_plugin, set_launch_variables
 
 OURS = str(REPOSITORY / "ds_config.json")
 NAMED = TrainingArguments(deepspeed=OURS)
@@ -40,7 +40,7 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=None))
     monkeypatch.setattr(launch, "require_usable_gpu", lambda: None)
     monkeypatch.setattr(launch, "use_all_cores", lambda: None)
-    monkeypatch.setattr(launch, "name_interface", lambda: None)
+    monkeypatch.setattr(launch, "set_gloo_interface", lambda: None)
     monkeypatch.setattr(launch, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
 
 
@@ -159,7 +159,7 @@ def test_buckets_are_no_larger_than_all_gradients():
 def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
     theirs = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     environ |= theirs  # set by DeepSpeed's launcher (deepspeed/launcher/launch.py)
-    take_launch(NAMED)
+    set_launch_variables(NAMED)
     expected = theirs | {
         "LOCAL_WORLD_SIZE": "2",
         "ACCELERATE_USE_DEEPSPEED": "true",
@@ -169,7 +169,7 @@ def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
 
 
 def test_without_a_launcher_a_process_is_rank_0_of_1(environ):
-    take_launch(NAMED)
+    set_launch_variables(NAMED)
     assert environ["RANK"] == environ["LOCAL_RANK"] == "0"
     assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "1"
     assert {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
@@ -178,19 +178,19 @@ def test_without_a_launcher_a_process_is_rank_0_of_1(environ):
 def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(environ):
     for named in (os.path.relpath(OURS), "none"):
         environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
-        take_launch(NAMED)
+        set_launch_variables(NAMED)
         assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "other.json"
     with pytest.raises(UsageError, match=r"drop --deepspeed .* file is other.json"):
-        take_launch(NAMED)
+        set_launch_variables(NAMED)
 
 
 def test_a_model_that_names_no_deepspeed_file_uses_the_launchers(environ):
     models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
     with pytest.raises(UsageError, match="all models or none"):
-        take_launch(*models)
+        set_launch_variables(*models)
     environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
-    take_launch(*models)
+    set_launch_variables(*models)
     assert environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == OURS
     assert [deepspeed_plugin(args).zero_stage for args in models] == [3, 2]

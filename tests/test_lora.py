@@ -94,7 +94,7 @@ def test_flops_per_token_count_no_gradient_of_a_frozen_weight():
     [
         (
             {"module_name": "decoder.layers."},
-            "part of any of layers.0.a",
+            "no layer.s name: layers.0.a",
         ),
         ({"module_name": "output"}, "the output layer too, whose matrix is"),
         ({"module_name": ""}, "the output layer too"),

@@ -11,7 +11,7 @@ from matplotlib import image
 
 from report.charts import COLORS, show
 from report.history import read_history, series
-from report.page import SAMPLES, leave_report, write_report
+from report.page import SAMPLES, try_to_write_report, write_report
 from scripts import report as report_script
 from storage.folder import RunFolder
 
@@ -228,12 +228,12 @@ def test_the_script_writes_into_the_runs_folder_and_draws_a_picture(tmp_path, ca
 
 def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path):
     run = RunFolder(write_run(tmp_path / "run", [train_row(1)]))
-    assert leave_report([run.path], run.report) == str(run.report)
+    assert try_to_write_report([run.path], run.report) == str(run.report)
     run.report.unlink()
     run.report.mkdir()
-    assert leave_report([run.path], run.report).startswith("NOT WRITTEN: ")
+    assert try_to_write_report([run.path], run.report).startswith("NOT WRITTEN: ")
     run.metrics.write_text("")
-    assert "has not logged a step yet" in leave_report([run.path], run.report)
+    assert "has not logged a step yet" in try_to_write_report([run.path], run.report)
 
 
 def test_a_wrong_argument_is_refused_in_one_line(tmp_path, monkeypatch, refusal):

@@ -137,7 +137,7 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
             lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"),
             "is not a weight of Llama",
         ),
-        (lambda t: t | {HEAD: torch.zeros(50, 32)}, "trained the output layer apart"),
+        (lambda t: t | {HEAD: torch.zeros(50, 32)}, "output layer and embedding were trained"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, change, message):

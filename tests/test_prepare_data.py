@@ -101,7 +101,7 @@ def test_a_missing_validation_split_is_warned_of_and_flags_may_come_in_one_word(
     assert read_description("out/data/short")["vocab_size"] == 290
     with pytest.raises(SystemExit):
         main(["--flags=--data nowhere", "--data", "short.txt"])
-    assert "--data stands in --flags and beside it" in capsys.readouterr().err
+    assert "--data is given twice: inside --flags and outside" in capsys.readouterr().err
 
 
 def test_default_folders_are_named_after_the_data_and_the_flags(workplace):
@@ -199,7 +199,7 @@ REFUSED = {
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
     f"{SUMS} --flags='": "No closing quotation",
     "--conversations sums.jsonl": "pass --tokenizer",
-    f"{CHAT_MODEL} --data sums.jsonl": "--data is not for --conversations",
+    f"{CHAT_MODEL} --data sums.jsonl": "--data cannot be used with --conversations",
     CHAT_MODEL: "sums.jsonl, line 1: no conversation",
 }
 

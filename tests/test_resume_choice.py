@@ -219,7 +219,7 @@ def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path
         "n_layers: 3 in the checkpoint, 4 now",
         "optimizer: adamw in the checkpoint, muon now",
         "seed: 42 in the checkpoint, 7 now",
-        f"the flags that go on with it stand in {start.folder.settings}",
+        f"the flags that resume it are in {start.folder.settings}",
     ]
 
 

@@ -124,7 +124,7 @@ MESSAGE = b'{"messages": [{"role": "user", "content": "%b"}]}'
 REFUSED = [  # path, body, status, the parameter to blame, a word of the message
     (CHAT, {"messages": []}, 400, "messages", "at least 1"),
     (CHAT, {"messages": [TURN | {"role": "robot"}]}, 400, "messages", "robot"),
-    (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "the last has to be the user's"),
+    (CHAT, {"messages": [TURN, ANSWER]}, 400, "messages", "the role of the last must be user"),
     (CHAT, {"messages": [PICTURE]}, 400, "messages", "'text'"),
     (CHAT, {"messages": [TURN | {"content": LONG_TEXT}]}, 400, None, "no room for"),
     (CHAT, {"messages": [TURN], "temperature": -1}, 400, "temperature", "at least 0 and finite"),

@@ -45,17 +45,17 @@ def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
     [
         ({}, [], "--model FILE is missing"),
         ({}, ["--model", "missing.json"], "missing.json: .*No such file"),
-        ({"a": {}}, ["--run_name", "x"], "--run_name: each model has one of its own"),
+        ({"a": {}}, ["--run_name", "x"], "--run_name: give each model its own"),
         ({"a": "[1]"}, [], "a.json: needs flags and their values in braces"),
         ({"a": "{"}, [], "a.json: Expecting property name"),
         ({"a": {"dim": [1]}}, [], "a.json: argument --dim: invalid int value: '\\[1\\]'"),
         ({"a": {"learning_rate": -1}}, [], "a.json: --learning_rate must be positive"),
         ({"a": {}, "b": {"seed": 7}}, [], "b.json: unrecognized argument --seed=7"),
         ({"a": {}, "b": {"dtype": "float32"}}, [], "b.json: unrecognized argument --dtype"),
-        ({"a": {}, "b": {"run_name": "a"}}, [], "two models have the same run_name, of a, a"),
-        ({"a": {}}, ["--resume", "out/runs/a"], "several models take --resume auto"),
+        ({"a": {}, "b": {"run_name": "a"}}, [], "two models have the same run_name: a, a"),
+        ({"a": {}}, ["--resume", "out/runs/a"], "several models can only use --resume auto"),
         ({"a": {}}, ["--keep_last", "1"], "--keep_last 1: several models need 2"),
-        ({"a": {}}, ["--log_with", "wandb"], "several models take tensorboard or none"),
+        ({"a": {}}, ["--log_with", "wandb"], "several models need tensorboard or none"),
     ],
 )
 def test_models_that_cannot_be_trained_together_are_refused(models_of, models, flags, keyword):
@@ -102,7 +102,7 @@ def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, ca
         ((), {"f": [10], "g": [30]}),
         (("h/10",), {"h": [10], "i": [10]}),
     ):
-        with pytest.raises(UsageError, match=r"no step of which all have a sound checkpoint"):
+        with pytest.raises(UsageError, match=r"no step has an undamaged checkpoint of every model"):
             resume(damaged, **steps)
 
 

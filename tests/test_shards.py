@@ -53,9 +53,9 @@ def test_a_folder_without_description_is_refused_with_the_command_that_makes_one
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
-        (lambda d: d.update(format=2), "a format of which"),
-        (lambda d: d.update(kind="pictures"), "a format of which"),
-        (lambda d: d.update(dtype=">u2"), "a format of which"),
+        (lambda d: d.update(format=2), "a format that"),
+        (lambda d: d.update(kind="pictures"), "a format that"),
+        (lambda d: d.update(dtype=">u2"), "a format that"),
         (lambda d: d["splits"].pop("val"), "KeyError: 'val'"),
         (lambda d: d["splits"]["val"]["shards"][0].update(file="x.bin"), "No such file.*x.bin"),
         (lambda d: d["splits"]["val"]["shards"][0].update(tokens=7), "has .* bytes, not 14"),

@@ -154,7 +154,7 @@ def test_compiled_code_of_one_call_is_dropped_before_the_next():
         return x * 2
 
     for _ in range(2):
-        with start.left_as_found(["program"]):
+        with start.notebook_process(["program"]):
             torch.compile(double, backend=backend)(torch.ones(3))
     assert len(compiled) == 2
 

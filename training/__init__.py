@@ -1,3 +1,3 @@
-"""The verbs of training, for the pages train_*.py; `engine/` is who trains."""
+"""The functions and classes that train_*.py use; `engine/` sets up DeepSpeed or DDP."""
 
-import common  # noqa: F401  first of all: it makes Ctrl-C end a program in one line
+import common  # noqa: F401  imported first, so that Ctrl-C ends a program in one line

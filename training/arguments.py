@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from common.errors import UsageError
-from common.parser import OneLineParser, UnlessGiven, is_text
+from common.parser import KeepEarlierValue, OneLineParser, is_text
 from data.dataset import ConversationSet, PackedDataset, TokenStream
 from data.shards import read_description
 from model import Transformer
@@ -58,14 +58,14 @@ class TrainingArguments:
     init_from: str | None = setting(
         None,
         "initial weights, which decide the model's shape: a run, RUN@best (lowest validation "
-        "loss), a checkpoint, a folder or 'auto' (newest pretraining run); --resume goes first",
+        "loss), a checkpoint, a folder or 'auto' (newest pretraining run); resumed runs ignore it",
     )
-    keep_last: int = setting(3, "keep so many newest checkpoints and the best; 0: all", AT_LEAST_0)
-    time_limit: float | None = setting(None, "save and stop after so many minutes", POSITIVE)
+    keep_last: int = setting(3, "newest checkpoints to keep, besides the best; 0: all", AT_LEAST_0)
+    time_limit: float | None = setting(None, "minutes after which to save and stop", POSITIVE)
     num_workers: int = setting(0, "extra processes that read batches; 0: none", AT_LEAST_0)
 
     epochs: int = setting(1, "passes over the training data", AT_LEAST_1, group="training")
-    max_steps: int | None = setting(None, "steps of the run (default: those of epochs)", AT_LEAST_1)
+    max_steps: int | None = setting(None, "steps of the run (default: by --epochs)", AT_LEAST_1)
     batch_size: int = setting(8, "sequences per process in one micro-batch", AT_LEAST_1)
     accumulation_steps: int = setting(1, "micro-batches per optimizer step", AT_LEAST_1)
     optimizer: str = setting(
@@ -80,17 +80,17 @@ class TrainingArguments:
         None, "steps of linear warm-up (default: 1/20 of all steps, at most 2000)", AT_LEAST_0
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
-    decay_fraction: float = setting(0.2, "share of steps that 'wsd' decays over, at the end", SHARE)
+    decay_fraction: float = setting(0.2, "final share of steps, in which 'wsd' decays", SHARE)
     weight_decay: float = setting(0.1, "weight decay of matrices, × learning rate", AT_LEAST_0)
     beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
     beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
     muon_momentum: float = setting(0.95, "decay of Muon's mean of the gradient", BELOW_1)
     grad_clip: float = setting(1.0, "clip the gradient to this norm; 0: no clipping", AT_LEAST_0)
     max_bad_steps: int = setting(
-        20, "stop after so many steps in a row with a non-finite gradient", AT_LEAST_1
+        20, "stop after this many steps in a row with a non-finite gradient", AT_LEAST_1
     )
     dtype: str = setting("bfloat16", "precision of forward and backward", choices=DTYPES)
-    tf32: bool = setting(False, "float32 on NVIDIA GPUs: multiply in TF32, faster and in 11 bits")
+    tf32: bool = setting(False, "with float32 on NVIDIA GPUs: faster products, in TF32 (11 bits)")
     compile: str = setting(
         "auto", "torch.compile; 'auto' compiles long runs only", choices=("auto", "on", "off")
     )
@@ -113,9 +113,9 @@ class TrainingArguments:
     eval_interval: int = setting(500, "steps between validations; 0: at the end only", AT_LEAST_0)
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
-        1000, "steps between checkpoints, besides the best validation's; 0: none", AT_LEAST_0
+        1000, "steps between checkpoints, besides the best and the last; 0: only these", AT_LEAST_0
     )
-    save_minutes: float = setting(30.0, "also save after so many minutes; 0: never", AT_LEAST_0)
+    save_minutes: float = setting(30.0, "most minutes between checkpoints; 0: no limit", AT_LEAST_0)
     profile: bool = setting(False, "time and trace one step in every profile_interval steps")
     profile_interval: int = setting(100, "steps between profiled steps", AT_LEAST_1)
     sample_interval: int = setting(0, "steps between samples; 0: at the end only", AT_LEAST_0)
@@ -138,7 +138,7 @@ class TrainingArguments:
         return self.batch_size * self.accumulation_steps * processes
 
     def adapt(self, model: Transformer) -> None:
-        """Add adapters to a new model in place, before its weights are loaded; here none."""
+        """Add adapters to a new model before its weights are loaded (only fine-tuning has some)."""
 
     @property
     def trackers(self) -> list[str]:
@@ -203,7 +203,7 @@ class DistillationArguments(TrainingArguments):
     """Flags of distillation. Raises UsageError for an invalid value."""
 
     program: ClassVar[str] = DISTILLATION
-    about: ClassVar[str] = "Train a model to expect what a trained, larger one expects."
+    about: ClassVar[str] = "Train a model to predict the probabilities of a trained, larger model."
     logged: ClassVar[tuple[str, ...]] = ("hard_loss", "soft_loss", "agreement")
 
     data: str | None = setting(
@@ -219,15 +219,15 @@ class DistillationArguments(TrainingArguments):
     teacher_config: str | None = setting(
         None, "ZeRO-3 file that divides the teacher, like configs/zero3_inference.json", FILE_NAME
     )
-    alpha: float = setting(0.5, "weight of the hard loss; the soft loss has the rest", SHARE)
-    temperature: float = setting(2.0, "the soft loss divides both models' logits by it", POSITIVE)
+    alpha: float = setting(0.5, "weight of the hard loss; 1 - alpha weighs the soft loss", SHARE)
+    temperature: float = setting(2.0, "divisor of both models' logits in the soft loss", POSITIVE)
     kl: str = setting(
         "forward", "KL(teacher, student) or KL(student, teacher)", choices=("forward", "reverse")
     )
 
     @property
     def dataset(self) -> type[TokenStream]:
-        """The class that reads --data, text or conversations. Raises DataError: no data there."""
+        """The class that reads --data, text or conversations. Raises DataError without data."""
         kinds = {PackedDataset.kind: PackedDataset, ConversationSet.kind: ConversationSet}
         return kinds[read_description(self.data)["kind"]]
 
@@ -249,7 +249,7 @@ def build_parser(
     kind: type[TrainingArguments] = TrainingArguments, only: Container[str] | None = None
 ) -> argparse.ArgumentParser:
     """Return the parser of a program's training flags (only those in `only`, if given) and of the
-    model's flags. It returns only what was typed: the dataclasses have the defaults."""
+    model's flags. The parser returns only typed flags: the dataclasses have the defaults."""
     prog = f"python {kind.program}"
     parser = OneLineParser(prog=prog, description=kind.about, allow_abbrev=False)
     groups = {}
@@ -270,11 +270,11 @@ def build_parser(
             choices = item.metadata.get("choices")
             metavar = None if choices else value_type.__name__.upper()
             options |= {"type": value_type, "choices": choices, "metavar": metavar}
-        alone = item.metadata.get("alone")  # the flag's value if it is typed without one
+        alone = item.metadata.get("alone")  # the value of a flag that is typed without a value
         if alone is not None:
-            options |= {"nargs": "?", "const": alone, "action": UnlessGiven}
+            options |= {"nargs": "?", "const": alone, "action": KeepEarlierValue}
         group.add_argument(f"--{item.name}", *item.metadata.get("aliases", ()), **options)
-    # DeepSpeed's launcher appends this flag. It is ignored: the environment says the same.
+    # DeepSpeed's launcher appends this flag. It is ignored: LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 

@@ -13,14 +13,14 @@ from training.engine.compilation import Compilation, compile_blocks, decide_comp
 from training.engine.deepspeed_setup import divided_as_built, set_up_deepspeed
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
-from training.optimizer import build_optimizer, tell_layout
+from training.optimizer import build_optimizer, set_muon_layout
 from training.prepare import Prepared
 
 
 @dataclass
 class BuiltModel:
     compilation: Compilation  # whether the blocks are compiled
-    model: nn.Module  # as `accelerator.prepare` returned it, like the optimizer
+    model: nn.Module  # model and optimizer as `accelerator.prepare` returned them
     optimizer: torch.optim.Optimizer
     state: TrainingState  # saves and loads the state of model and optimizer
 
@@ -39,7 +39,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random(state: dict[str, Tensor], device: torch.device) -> None:
-    """Set torch's generators to a state from `random_state`, perhaps of another device."""
+    """Set torch's generators to a state from `random_state`, even if it is from another device."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -54,7 +54,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     tokens = args.global_batch(1) * prepared.total_steps * prepared.train_set.tokens_per_sample
     flops = flops_per_token(config) * tokens  # of the whole run, on one process
-    was_compiled = prepared.start.state.get("compiled")  # a resumed run must compute the same
+    was_compiled = prepared.start.state.get("compiled")  # a resumed run needs the same kernels
     compilation = decide_compilation(args.compile, was_compiled, flops, engine)
     engine.fit_to(config.dim, prepared.n_trained)
     set_up_deepspeed(engine)
@@ -78,6 +78,6 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
         KEPT.append(model)  # see engine/launch.py
-    tell_layout(model, engine)
+    set_muon_layout(model, engine)
     seed_everything(args.seed, rank=accelerator.process_index)  # different dropout on each rank
     return BuiltModel(compilation, model, optimizer, TrainingState(engine, model, optimizer))

@@ -34,20 +34,20 @@ class Checkpointer:
             "model": prepared.config.to_dict(),
             "identity": prepared.identity,
             "processes": engine.processes,
-            "compiled": built.compilation.on,  # a resumed run must compute the same
+            "compiled": built.compilation.on,  # a resumed run needs the same kernels
         } | ({"lora": vars(lora)} if lora else {})
         paths = self.folder.all_checkpoints()
         best = files.best([path for path in paths if step_of(path) <= prepared.start.step])
         lowest = files.val_loss(best) if best else math.inf
         # All processes need the same value, but other machines may see the files late.
-        self.lowest = on_main_process(engine, lambda: lowest)  # validation loss so far
-        self._writer = threading.Thread()  # of the latest save
+        self.lowest = on_main_process(engine, lambda: lowest)  # lowest validation loss
+        self._writer = threading.Thread()  # writes the latest save
         self.beside: list[Checkpointer] = []  # of models that are trained beside this one
-        self._saved = True  # False: the latest save has failed
+        self._saved = True  # False: the latest save is in progress or has failed
 
     def save(self, step: int, val_loss: float | None) -> None:
         """Copy the state; a thread writes it while training continues. Every process must call it.
-        An error of the disk is logged and does not stop training: the checkpoint before remains."""
+        A disk error is logged and does not stop training: the previous checkpoint remains."""
         self.wait()
         started = time.perf_counter()
         self.lowest = min(self.lowest, math.inf if val_loss is None else val_loss)
@@ -74,12 +74,12 @@ class Checkpointer:
         try:
             size = files.write_checkpoint(self.folder, tensors, state) / 1e6
         except Exception as error:  # nobody would see an error that ends this thread
-            self.log.say(f"CHECKPOINT NOT SAVED: {error}; the one before is kept, training goes on")
+            self.log.say(f"CHECKPOINT NOT SAVED: {error}; training continues, older ones are kept")
             return
         self._saved = True
         path = self.folder.checkpoint(state["step"])
-        self.log.say(f"saved {path}: training stalled {stalled:.2f} s, {size:.1f} MB behind it")
-        # Models resume together, from a step that all have saved.
+        self.log.say(f"saved {path}: {size:.1f} MB; training was stalled for {stalled:.2f} s")
+        # Models resume together, so all must have saved this step before older ones are removed.
         if all(other._saved for other in self.beside):
             prune(self.folder, self.keep_last)
 
@@ -112,7 +112,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)
             elif engine.is_main:
-                print("another number of processes: dropout, if any, takes other masks", flush=True)
+                print("another number of processes: dropout masks, if any, differ", flush=True)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 

@@ -25,16 +25,16 @@ def distillation_loss(
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, hard, soft, agreement), fp32 means over the targets that count, or 0. Only
-    loss = alpha * hard + (1 - alpha) * soft has a gradient. `hard` is the cross-entropy,
-    `soft` is T² times the divergence, `agreement` the share of equal most likely tokens.
+    """Return (loss, hard, soft, agreement), fp32 means over the targets that count (0 if none).
+    Only loss = alpha * hard + (1 - alpha) * soft has a gradient. `hard` is the cross-entropy,
+    `soft` is T² times the divergence, `agreement` the share of targets with equal argmax.
 
     Args:
-        logits: (B, T, vocab_size or more), of the student, in any precision.
-        theirs: (B, T, vocab_size), of the teacher.
+        logits: (B, T, vocab_size or more), the student's, in any precision.
+        theirs: (B, T, vocab_size), the teacher's.
         targets: (B, T) int64; IGNORE_INDEX leaves a position out.
         args: has alpha, temperature and kl; "forward" is KL(teacher || student).
-        vocab_size: of the data; only the hard loss includes further outputs of the student.
+        vocab_size: of the data; the student's outputs beyond it count in the hard loss only.
         compiled: whether to compile the computation, which halves its time.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])

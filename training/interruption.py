@@ -16,14 +16,14 @@ from training.engine.launch import Engine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 2.0  # terminal and launcher both send the signal of one Ctrl-C
-LIVES_ON = "PROCESS_LIVES_ON"  # variable that is set while a notebook runs `main(argv)`
+LIVES_ON = "PROCESS_LIVES_ON"  # environment variable: a notebook runs `main(argv)`
 STOP_NOTE = "STOP_NOTE"  # environment variable: file to create when a stopped run is saved
-CHECKPOINT_WRITER = "checkpoint writer"  # name of the thread that `leave` waits for
+CHECKPOINT_WRITER = "checkpoint writer"  # name of the thread that `exit_rank` waits for
 SAVE, TIME_LIMIT = 1, 1000  # codes that ranks exchange; a signal's code is its number
 
 
 class StopRequest:
-    """Decide after each step, for all ranks, whether to stop and to save. A second signal ends the
+    """Decide after each step, for all ranks, whether to stop or save. A second signal ends the
     process at once. Limits are in minutes; `since` is the start of the run by time.monotonic."""
 
     def __init__(self, engine: Engine, time_limit: float | None, save_minutes: float, since: float):
@@ -33,7 +33,7 @@ class StopRequest:
         self._signal, self._signalled_at = 0, 0.0  # the first signal and its time
         self.saved()
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
 
     def saved(self) -> None:
         """Restart the clock of --save_minutes, because a checkpoint was begun."""
@@ -50,7 +50,7 @@ class StopRequest:
             return None
         return "the time limit" if code == TIME_LIMIT else signal.Signals(code).name
 
-    def _note(self, number: int, frame) -> None:
+    def _on_signal(self, number: int, frame) -> None:
         if not self._signal:
             self._signal, self._signalled_at = number, time.monotonic()
         elif time.monotonic() - self._signalled_at > SAME_REQUEST_SECONDS:
@@ -71,7 +71,7 @@ def end_stopped(engines: list[Engine], saved: bool) -> None:
 
 
 def how_to_resume(run: Path | str) -> str:
-    """Return the command that was typed, or run_accelerate.sh's RESUME_WITH, with --resume."""
+    """Return the typed command, or RESUME_WITH (set by run_accelerate.sh), with --resume added."""
     typed = shlex.join([python(), *sys.argv])
     if "RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ:
         typed = "the same command with"  # this process does not know the launcher's flags
@@ -85,13 +85,13 @@ def python() -> str:
     return "python" if shutil.which("python") == sys.executable else sys.executable
 
 
-def leave() -> None:
-    """End a rank that has finished or printed its error, without Python's shutdown, in which gloo
-    may abort. The launcher then ends the other ranks before they print the same error."""
+def exit_rank() -> None:
+    """End a rank that has finished or printed its error, without Python's shutdown: gloo may
+    abort there. The launcher then ends the other ranks before they print the same error."""
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return
-    for thread in threading.enumerate():  # not all: threads of libraries wait for the shutdown
+    for thread in threading.enumerate():  # other threads end only at the shutdown
         if thread.name == CHECKPOINT_WRITER:
             thread.join()
     for output in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""`accelerate launch` for run_accelerate.sh, which reports a failure in one line."""
+"""Run `accelerate launch` for run_accelerate.sh, and report a failure in one line."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ def launch() -> int:
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # If the launcher of another machine was stopped, this one would wait for it for five minutes.
+    # Otherwise a launcher waits five minutes for a launcher that was stopped on another machine.
     SimpleElasticAgent._exit_barrier = lambda agent: None
     try:
         main()
@@ -42,7 +42,7 @@ def launch() -> int:
 
 
 def say(text: str) -> None:
-    """Print a line to stderr in the name of run_accelerate.sh."""
+    """Print a line to stderr that begins with run_accelerate.sh."""
     print(f"run_accelerate.sh: {text}", file=sys.stderr, flush=True)
 
 

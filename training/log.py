@@ -38,8 +38,8 @@ class LossMeter:
         self.worst_in_row = torch.zeros_like(self.skipped_steps)  # the largest `bad_in_row` so far
 
     def add(self, weight: float, **means: Tensor) -> None:
-        """Add mean values (detached) of a micro-batch. `weight` is its number of counted targets,
-        divided by that of a full micro-batch."""
+        """Add mean values (detached) of a micro-batch. `weight` is the number of its targets
+        that count, divided by batch_size * seq_len."""
         self._step[:-1].add_(torch.stack([means[name] for name in self.names[:-1]]), alpha=weight)
         self._step[-1] += weight
 
@@ -133,7 +133,7 @@ class TrainingLog:
         shared = {"id": hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:21]}
         shared |= {"resume": "allow", "config": read_settings(self.folder.settings)}
         options = {
-            "tensorboard": {"purge_step": first},  # hides points of steps trained again
+            "tensorboard": {"purge_step": first},  # hides points of steps that are trained again
             "wandb": {"name": run.name, "dir": str(run), **shared},
             "swanlab": {"experiment_name": run.name, "logdir": str(run / "swanlog"), **shared},
         }
@@ -148,7 +148,7 @@ class TrainingLog:
         if is_due:
             self._report(step, rate, float(grad_norm), epoch)
         if is_due or step == self.first_step:
-            float(grad_norm)  # waits for the GPU, so that the clock starts with an idle one
+            float(grad_norm)  # waits for the GPU, so that it is idle when the clock starts
             self.clock = StepClock()
 
     def _report(self, step: int, rate: float, grad_norm: float, epoch: float) -> None:
@@ -238,4 +238,4 @@ def require_trackers(names: list[str]) -> None:
     """Raise UsageError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"--log_with {name}: that package is missing (pip install {name})")
+            raise UsageError(f"--log_with {name}: the package is missing (pip install {name})")

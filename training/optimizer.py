@@ -86,7 +86,7 @@ def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
     """Return the groups of the trained parameters that are not in `without`: matrices, which have
-    weight decay, and the scales of norms, which do not, because they should stay near 1."""
+    weight decay, and the scales of norms, which have none, because they should stay near 1."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     matrices = [p for p in parameters if len(shape_of(p)) > 1]
@@ -101,7 +101,7 @@ def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """Return the optimizer to give to `accelerator.prepare`; call `tell_layout` after that. If
+    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` afterwards. If
     DeepSpeed's file has an "optimizer", return a placeholder that holds the parameter groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
@@ -123,15 +123,15 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
     return torch.optim.AdamW(groups, lr=args.learning_rate, fused=True, **adam)
 
 
-def tell_layout(model: nn.Module, engine: Engine) -> None:
-    """Under DeepSpeed, tell Muon which matrices lie where in the flat tensors that it steps."""
+def set_muon_layout(model: nn.Module, engine: Engine) -> None:
+    """Under DeepSpeed, give Muon the place of each matrix in the flat tensors that Muon steps."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Return nearly the nearest orthogonal matrix to each matrix of x (batch, rows, cols). Each
+    """Approximate the nearest orthogonal matrix to each matrix of x (batch, rows, cols). Each
     iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X maps a singular value σ to aσ + bσ³ + cσ⁵."""
     tall = x.shape[1] > x.shape[2]
     x = normalize(x, dim=(1, 2), eps=1e-7)  # makes all singular values at most 1
@@ -159,7 +159,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step all groups. Set Muon's gradients to None, so that AdamW leaves those matrices alone.
+        """Step all groups. Set Muon's gradients to None, so that AdamW skips these matrices.
         Under ZeRO every process must call it.
         As in AdamW, a nonzero tensor `found_inf` skips the step; reading it waits for the GPU."""
         if getattr(self, "found_inf", False):
@@ -182,7 +182,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_mul_(stepped, 1 - group["lr"] * group["weight_decay"])
         for batch in _batches([update for p in stepped for update in self._updates(p)]):
             rows, cols = batch[0].matrix.shape
-            # As "original" in torch.optim.Muon: a tall matrix takes larger steps.
+            # As adjust_lr_fn="original" in torch.optim.Muon: a tall matrix takes larger steps.
             scale = max(1, rows / cols) ** 0.5
             x = torch.stack([update.matrix.to(self.dtype) for update in batch])
             for update, matrix in zip(batch, orthogonalize(x), strict=True):

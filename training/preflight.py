@@ -1,8 +1,8 @@
 """Check a launch before its processes start, and print flags to add to it.
 
-    python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SHARE [its flags]
+    python -m training.preflight PROGRAM accelerate_config.yaml PROCESSES SHARE [flags of PROGRAM]
 
-The training program makes the same checks, but there a launcher adds a page of output to each
+The training program makes the same checks, but its launcher adds a page of output to each
 error. SHARE is a number of sequences per process and step, to divide into micro-batches that fit
 into a GPU's memory; or "cpu", for flags that suit a CPU; or 0, for no flags.
 """
@@ -22,7 +22,7 @@ from model import ConfigError
 from training.arguments import PROGRAMS, TrainingArguments, as_arguments, build_parser
 from training.engine.device import GIB, available_memory, require_usable_gpu
 from training.engine.estimate import kind_of, largest_batch
-from training.engine.launch import check_precision, deepspeed_plugin, take_launch
+from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
 from training.log import require_trackers
 from training.prepare import Prepared, prepare
 from training.resume import saved_arguments
@@ -30,8 +30,8 @@ from training.resume import saved_arguments
 # Passes over the text on a CPU. More passes teach less and less: https://arxiv.org/abs/2305.16264
 PASSES = 4
 TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
-LEAST, MOST = 100, 600  # steps on a CPU
-TAUGHT = 180  # steps on a CPU with a teacher, which makes a step slower
+MIN_STEPS, MAX_STEPS = 100, 600  # steps on a CPU
+STEPS_WITH_TEACHER = 180  # steps on a CPU with a teacher, which makes a step slower
 # Muon reaches a validation loss 0.6 lower than AdamW. The rate falls in a straight line to 0.
 MUON = {
     "optimizer": "muon",
@@ -70,7 +70,7 @@ def check_launch(
     added, sequences = {}, 0
     if share == "cpu":
         added = cpu_flags(typed, kind_of(deepspeed(args)).takes_muon)
-    elif sequences := int(share):  # the global batch does not depend on how they are divided
+    elif sequences := int(share):  # micro-batches do not change the global batch
         args = replace(args, batch_size=sequences, accumulation_steps=1)
     args = replace(args, **added)
     config = deepspeed(args)
@@ -80,13 +80,13 @@ def check_launch(
     if sequences:
         size = fitting_micro_batch(prepared, config, int(processes))
         added = {"batch_size": size, "accumulation_steps": sequences // size}
-        deepspeed(replace(prepared.args, **added))  # the file may have another micro-batch
+        deepspeed(replace(prepared.args, **added))  # raises if the file has another micro-batch
     return added
 
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
     """Read Accelerate's file, set the environment as its launcher would, and return whether
-    DeepSpeed is used. Raises UsageError: the file is invalid, or it is for more machines."""
+    DeepSpeed is used. Raises UsageError: the file is invalid, or for several machines."""
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -103,7 +103,7 @@ def read_launch(config_file: str, args: TrainingArguments) -> bool:
             fields.append("mixed_precision")
         os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(map(str, fields))
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
-    take_launch(args)
+    set_launch_variables(args)
     return config.distributed_type == "DEEPSPEED" or bool(args.deepspeed)
 
 
@@ -129,16 +129,16 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
 
 
 def cpu_flags(typed: dict, takes_muon: bool) -> dict:
-    """Return steps and optimizer for a run of a few minutes, without the flags that were typed. The
-    steps make PASSES over the text, or one pass if the data has several segmentations of it
-    (data/encoding.py). Raises DataError: not a folder of prepared text."""
-    steps = TAUGHT
+    """Return the flags of steps and optimizer for a run of a few minutes, except typed flags. The
+    steps make PASSES over the text, or one pass if the data has several segmentations of the
+    text (data/encoding.py). Raises DataError: not a folder of prepared text."""
+    steps = STEPS_WITH_TEACHER
     if "teacher" not in typed:
         description = read_description(typed["data"])
         several = description.get("prepared_from", {}).get("segmentations", 1) > 1
         passes = 1 if several else PASSES
         tokens = description["splits"]["train"]["tokens"]
-        steps = min(MOST, max(LEAST, int(passes * (tokens / TOKENS_PER_STEP))))
+        steps = min(MAX_STEPS, max(MIN_STEPS, int(passes * (tokens / TOKENS_PER_STEP))))
     flags = {} if "epochs" in typed else {"max_steps": steps}
     flags |= MUON if takes_muon else ADAMW
     added = {name: value for name, value in flags.items() if name not in typed}

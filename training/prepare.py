@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import SaidError, UsageError
+from common.errors import ReportedError, UsageError
 from data.dataset import TokenStream
 from data.errors import NothingFitsError
 from data.prepared import conversations_out
@@ -162,7 +162,7 @@ def prepared_data(
         flags = ["--conversations", args.conversations, "--tokenizer", str(tokenizer)]
         flags += ["--overwrite", f"--flags={args.prepare_flags}"]
     elif isinstance(args, SFTArguments) and (args.conversations != "builtin" or args.prepare_flags):
-        raise UsageError("--data is prepared, --conversations are not yet: give either")
+        raise UsageError("--data names prepared data, --conversations data to prepare: give either")
     elif args.data is None:
         return data_of(str(teacher.source.path))
     elif args.data == TrainingArguments.data and not Path(args.data).exists():
@@ -172,7 +172,7 @@ def prepared_data(
         return args.data
     command = [sys.executable, str(PREPARE_DATA), *flags, "--out", folder]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
-        raise SaidError(f"{folder}: the data could not be prepared")
+        raise ReportedError(f"{folder}: the data could not be prepared")
     return folder
 
 

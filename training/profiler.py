@@ -1,4 +1,4 @@
-"""Measure how long a step waits for data and computes forward, backward and optimizer."""
+"""Measure the phases of a step: waiting for data, forward, backward, optimizer."""
 
 import time
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ KEPT_TRACES = 10  # newest traces to keep of each rank, so that they do not fill
 
 
 class StepProfiler:
-    """Measure one optimizer step in every --profile_interval; it waits for the GPU between phases.
+    """Measure one optimizer step in every --profile_interval. A phase ends when the GPU is idle.
     The trace in `folder` has only the last micro-batch and the optimizer, to stay small."""
 
     def __init__(

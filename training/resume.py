@@ -34,7 +34,7 @@ class StartingPoint:
 
     @property
     def step(self) -> int:
-        """The step that the checkpoint was saved after; 0 for a new run."""
+        """The step after which the checkpoint was saved; 0 for a new run."""
         return self.state.get("step", 0)
 
 
@@ -83,8 +83,8 @@ def claim(start: StartingPoint) -> None:
 
 
 def with_own_weights(args: TrainingArguments, start: StartingPoint) -> TrainingArguments:
-    """Return arguments that lead a resumed run to its own model shape and teacher: the weights of
-    --init_from may have been deleted, and 'auto' may mean another run by now."""
+    """Return `args`. For a resumed run, --init_from and --teacher become the run's own models: the
+    weights of --init_from may have been deleted, and 'auto' may mean another run by now."""
     if start.checkpoint and args.init_from:
         base = start.folder.base
         args = replace(args, init_from=str(base if base.exists() else start.checkpoint))
@@ -131,8 +131,8 @@ def resumed_arguments(
     ]
     if different:
         raise UsageError(
-            f"cannot resume {start.checkpoint}: {'; '.join(different)}; the flags that go on with "
-            f"it stand in {start.folder.settings}"
+            f"cannot resume {start.checkpoint}: {'; '.join(different)}; the flags that "
+            f"resume it are in {start.folder.settings}"
         )
     return args, identity
 
@@ -162,7 +162,7 @@ def write_settings(
         "packages": {x: version(x) for x in PACKAGES} | {"python": platform.python_version()},
     }
     write_whole(run.settings, json.dumps(settings, indent=2, default=str) + "\n")
-    for name in (*TOKENIZER_FILES, run.template.name):  # an earlier run may have left others
+    for name in (*TOKENIZER_FILES, run.template.name):  # an earlier run may have left other files
         (run.path / name).unlink(missing_ok=True)
     copy_tokenizer(tokenizer, run.path)
     if args.dataset.kind == CONVERSATIONS:
@@ -178,15 +178,15 @@ def saved_arguments(run: RunFolder) -> dict:
 def changes_since_stop(
     start: StartingPoint, args: TrainingArguments, config: LMConfig, engine: Engine
 ) -> list[str]:
-    """Return a line for each flag, the engine and the processes, if a resumed run's settings.json,
-    which still describes the launch before, has another value."""
+    """Return a line for each value (flag, engine, processes) that differs from a resumed run's
+    settings.json, which still describes the previous launch."""
     settings = read_settings(start.folder.settings)
     old_flags = saved_arguments(start.folder) | settings.get("model", {})
     new_flags = vars(args) | config.to_dict()
     before = settings | {f"--{name}": value for name, value in old_flags.items()}
     now = {f"--{name}": value for name, value in new_flags.items()}
     now |= {"engine": engine.name, "processes": engine.processes}
-    before |= {name: now[name] for name in ("--resume", "--run_name")}  # they change no training
+    before |= {name: now[name] for name in ("--resume", "--run_name")}  # without effect on training
     return [
         f"changed since the run was stopped: {name} {before[name]} → {value}"
         for name, value in now.items()

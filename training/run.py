@@ -22,7 +22,7 @@ from training.log import TrainingLog
 from training.optimizer import LearningRate, set_learning_rate
 from training.prepare import Prepared
 from training.profiler import StepProfiler
-from training.results import leave_results, say_stopped, write_sample
+from training.results import say_stopped, write_results, write_sample
 from training.teacher import Teacher
 from training.validation import validate, validation_loader
 
@@ -31,9 +31,9 @@ class MicroBatch(NamedTuple):
     """The sequences of one forward and backward pass on one process."""
 
     tokens: Tensor  # (batch_size, length) int64, on the device of training
-    targets: Tensor  # (batch_size, length) int64, there too; IGNORE_INDEX does not count
+    targets: Tensor  # (batch_size, length) int64, on that device; IGNORE_INDEX does not count
     n_targets: int  # number of targets that count in the loss
-    weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches, all processes
+    weight: float = 1.0  # n_targets / mean n_targets of the step's micro-batches on all processes
 
 
 def step_batches(
@@ -45,7 +45,7 @@ def step_batches(
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
     sampler = MicroBatchSampler
-    if train_set.lengths is not None:  # conversations: sequences of similar length go together
+    if train_set.lengths is not None:  # conversations: a batch has similar lengths
         sampler = partial(LengthSampler, lengths=train_set.lengths, global_batch=global_batch)
     order = sampler(
         len(train_set),
@@ -115,7 +115,7 @@ class Run:
         self.checkpointer = Checkpointer(prepared, engine, self.built, self.log)
 
     def steps(self) -> Iterator[int]:
-        """Yield the optimizer steps to take, counted from 1, until the run is told to stop."""
+        """Yield the optimizer steps to take, counted from 1, until the last or a stop request."""
         self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
             yield step
@@ -123,7 +123,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate before the backward pass, because DeepSpeed steps inside it."""
+        """Set the learning rate before the backward pass: DeepSpeed steps the optimizer there."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
@@ -143,7 +143,7 @@ class Run:
 
     def backward(self, loss: Tensor, batch: MicroBatch, **parts: Tensor) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
-        mean over its targets that count; `parts` are further means to log, detached."""
+        mean over the targets that count; `parts` are further means to log, detached."""
         self.profiler.phase("backward")
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
@@ -164,7 +164,7 @@ class Run:
         return norm if getattr(norm, "is_cuda", False) else float(norm)
 
     def end(self, step: int, grad_norm: float | Tensor) -> None:
-        """Report the step (see `report`), save if it is time, and stop if the run was told to."""
+        """Report the step (see `report`), save if it is time, and stop after a stop request."""
         val_loss = self.report(step, grad_norm)
         reason = self.stop.reason()
         if reason or self.stop.time_to_save or self.is_time_to_save(step, val_loss):
@@ -231,21 +231,21 @@ class Run:
         return saved
 
     def finish(self) -> None:
-        """Write the results. If the run was told to stop, print how to resume it instead."""
+        """Write the results. After a stop request, print how to resume the run instead."""
         if self.stopped:
             saved = self.close()
             if self.engine.is_main:
                 say_stopped(self.folder, *self.stopped, saved)
             end_stopped([self.engine], saved)
         else:
-            self.leave_results()
+            self.write_results()
             self.accelerator.end_training()
 
-    def leave_results(self) -> None:
+    def write_results(self) -> None:
         """Write weights, sample and report. Raises UsageError if the last save has failed."""
         weights = self.built.state.weights()
         saved = self.close()
         if self.engine.is_main:
-            leave_results(self.prepared, weights, self.log)
+            write_results(self.prepared, weights, self.log)
         if not saved:
             raise UsageError(f"{self.folder.path}: its last checkpoint has not been saved")

@@ -27,7 +27,7 @@ from training.engine.estimate import GIB, estimate, fits
 from training.engine.failures import less_memory, one_line_failures
 from training.engine.launch import Engine, build_engines
 from training.engine.main_process import on_every_process, on_main_process
-from training.interruption import LIVES_ON, SIGNALS, StopRequest, leave
+from training.interruption import LIVES_ON, SIGNALS, StopRequest, exit_rank
 from training.log import require_trackers
 from training.optimizer import muon_matrices
 from training.prepare import Prepared, prepare
@@ -44,8 +44,8 @@ def run_program(
 ) -> None:
     """Set up a run and train it, unless it is finished. With `argv` None, take the flags of the
     command line and end the process; otherwise, as in a notebook, the process lives on. `make`
-    returns what `train` takes, or None if it is finished (default: `set_up`)."""
-    process = nullcontext() if argv is None else left_as_found([kind.program, *argv])
+    returns what `train` takes, or None if the run is finished (default: `set_up`)."""
+    process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
             args, model_settings = parse_arguments(argv, kind)
@@ -55,17 +55,17 @@ def run_program(
                     train(subject)
     finally:
         if argv is None:
-            leave()
+            exit_rank()
 
 
 @contextmanager
-def left_as_found(command: list[str]) -> Iterator[None]:
-    """Context in which sys.argv is `command`; afterwards another run can begin in the process."""
+def notebook_process(command: list[str]) -> Iterator[None]:
+    """Context in which sys.argv is `command`. Afterwards the process can begin another run."""
 
     def forget_models() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # it refuses another precision
+        AcceleratorState._reset_state(reset_partial_state=True)  # or it refuses another precision
         GradientState._reset_state()
-        if "torch._dynamo" in sys.modules:  # it stops compiling after eight models
+        if "torch._dynamo" in sys.modules:  # or it stops compiling after eight models
             torch.compiler.reset()
 
     typed, sys.argv = sys.argv, command
@@ -94,7 +94,7 @@ def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
 def set_up_together(
     models: list[tuple[TrainingArguments, dict]], resumed: Callable[[], list] | None = None
 ) -> dict[Run, dict]:
-    """Set up runs on the same batches; return the unfinished ones, each with its random state. The
+    """Set up runs on the same batches; return the unfinished runs, each with its random state. The
     main process calls `resumed`, which returns each run's value of --resume."""
     started, first = time.monotonic(), models[0][0]  # --time_limit counts from here
     require_trackers(first.trackers)
@@ -111,11 +111,11 @@ def set_up_together(
     stop = StopRequest(engines[0], first.time_limit, first.save_minutes, since=started)
     runs = {}
     for each, engine in zip(prepared, engines, strict=True):
-        take_engine(engine)
+        select_engine(engine)
         name = each.args.run_name if len(models) > 1 else ""
         if run := start_run(each, engine, stop, name):
             runs[run] = random_state(engine.accelerator.device)
-    for run in runs:  # files change once no run can be refused any more
+    for run in runs:  # write files only after every run was accepted
         if run.engine.is_main:
             set_aside(run.prepared.start)
             tokenizer = run.prepared.train_set.tokenizer_path
@@ -126,7 +126,7 @@ def set_up_together(
     return runs
 
 
-def take_engine(engine: Engine) -> None:
+def select_engine(engine: Engine) -> None:
     """Make this engine's DeepSpeed configuration the one that Accelerate uses."""
     if engine.plugin is not None:
         engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
@@ -168,7 +168,7 @@ def start_block(run: Run) -> str:
     lora, checkpoint = prepared.shapes.lora, prepared.start.checkpoint
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
     if prepared.source and not prepared.source.tokenizer.is_file():
-        origin += "; no tokenizer there, the vocabulary has the same size"
+        origin += "; it has no tokenizer, but the same vocabulary size"
     read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
         read = data.summary
@@ -176,7 +176,7 @@ def start_block(run: Run) -> str:
         read += f"; validation on {len(run.val_loader.dataset):,}"
     hint = ""
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
-        hint = " (for ZeRO-2: --deepspeed ds_config.json, behind any launcher)"
+        hint = " (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
     optimizer = "AdamW"
     if args.optimizer == "muon":
         matrices = f"Muon on {len(muon_matrices(prepared.shapes))} matrices at learning rate"
@@ -239,7 +239,7 @@ def warnings(run: Run) -> list[str]:
     args, prepared, engine, device = run.args, run.prepared, run.engine, run.accelerator.device
     work = prepared.workload(engine.processes, device, run.built.compilation.on)
     room = available_memory(device, engine.processes)
-    room = math.inf if room is None else -engine.largest(-room)  # the least of all processes
+    room = math.inf if room is None else -engine.largest(-room)  # the smallest of all processes
     texts = []
     if prepared.val_set is None:
         other = "larger" if args.dataset.kind == CONVERSATIONS else "smaller"
@@ -255,7 +255,7 @@ def warnings(run: Run) -> list[str]:
         )
     if engine.total(int(not run.folder.path.exists())):
         texts.append(
-            f"WARNING: not every machine sees {run.folder.path}, where the first one writes: to "
-            "--resume it takes a folder that all of them see"
+            f"WARNING: not every machine sees {run.folder.path}, where machine 0 writes: "
+            "--resume needs a folder that all machines see"
         )
     return texts

@@ -1,6 +1,6 @@
 """The teacher of distillation: a trained model, whole on every process or divided by ZeRO-3.
 
-Accelerate does not prepare it: a second DeepSpeed plugin would overwrite the first's accumulation.
+The teacher bypasses Accelerate, where a second plugin would overwrite the accumulation steps.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def require_same_tokenizer(source: WeightsFolder, data: TokenStream) -> None:
 
 @dataclass(frozen=True)
 class TeacherWeights:
-    """A teacher that was found and is not built yet."""
+    """A teacher whose weights were found, but whose model is not built yet."""
 
     source: WeightsFolder
     shapes: Transformer  # on the meta device
@@ -84,7 +84,7 @@ class TeacherWeights:
 
 class Teacher:
     """A teacher on its device, with weights in `dtype`. Outputs beyond `vocab_size`, the vocabulary
-    of the data, are cut off. Every process must create it, which draws random numbers, and call it.
+    of the data, are cut off. Every process must create it (this draws random numbers) and call it.
     Raises UsageError or ConfigError: its weights cannot be read."""
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):

@@ -23,7 +23,7 @@ def validation_loader(
         Subset(dataset, chosen),
         batch_size,
         collate_fn=getattr(dataset, "collate", None),
-        generator=torch.Generator(),  # otherwise it draws from the generator of dropout
+        generator=torch.Generator(),  # or the loader draws from the generator of dropout
     )
     return accelerator.prepare_data_loader(loader)
 
@@ -38,7 +38,7 @@ def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
     """Return "loss", the mean over all targets that count on all processes, in nats; "perplexity";
-    "bits_per_byte", which compares different tokenizers; "samples", the number of sequences."""
+    "bits_per_byte", comparable between tokenizers; "samples", the number of sequences."""
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
     for tokens, targets in loader:

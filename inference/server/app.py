@@ -24,7 +24,7 @@ from common.errors import UsageError
 from data.tokenizer import Tokenizer
 from inference.generation import StreamedText
 from inference.sampling import Sampling
-from inference.server.requests import Asked, ChatAsked, CompletionAsked
+from inference.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from inference.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
@@ -32,6 +32,8 @@ PAGE = Path(__file__).with_name("page.html")
 
 @dataclass(kw_only=True)
 class Served:
+    """The model that is served, and the settings of the server."""
+
     worker: Worker
     tokenizer: Tokenizer
     context: int  # tokens
@@ -42,7 +44,7 @@ class Served:
 
 
 class ApiError(HTTPException):
-    """A refused request, as OpenAI's error. `param` names the wrong field."""
+    """A refused request, in the form of OpenAI's errors. `param` names the wrong field."""
 
     def __init__(self, status: int, message: str, param=None, code=None):
         kind = "server_error" if status == 500 else "invalid_request_error"
@@ -67,7 +69,7 @@ def make_app(served: Served) -> FastAPI:
         return JSONResponse(error.detail, error.status_code)
 
     @app.get("/", response_class=HTMLResponse)
-    async def talk() -> str:
+    async def chat_page() -> str:
         return page
 
     @app.get("/v1/models")
@@ -77,17 +79,19 @@ def make_app(served: Served) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(served, ChatAsked, request)
+        return await answer(served, ChatRequest, request)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(served, CompletionAsked, request)
+        return await answer(served, CompletionRequest, request)
 
     return app
 
 
-async def read(form: type[Asked], request: Request, max_bytes: int) -> Asked:
-    """Parse the body of a request. Raises ApiError: it is too large, or has another form."""
+async def read(
+    form: type[GenerationRequest], request: Request, max_bytes: int
+) -> GenerationRequest:
+    """Parse the body of a request. Raises ApiError: it is too large, or does not fit `form`."""
     # Browsers let any web page send other content types without a CORS check.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type has to be application/json")
@@ -100,12 +104,12 @@ async def read(form: type[Asked], request: Request, max_bytes: int) -> Asked:
         return form.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors()
-        told = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults]
+        messages = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults]
         param = next(iter(faults[0]["loc"]), None)
-        raise ApiError(400, "; ".join(told).removeprefix(": "), param) from error
+        raise ApiError(400, "; ".join(messages).removeprefix(": "), param) from error
 
 
-async def answer(served: Served, form: type[Asked], request: Request) -> Response:
+async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
     """Answer a request. Raises ApiError: the request is refused."""
     asked = await read(form, request, served.max_bytes)
     if asked.model not in (None, served.name):
@@ -118,9 +122,9 @@ async def answer(served: Served, form: type[Asked], request: Request) -> Respons
         raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     room = served.context - len(prompt)
     if room < 1:
-        message = f"{len(prompt)} tokens leave no room for an answer in {served.context}"
+        message = f"no room for an answer: {len(prompt)} tokens fill a context of {served.context}"
         raise ApiError(400, message, code="context_length_exceeded")
-    reply = Reply(form is ChatAsked, served.name)
+    reply = Reply(form is ChatRequest, served.name)
     loop = asyncio.get_running_loop()
     text = StreamedText(
         prompt=prompt,
@@ -152,13 +156,13 @@ class Reply:
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
 
     async def whole(self, text: StreamedText, request: Request) -> Response:
-        """Wait for the end of the text and return it. Cancel it if the client disconnects."""
+        """Return the text when it has ended. Cancel the text if the client disconnects."""
         finish_reason = None
         while not finish_reason:
-            _, finish_reason = await self.inbox.get()  # one per token
+            _, finish_reason = await self.inbox.get()  # one piece per token
             if await request.is_disconnected():
                 text.cancel()
-                return Response(status_code=499)  # the client no longer reads it
+                return Response(status_code=499)  # nobody reads this response
         if finish_reason == "error":
             raise FAILED
         message = {"role": "assistant", "content": text.text, "refusal": None}

@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's API: https://platform.openai.com/docs/api-reference.
 
-top_k, min_p and repetition_penalty are vLLM's. inference/sampling.py has their limits.
+vLLM added top_k, min_p and repetition_penalty. The limits of values are in inference/sampling.py.
 """
 
 import random
@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from inference.prompts import require_text
 from inference.sampling import Sampling
 
-# Fields that are accepted and ignored: they do not change an answer, or concern tools.
+# Fields that are accepted and ignored: they do not change an answer, or they concern tools.
 WITHOUT_EFFECT = (  # noqa: SIM905
     "include_obfuscation metadata name parallel_tool_calls prompt_cache_key safety_identifier "
     "service_tier store tool_choice user"
@@ -23,13 +23,13 @@ WITHOUT_EFFECT = (  # noqa: SIM905
 
 
 class Form(BaseModel):
-    """A JSON object. Null means a missing field; so do 0, false and "" in an unknown one."""
+    """A JSON object. Null counts as missing. So does 0, false, "" or [] in an unknown field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def without_idle_fields(cls, body: Any) -> Any:
+    def without_ignored_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         given = {k: v for k, v in body.items() if v is not None and k not in WITHOUT_EFFECT}
@@ -55,7 +55,7 @@ class Message(Form):
         return Turn(self.role, "".join(part.text for part in self.content))
 
 
-class Asked(Form):
+class GenerationRequest(Form):
     """The fields that chat and completion requests share."""
 
     model: str | None = None
@@ -81,7 +81,7 @@ class Asked(Form):
         return replace(default, **given)
 
 
-class ChatAsked(Asked):
+class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -90,14 +90,14 @@ class ChatAsked(Asked):
         turns = [message.turn() for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
-            raise ValueError("messages: the last has to be the user's")
+            raise ValueError("messages: the role of the last must be user")
         return encode_chat_prompt(tokenizer, turns), []
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the ids of the prompt, and the ids that may come next, [] for all. Raises
+        """Return the ids of the prompt, and the ids that may come next ([]: all). Raises
         ValueError: the prompt is empty, or not valid text."""
         return tokenizer.encode_prompt(require_text("".join(self.prompt)))

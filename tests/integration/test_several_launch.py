@@ -110,7 +110,7 @@ def test_a_stop_saves_all_models_and_the_end_writes_one_report(done, engine):
     for name in names:
         assert re.search(rf"^{name}  step {STEPS}/{STEPS}  loss \d", resumed, re.MULTILINE)
         assert (out / name / "weights").is_dir()
-    assert f"\nreport of all: {out / 'several.html'}" in resumed
+    assert f"\nreport of all runs: {out / 'several.html'}" in resumed
     page = (out / "several.html").read_text(encoding="utf-8")
     assert all(name in page for name in names)
 

@@ -96,7 +96,7 @@ def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     assert during <= before + 2  # one step under way, and one about to be logged
     assert code == 1  # the launcher's
     (line,) = errors((tmp_path / f"{NAMES[0]}.log").read_text())
-    assert line.startswith(f"{SCRIPT}: error: another process has ended, see what it said (")
+    assert line.startswith(f"{SCRIPT}: error: another process has ended, see its output (")
     assert f"[{ADDRESSES[1]}]" in line
     assert "--resume auto" in line
 
@@ -238,7 +238,7 @@ def test_a_run_folder_that_one_machine_cannot_see_allows_a_new_run_but_no_resume
     machines[1].hide(tmp_path / "runs")
     codes, said = both("--max_steps 2 --run_name run")
     assert codes == [0, 0], said
-    assert f"WARNING: not every machine sees {tmp_path}/runs/run, where the first" in said[0]
+    assert f"WARNING: not every machine sees {tmp_path}/runs/run, where machine 0" in said[0]
     assert (tmp_path / "runs" / "run" / "weights").is_dir()
     machines[1].do("sh", "-c", f'test -z "$(ls -A {tmp_path}/runs)"')  # nothing was written there
     line = the_error_of_both(both("--max_steps 4 --run_name run --resume auto"))

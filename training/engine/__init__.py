@@ -1,1 +1,1 @@
-"""Who trains: DeepSpeed, DDP or a single process, on which machine."""
+"""Engines (DeepSpeed, DDP or a single process), and the abilities of the machine."""

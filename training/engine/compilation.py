@@ -1,4 +1,4 @@
-"""torch.compile: when it pays, and the parts of the model that it compiles."""
+"""Decide whether torch.compile saves time in a run, and compile the blocks of the model."""
 
 import os
 import warnings
@@ -22,7 +22,7 @@ class Compilation(NamedTuple):
     """The decision whether to compile, and its reason for the start block."""
 
     on: bool
-    why: str  # for people
+    why: str  # shown to the user
 
     def __str__(self) -> str:
         return f"{'yes' if self.on else 'no'} ({self.why})"
@@ -33,8 +33,8 @@ def decide_compilation(
 ) -> Compilation:
     """Decide whether to compile, the same on every process. Every process must call this.
 
-    `wanted` is --compile. `recorded` says what a resumed run did, None for a new run: "auto" does
-    the same again, because compiled kernels round differently. `run_flops` counts model FLOPs.
+    `wanted` is --compile. `recorded` says if a resumed run was compiled (None: new run). "auto"
+    does the same again, because compiled kernels round differently. `run_flops` counts model FLOPs.
     Raises UsageError: --compile on, but compiling fails here.
     """
     device = engine.accelerator.device
@@ -46,7 +46,7 @@ def decide_compilation(
     elif recorded is False:
         why = "as before the run was stopped"
     elif recorded is None and run_flops < WORTH_FLOPS[device.type]:
-        why = "the run is too short to gain back its time"
+        why = "the run is too short to gain back the time to compile"
     if wanted == "auto" and why:
         return Compilation(False, f"{why}; --compile on forces it")
     reason = on_main_process(engine, lambda: obstacle(device))
@@ -58,7 +58,7 @@ def decide_compilation(
 
 
 def compile_blocks(model: Transformer) -> None:
-    """Compile the blocks, the final norm and the loss in place. All blocks share one code."""
+    """Compile the blocks, the final norm and the loss in place. All blocks share compiled code."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE.absolute()))
     # PyTorch warns about the rotation table, which the model reads as pairs of real numbers.
     warnings.filterwarnings("ignore", message="Torchinductor does not support code gen")

@@ -94,7 +94,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
     "scheduler" is left out, see `take_schedule`. An "auto" for `fill_by_width` remains.
     `source` names the configuration in messages.
-    Raises UsageError: lists all values that contradict, have no effect or cannot be filled.
+    Raises UsageError: some values contradict, have no effect or cannot be filled (all listed).
     """
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
@@ -105,7 +105,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
     config.pop("scheduler", None)
     problems += _fill_by_flags(config, args, world_size)
     if args.optimizer == "muon":
-        problems += _leave_to_muon(config)
+        problems += _use_muon(config)
     if problems:
         raise UsageError(f'{source}: {"; ".join(problems)} ("auto" takes the flag\'s value)')
     check_by_deepspeed(config, source)
@@ -293,8 +293,8 @@ def check_by_deepspeed(config: dict, source: str) -> None:
         raise UsageError(f"DeepSpeed rejects {source}: {reason}") from error
 
 
-def _leave_to_muon(config: dict) -> Iterator[str]:
-    """Make DeepSpeed accept the optimizer of this script; yield a message if it cannot."""
+def _use_muon(config: dict) -> Iterator[str]:
+    """Make DeepSpeed use Muon; yield a message for each setting that Muon cannot work with."""
     if config["zero_optimization"]["stage"] == 3:
         yield '--optimizer muon steps whole matrices: take "stage": 2, or --optimizer adamw'
     if offload_device(config, "optimizer"):

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs before training: NVMe folders, compiled operations, a divided model."""
+"""Prepare DeepSpeed before training: NVMe folders, compiled operations, a divided model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,7 +11,7 @@ from training.engine.main_process import on_every_process
 
 
 def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """Return a context in which to build a model; ZeRO-3 divides each layer at once.
+    """Return a context in which to build a model; under ZeRO-3, each new layer is divided at once.
     DeepSpeed's own context draws initial weights in 16 bits and on the GPU, which gives other
     random numbers than the other engines."""
     if not engine.divides_model:
@@ -52,7 +52,7 @@ def claim(folder: Path) -> None:
 
 
 def own_operations(config: dict) -> list[str]:
-    """Return the builders of DeepSpeed's own operations that a configuration needs."""
+    """Return the names of the builders of DeepSpeed's operations that a configuration needs."""
     names = []
     offload = offload_device(config, "optimizer")
     if "optimizer" in config:
@@ -67,7 +67,7 @@ def own_operations(config: dict) -> list[str]:
 
 
 def load_operation(name: str) -> None:
-    """Load one of DeepSpeed's operations; print a line if it is compiled first.
+    """Load one of DeepSpeed's operations; print a line if it must be compiled.
     Raises UsageError: it cannot be compiled."""
     from deepspeed.ops import op_builder  # importing it takes seconds
     from torch.utils import cpp_extension  # importing it changes sys.path
@@ -76,8 +76,8 @@ def load_operation(name: str) -> None:
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
     if not (folder / f"{builder.name}.so").exists():
         print(
-            f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If an "
-            "earlier compilation was killed, delete the file lock there, or it waits forever",
+            f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If it "
+            "never ends, an earlier compilation was killed: delete the file lock there",
             flush=True,
         )
     try:

@@ -75,17 +75,17 @@ def require_usable_gpu() -> None:
         why = f"it is built for CUDA {torch.version.cuda}"
     raise UsageError(
         f"PyTorch {torch.__version__} cannot use {name} ({why}): update the driver, or install "
-        "another PyTorch; CUDA_VISIBLE_DEVICES= in front trains on the CPU"
+        "another PyTorch; CUDA_VISIBLE_DEVICES= before the command trains on the CPU"
     )
 
 
 def has_bf16() -> bool:
-    """Return whether the GPU computes in bfloat16. NVIDIA's do since Ampere."""
+    """Return whether the GPU computes in bfloat16. NVIDIA GPUs do since Ampere."""
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def matrix_precision(mixed_precision: str) -> str:
-    """Return the one of PRECISIONS in which matrix products are computed."""
+    """Return the precision of matrix products, one of PRECISIONS."""
     if mixed_precision != "no":
         return mixed_precision
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
@@ -120,7 +120,7 @@ def mfu(
 
 
 def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """Return the name of the attention that will run."""
+    """Return a description of the attention kernel that will run."""
     if not config.use_flash_attn:
         return "plain: all T × T scores (--use_flash_attn for the fast paths)"
     if device.type == "cpu" and config.dropout:
@@ -148,9 +148,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can use in all; None without /proc.
+    """Return the bytes that this process can use, with those in use now; None without /proc.
     The processes of a machine share its RAM, or the RAM of their container.
-    `processes` is their number before a launch."""
+    `processes` is the number of these processes if no launcher has set it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo = Path("/proc/meminfo")
@@ -181,7 +181,7 @@ def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless OMP_NUM_THREADS is set.
     A launcher sets it to 1, so a 1 under a launcher is not the user's choice."""
     launched = "LOCAL_WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-    asked = os.environ.get("OMP_NUM_THREADS")
-    if asked is None or (launched and asked == "1"):
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is None or (launched and threads == "1"):
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))

@@ -24,7 +24,7 @@ from training.engine.device import GIB
 GPU, CPU, NVME = "gpu", "cpu", "nvme"  # places of tensors
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
 MARGIN = 4 / 3  # for activations and buffers on a GPU
-CPU_KEEPS = 1.5  # the same on a CPU, where some freed blocks fit no later tensor
+CPU_KEEPS = 1.5  # for activations on a CPU: some freed blocks fit no later tensor
 CPU_COPIES, CPU_COPIES_3 = 7, 9  # of weights, on a CPU: at stages 1 and 2, at stage 3
 NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
@@ -278,7 +278,7 @@ def fits(kind: Kind, work: Workload, room: int) -> bool:
 
 
 def largest_batch(kind: Kind, work: Workload, room: int) -> int:
-    """Return the largest --batch_size with which the process fits, or 0 if none does."""
+    """Return the largest --batch_size with which the process fits, or 0 if no size fits."""
 
     def is_too_large(size: int) -> bool:
         return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), room)

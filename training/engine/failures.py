@@ -1,4 +1,4 @@
-"""Failures in training that end in one line: out of memory, or a process that is gone."""
+"""Report two failures of training in one line: out of memory, or another process has ended."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
         ways.append("--gradient_checkpointing blocks")
     if not use_flash_attn:
         ways.append("--use_flash_attn")
-    return f"{', '.join(ways)} need less"
+    return f"{', '.join(ways)} need less memory"
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator
                 f"{args.accumulation_steps}: {advice} ({sizes})"
             ) from error
         if any(part in text for part in ENDED):
-            what = "has ended, see what it said"
+            what = "has ended, see its output"
         elif any(part in text for part in SILENT):
             what = "does not answer any more"
         else:

@@ -26,21 +26,21 @@ from training.engine.estimate import Kind, kind_of
 # Objects with a process group. They are kept, because a group of gloo that is deleted waits for its
 # thread, the thread may wait for the interpreter's lock, and the process would never end.
 KEPT: list = []
-# One library calls another in an old way, about which a user can do nothing.
+# A library calls a deprecated function of another library. Users cannot change that.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# DeepSpeed warns of every optimizer but its own. The tests run ours under DeepSpeed.
+# DeepSpeed warns of "untested" optimizers. Our tests run our optimizers under DeepSpeed.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "untested" not in record.getMessage())
 
 
 @dataclass
 class Engine:
-    """The processes that train a model. Several models have one engine each, on the same ones."""
+    """The processes that train a model. Several models have one engine each and share processes."""
 
     accelerator: Accelerator
     name: str  # for the start block, e.g. "DeepSpeed ZeRO-2"
     deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
     plugin: str | None = None  # the key of this configuration in Accelerate's state
-    cpu_group: ProcessGroup | None = None  # exchanges do not wait for the GPU; None: one process
+    cpu_group: ProcessGroup | None = None  # exchanges without waiting for a GPU; None: one process
 
     @property
     def kind(self) -> Kind:
@@ -68,7 +68,7 @@ class Engine:
             self.deepspeed["train_batch_size"] = micro_batch * steps * self.processes
 
     def fit_to(self, dim: int, n_parameters: int) -> None:
-        """Fill in what depends on the model's size. Call it before Accelerate's `prepare`."""
+        """Set the sizes that depend on the model. Call this before `accelerator.prepare`."""
         if self.deepspeed is not None:
             fill_by_width(self.deepspeed, dim)
             zero = self.deepspeed["zero_optimization"]
@@ -89,8 +89,8 @@ class Engine:
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     """Return one engine for each model. All have the same precision and accumulation.
     Raises UsageError: launcher, DeepSpeed file, flags and machine contradict each other."""
-    take_launch(*models)
-    name_interface()
+    set_launch_variables(*models)
+    set_gloo_interface()
     require_usable_gpu()
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     has_gpu = torch.cuda.is_available()
@@ -111,13 +111,13 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
                 zero = plugin.deepspeed_config["zero_optimization"]
                 if zero["stage"] == 3:
                     zero["memory_efficient_linear"] = False
-        # "auto" is allowed there, but Accelerate expects a number.
+        # The launcher may have set "auto", but Accelerate expects a number.
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
         if not has_gpu:
             process_group.backend = "gloo"  # without it every rank would be rank 0 of 1
             skip_compiled_communication()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # saves a copy of gradients
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # avoids a copy of gradients
     try:
         accelerators = [
             Accelerator(
@@ -151,10 +151,10 @@ def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     return engines
 
 
-def take_launch(*models: TrainingArguments) -> None:
+def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` would set.
 
-    Of several models, those without --deepspeed use the launcher's DeepSpeed file.
+    With several models, a model without --deepspeed uses the launcher's DeepSpeed file.
     Raises UsageError: --deepspeed contradicts the launcher, or a model has no file.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
@@ -177,7 +177,7 @@ def take_launch(*models: TrainingArguments) -> None:
 
 
 def check_precision(args: TrainingArguments, has_gpu: bool) -> None:
-    """Raise UsageError if this machine cannot compute in --dtype, or has no --tf32."""
+    """Raise UsageError if this machine cannot compute in --dtype or with --tf32."""
     if args.dtype == "float16" and not has_gpu:
         raise UsageError("--dtype float16 needs a GPU; on a CPU use bfloat16 or float32")
     if args.dtype == "bfloat16" and has_gpu and not has_bf16():
@@ -250,9 +250,9 @@ def skip_compiled_communication() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def name_interface() -> None:
+def set_gloo_interface() -> None:
     """Make gloo listen on the network interface that reaches the first machine.
-    By default it takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
+    By default gloo takes the address of the host name: 127.0.1.1 on Debian and Ubuntu."""
     total = os.environ.get("WORLD_SIZE", "1")
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE", total) == total
     if is_one_machine or "GLOO_SOCKET_IFNAME" in os.environ:

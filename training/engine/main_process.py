@@ -1,4 +1,4 @@
-"""Agree on decisions and errors: what one process cannot do ends all processes."""
+"""Share decisions and errors among processes: an error of one process ends all processes."""
 
 import socket
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Answer = TypeVar("Answer")
 
 def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answer:
     """Call `decide` on the main process and return its answer on every process.
-    Every process must call this. Raises UsageError, ConfigError: `decide` raised it."""
+    Every process must call this. Raises the UsageError or ConfigError that `decide` raised."""
     if engine is None or engine.cpu_group is None:
         return decide()
     mine = _tried(decide) if engine.is_main else None  # (answer, error)
@@ -27,8 +27,8 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
     """Call `attempt` on every process and return its answer there.
-    Every process must call this. Raises UsageError, ConfigError: `attempt` raised it on at least
-    one process. The message names the ranks, unless all failed."""
+    Every process must call this. Raises the UsageError or ConfigError that `attempt` raised on at
+    least one process. The message names the ranks, unless all failed."""
     if engine is None or engine.cpu_group is None:
         return attempt()
     answer, error = _tried(attempt)
@@ -70,6 +70,6 @@ def require_the_same(engine: Engine, facts: dict) -> None:
 def _gather(engine: Engine, mine) -> list[tuple]:
     """Return (object, host name) of every process, by rank."""
     everyone = [None] * engine.processes
-    told = (mine, socket.gethostname())
-    torch.distributed.all_gather_object(everyone, told, group=engine.cpu_group)
+    pair = (mine, socket.gethostname())
+    torch.distributed.all_gather_object(everyone, pair, group=engine.cpu_group)
     return everyone

@@ -1,4 +1,4 @@
-"""Where the fp32 weights of each parameter lie when DeepSpeed ZeRO divides them."""
+"""Find the fp32 weights of each parameter when DeepSpeed ZeRO divides them."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -34,7 +34,7 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 
 def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContextManager:
     """Return a context in which the parameters are whole. Every process must enter it.
-    With `writes`, all processes keep the values that rank 0 leaves in them."""
+    With `writes`, all processes get the values that rank 0 wrote."""
     import deepspeed  # importing it takes seconds
 
     return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if writes else None)

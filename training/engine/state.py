@@ -1,4 +1,4 @@
-"""Whole weights and optimizer state by parameter name, read and written under every engine."""
+"""Read and write whole weights and optimizer state by parameter name, under every engine."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from training.engine.partition import gathered, partitions, shape_of
 
 
 def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
-    """Return what the optimizer keeps of a tensor; zeros before the first step.
+    """Return the optimizer's state of a tensor; zeros before the first step.
     The keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
     state = optimizer.state[stepped]
     by_muon = group.get("algorithm") == "muon"
@@ -30,7 +30,7 @@ def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> 
 
 def catch_up(optimizer, step: int) -> None:
     """Bring the bias correction of DeepSpeed's CPU AdamW to a step, to the bit.
-    It cannot be set: it multiplies the betas up at each step. So this takes empty steps."""
+    DeepSpeed multiplies the betas at each step and has no setter: take empty steps instead."""
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
     settings = (0.0, *betas, eps, 0.0, correct)  # learning rate 0, weight decay 0
@@ -41,7 +41,7 @@ def catch_up(optimizer, step: int) -> None:
 
 class TrainingState:
     """The weights and optimizer state of a model in training.
-    Every process must call each method. Rank 0 gets whole tensors on its CPU, the others {}."""
+    Every process must call each method. Rank 0 gets whole tensors on its CPU, the others get {}."""
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer):
         self.accelerator = engine.accelerator
@@ -108,7 +108,7 @@ class TrainingState:
             self.accelerator.scaler.load_state_dict(scale)
 
     def load_weights(self, weights: dict, source: str) -> None:
-        """Restore fp32 weights; those of adapters may be missing.
+        """Restore fp32 weights; the weights of adapters may be missing.
         Raises ConfigError: names or shapes do not fit the model."""
         if self.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):

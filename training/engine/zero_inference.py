@@ -40,8 +40,8 @@ class ZeroInference:
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
-        """Return ZeRO-3 with those settings that do not concern training.
-        Raises UsageError: training refuses the file too, or it keeps parameters on NVMe."""
+        """Return ZeRO-3 with the settings of `config` that do not concern training.
+        Raises UsageError: training refuses the file too, or the file puts parameters on NVMe."""
         if deepspeed_config.offload_device(config, "param") == "nvme":
             raise UsageError(f"{source}: only training keeps parameters on NVMe")
         zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
@@ -56,7 +56,7 @@ class ZeroInference:
         return cls(config)
 
     def load(self, folder: WeightsFolder) -> Transformer:
-        """Load a model of which every process holds a share. Every process must call this."""
+        """Load a model and divide it among the processes. Every process must call this."""
         import deepspeed
 
         from training.engine.launch import KEPT, skip_compiled_communication
