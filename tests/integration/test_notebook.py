@@ -30,7 +30,7 @@ def test_the_notebook_is_valid_and_comes_without_outputs():
     assert tagged == [code[0]]
 
 
-@pytest.mark.variant  # of test_notebook_run.py, and of the commands in its cells
+@pytest.mark.variant  # of tests/test_start.py, and of the commands in its cells
 def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
     """On a small text with a few steps, its parameters set as papermill does: by a cell after
     theirs."""
