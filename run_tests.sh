@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environment, lint, tests. Arguments go to pytest: bash run_tests.sh tests/test_rotary.py -k modulus
+# Environment, lint, tests. Arguments go to pytest: bash run_tests.sh tests/test_rotary.py -k table
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh requirements-dev.txt

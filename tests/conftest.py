@@ -1,4 +1,4 @@
-"""Share among test files: a small corpus, the same packed, ways to start programs."""
+"""Fixtures and helpers of all tests: a small corpus, its prepared data, ways to start programs."""
 
 import json
 import os
@@ -20,23 +20,23 @@ from warm_ranks import WarmProcess, helper, without_launcher
 
 from data.packing import PackingOptions, prepare
 
-# OpenMP's threads spin while they wait for each other. Where another program wants the cores too, a
-# step of a tiny model then takes a hundred times as long. Must be set before torch is loaded.
+# OpenMP's threads spin while they wait for each other. If another program uses the cores too, a
+# step of a tiny model then takes a hundred times as long. This must be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# What is started in the background, or by nohup, has signals ignored, and so would all that it
-# starts: tests send such signals.
+# A process that is started in the background or by nohup ignores these signals, and so do its
+# children. Tests send these signals to children.
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 400
-# A process that takes longer hangs. No test knows how fast a machine is.
+# A process that takes longer is taken to hang, on any machine.
 SAFETY_NET_SECONDS = 900
 # Everything that run_accelerate.sh and the libraries call, besides Python; no compiler, no ninja.
 TOOLS = ("bash", "sh", "dirname", "basename", "env", "cat", "uname", "rm", "sed")
-# The words of a skipped test → what would run it.
+# Words in the reason for a skip → what the test needs.
 NEEDS = {
     r"CUDA|needs a GPU": "a CUDA GPU",
     r"Chromium": "Chromium (apt-get install chromium, or CHROMIUM=path)",
@@ -50,7 +50,7 @@ NEEDS = {
 
 
 def write_corpus(path: Path, documents: int = 300) -> Path:
-    """A .jsonl file of small sums, some Chinese among them; deterministic, about 40 KB."""
+    """Write a .jsonl file of small sums with some Chinese; it is always the same, about 40 KB."""
     lines = []
     for i in range(documents):
         sums = " ".join(f"{a} + {i} = {a + i};" for a in range(1, 9))
@@ -60,11 +60,11 @@ def write_corpus(path: Path, documents: int = 300) -> Path:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="the slow proofs in full")
+    parser.addoption("--all", action="store_true", help="run the variants of slow tests too")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --all: leave out what is marked as another variant of a proof that runs anyway."""
+    """Without --all, leave out the tests that are marked as variants of other tests."""
     if config.getoption("--all"):
         return
     left_out = [item for item in items if item.get_closest_marker("variant")]
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say in one line what did not run, and what would run it."""
+    """Print in one line which tests did not run and what they need."""
     counts = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -81,13 +81,13 @@ def pytest_terminal_summary(terminalreporter, config):
         counts[f"need {needed}" if needed else f"say: {reason}"] += 1
     parts = [f"{n} skipped that {why}" for why, n in counts.most_common()]
     if not config.getoption("--all"):
-        parts.append("variants of tests that did (bash run_tests.sh --all)")
+        parts.append("variants of tests that ran (bash run_tests.sh --all)")
     terminalreporter.write_line(f"\nnot run: {'; '.join(parts)}" if parts else "")
 
 
 @pytest.fixture(scope="session")
 def path_without_compilers(tmp_path_factory) -> str:
-    """A PATH with this Python and a few tools. The environment's own folder holds ninja."""
+    """A PATH with only this Python and TOOLS: the folder of this Python would add ninja."""
     folder = tmp_path_factory.mktemp("bin")
     for tool in TOOLS:
         (folder / tool).symlink_to(shutil.which(tool))
@@ -104,7 +104,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def packed(corpus, tmp_path_factory) -> Path:
-    """The corpus prepared: tokenizer and shards. Tests that damage it copy it first."""
+    """The prepared corpus: tokenizer and shards. A test that damages it copies it first."""
     out = tmp_path_factory.mktemp("packed") / "sums"
     options = PackingOptions(VOCAB_SIZE, val_fraction=0.1, workers=1, skip_bad_lines=False)
     prepare([str(corpus)], out, options, progress=lambda n_bytes: None)
@@ -113,7 +113,7 @@ def packed(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def accelerator():
-    """A single-process Accelerator on the CPU; the state it shares with others is forgotten."""
+    """A single-process Accelerator on the CPU; Accelerate's shared state is reset around it."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -125,7 +125,7 @@ def accelerator():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a file system of so many bytes; skips where that is not allowed."""
+    """Mounts a file system of the given size; skips the test where mounting is not allowed."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -144,7 +144,7 @@ def small_disk(tmp_path):
 
 @pytest.fixture
 def refusal(capsys):
-    """Returns the one line in which a script ends because of these flags."""
+    """Runs a script with flags that it refuses; returns its one error line."""
 
     def refusal(script, *flags) -> str:
         with pytest.raises(SystemExit) as ended:
@@ -181,7 +181,7 @@ def clean_environment() -> dict[str, str]:
 
 
 def run(command: list[str], cwd: Path = REPOSITORY, **environ: str) -> Finished:
-    """Run a command in the repository, without a GPU and this process's launcher variables."""
+    """Run a command in the repository, without a GPU and without a launcher's variables."""
     ended = subprocess.run(
         command,
         cwd=cwd,
@@ -197,7 +197,7 @@ def run(command: list[str], cwd: Path = REPOSITORY, **environ: str) -> Finished:
 
 
 def start_warm(command: list[str], output, **environ: str) -> WarmProcess:
-    """Start a command of this Python where everything has been imported, see `warm_ranks`.
+    """Start a Python command in a fork that has imported everything already, see `warm_ranks`.
 
     Args:
         output: an open file with a name, for stdout and stderr.
@@ -222,11 +222,13 @@ def run_warm(command: list[str], **environ: str) -> Finished:
 
 
 def wait_for(condition, *processes: subprocess.Popen | WarmProcess):
-    """Return what the condition gives once that is true; fail if a process ends before."""
+    """Wait until `condition()` is true and return its value; fail if a process ends before."""
     end = time.monotonic() + SAFETY_NET_SECONDS
     while not (value := condition()):
-        assert all(process.poll() is None for process in processes) or condition(), "ended before"
-        assert time.monotonic() < end, "waited in vain"
+        assert all(process.poll() is None for process in processes) or condition(), (
+            "a process ended"
+        )
+        assert time.monotonic() < end, "waited too long"
         time.sleep(0.02)
     return value
 
@@ -250,7 +252,7 @@ def kill_all(process: subprocess.Popen | WarmProcess) -> None:
 
 
 def copy_repository(folder: Path) -> Path:
-    """Copy the files that git knows, as they are now; return the folder."""
+    """Copy the files that git tracks, as they are now; return the folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
@@ -283,7 +285,7 @@ def launch_command(engine: str | Path, processes: int) -> list[str]:
 
 
 def deepspeed_file(path: Path, **zero_optimization) -> Path:
-    """Write the repository's file with other entries in its section for ZeRO."""
+    """Write ds_config.json to `path` with these entries changed in "zero_optimization"."""
     config = json.loads((REPOSITORY / "ds_config.json").read_text(encoding="utf-8"))
     config["zero_optimization"] |= zero_optimization
     path.write_text(json.dumps(config), encoding="utf-8")
@@ -305,12 +307,12 @@ class Trained:
     out: str  # what it printed
 
     def rows(self, key: str = "loss") -> list[dict]:
-        """Return the lines of metrics.jsonl that have this key."""
+        """Return the rows of metrics.jsonl that have this key."""
         lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [row for line in lines if key in (row := json.loads(line))]
 
     def column(self, key: str) -> list:
-        """Return a number of every training line."""
+        """Return this number of every training row."""
         return [row[key] for row in self.rows()]
 
     def checkpoint(self, step: int | None = None) -> Path:
@@ -352,7 +354,7 @@ def train_command(engine, processes: int, data: Path, path: Path, flags: str) ->
 def train(
     engine, processes: int, data: Path, path: Path, flags: str, start=run_warm, **environ: str
 ) -> Trained:
-    """Train as `train_command` says, with `start=run` in new processes; fail if the run does."""
+    """Run `train_command`, with `start=run` in new processes; return the run, fail if it fails."""
     ended = start(train_command(engine, processes, data, path, flags), **environ)
     assert ended.code == 0, ended.out
     return Trained(path, ended.out)

@@ -1,4 +1,4 @@
-"""The tables of flags in README.md: `python tests/flag_table.py` prints them."""
+"""The tables of flags in docs/flags.md: `python tests/flag_table.py` prints them."""
 
 import sys
 from dataclasses import fields
@@ -11,8 +11,8 @@ from training.arguments import KINDS, TrainingArguments, flags_of, show_default
 
 
 def flag_table() -> str:
-    """All flags as Markdown, one table per group; at the end those of the other programs that
-    pretraining has not, or has with another default."""
+    """All flags as Markdown, one table per group. The last tables have the flags of the other
+    programs that pretraining lacks or has with another default."""
     known = {item.name: item.default for item in fields(TrainingArguments)}
     own = [
         (item, f"{group}, `{kind.program}`")

@@ -1,4 +1,4 @@
-"""Tokenizers as models of others come with them, small: a tokenizer.json with byte-level BPE, and
+"""Small tokenizers like those of SmolLM2 and Llama 3: a tokenizer.json with byte-level BPE, and a
 tokenizer_config.json beside it."""
 
 import json
@@ -19,7 +19,7 @@ MARKERS = {
 
 
 def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int = 400) -> Path:
-    """Trained on the texts; `kind` is one of MARKERS. Returns the folder."""
+    """Train a tokenizer on the texts and write its files; `kind` is one of MARKERS."""
     begin, end, others = MARKERS[kind]
     special = list(dict.fromkeys([begin, end, *others]))
     first = kind == "smollm2"  # its markers have the first ids, Llama's the last
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path, kind: str, texts: list[str], vocab_size: int =
     tokenizer.save(str(folder / "tokenizer.json"))
     flags = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     config = {
-        "bos_token": begin,  # one form or the other
+        "bos_token": begin,  # both forms are used: a string, and a dictionary
         "eos_token": {"__type": "AddedToken", "content": end, "special": True} | flags,
         "tokenizer_class": "GPT2Tokenizer" if kind == "smollm2" else "PreTrainedTokenizerFast",
     }

@@ -16,7 +16,7 @@ from inference.sampling import Sampling
 from inference.server.app import Served, Server, bind
 from inference.worker import Worker
 
-MAX_BYTES = 1 << 16  # of a request
+MAX_BYTES = 1 << 16  # per request
 
 
 wait_until = wait_for
@@ -59,6 +59,6 @@ class LiveServer:
         (new,) = generate(self.model, [ids], n, settings, next_ids=[next_ids])
         return self.tokenizer.decode([*self.tokenizer.encode("x"), *new])[1:]
 
-    def asked(self, question: str) -> list[int]:
+    def prompt_ids(self, question: str) -> list[int]:
         """The ids that the model reads when this is a conversation's only question."""
         return encode_chat_prompt(self.tokenizer, [Turn("user", question)])

@@ -1,5 +1,5 @@
-"""Machines for tests: namespaces of this one, with a network, a name, processes and disks of their
-own, two of them joined by a cable.
+"""Two machines for tests, joined by a cable: namespaces of this machine, each with its own network,
+name, processes and disks.
 
 Nobody has to clean up after them: the system ends a machine, with all that runs on it, when the
 process that holds it ends.
@@ -15,12 +15,12 @@ from conftest import REPOSITORY, clean_environment
 from warm_ranks import Helper, WarmProcess
 
 NAMES, ADDRESSES = ("nodea", "nodeb"), ("10.77.0.1", "10.77.0.2")
-CABLE = "cable0"  # what both call their end of it
+CABLE = "cable0"  # the interface at each end of the cable
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 
 
 class Machine:
-    """One that has just been switched on."""
+    """A machine; the constructor starts it."""
 
     def __init__(self, name: str, address: str):
         self.name, self.address = name, address
@@ -37,11 +37,11 @@ class Machine:
             reason = self._holder.stderr.read().strip()
             pytest.skip(f"only root can make network namespaces here ({reason})")
         (first,) = psutil.Process(self._holder.pid).children()
-        self.number = first.pid  # of the process outside that stands for it
+        self.number = first.pid  # pid, outside, of the machine's first process
         self._helper: Helper | None = None
 
     def inside(self, cwd: Path = REPOSITORY) -> tuple[str, ...]:
-        """What to put before a command, so that it runs on this machine."""
+        """Return the words to put before a command so that it runs on this machine."""
         enter = ("nsenter", "--target", str(self.number), *NAMESPACES)
         return (*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(cwd))
 
@@ -49,7 +49,7 @@ class Machine:
         subprocess.run([*self.inside(), *command], check=True, capture_output=True)
 
     def hide(self, folder: Path) -> None:
-        """Let this machine have an empty disk of its own there."""
+        """Mount an empty disk over the folder, on this machine only."""
         self.do("mount", "-t", "tmpfs", "none", str(folder))
 
     def start(self, command: list[str], log: Path, **environ: str) -> subprocess.Popen:
@@ -64,7 +64,7 @@ class Machine:
             )
 
     def start_warm(self, command: list[str], log: Path, **environ: str) -> WarmProcess:
-        """Start it where everything has been imported, see `warm_ranks`; its pid is that inside."""
+        """Start a Python command as a fork, see `warm_ranks`; its pid is the one on the machine."""
         if self._helper is None:
             self._helper = Helper(self.inside())
         with open(log, "a") as output:
@@ -83,10 +83,10 @@ class Machine:
 
 @contextmanager
 def two_machines(folder: Path):
-    """Joined by a cable. Each finds the other by its name, and, as Debian has it, itself at
-    127.0.1.1; `folder` is for what they need to know that.
+    """Start two machines joined by a cable; skip the test where that is not possible.
 
-    Skips where such machines cannot be made.
+    Each machine finds the other by its name, and itself at 127.0.1.1 as on Debian. The files for
+    their /etc/hosts are written to `folder`.
     """
     try:
         subprocess.run(["ip", "-V"], check=True, capture_output=True)
@@ -109,7 +109,7 @@ def two_machines(folder: Path):
             lines = ["127.0.0.1 localhost", f"127.0.1.1 {machine.name}"]
             hosts.write_text("\n".join([*lines, f"{other.address} {other.name}", ""]))
             machine.do("mount", "--bind", str(hosts), "/etc/hosts")
-            # And asks nobody else, who could not answer and would be waited for.
+            # Without a DNS server: no server could answer, and each query would wait for one.
             nobody = "test ! -e /etc/resolv.conf || mount --bind /dev/null /etc/resolv.conf"
             machine.do("sh", "-c", nobody)
         yield a, b

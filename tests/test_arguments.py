@@ -51,7 +51,7 @@ def test_the_flags_that_the_shell_script_passes_parse():
     script = (REPOSITORY / "run_accelerate.sh").read_text(encoding="utf-8")
     blocks = re.findall(r"flags\+?=\((--[^$]*?)\)", script)
     shapes = re.findall(r"shape=\(([^)]*)\)", script)
-    assert (len(blocks), len(shapes)) == (8, 4)  # with and without GPU; a student has others
+    assert (len(blocks), len(shapes)) == (8, 4)  # with and without a GPU; a student has its own
     for block in blocks:
         assert parse_arguments(shlex.split(block))[1].keys() <= {*MAY_DIFFER}
     for shape in shapes:
@@ -59,7 +59,7 @@ def test_the_flags_that_the_shell_script_passes_parse():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_refuse_what_cannot_work(name):
+def test_a_number_outside_its_limits_is_refused_by_name(name):
     wrong = ["x", "", "nan", "inf", "-inf", "-1"]
     wrong += [] if NUMBERS[name] is float else ["1.5", "1e3"]
     for value in wrong:
@@ -89,7 +89,7 @@ def test_numbers_refuse_what_cannot_work(name):
         ("--vocab_size 9", "--vocab_size"),  # the vocabulary comes with the data
     ],
 )
-def test_a_mistake_is_one_line_with_the_flag(typed, says):
+def test_a_wrong_flag_is_refused_in_one_line_that_names_it(typed, says):
     assert says in refused(*typed.split(" "))
 
 
@@ -102,18 +102,18 @@ def test_a_mistake_is_one_line_with_the_flag(typed, says):
         "--deepspeed ds.json --local-rank 1",
     ],
 )
-def test_deepspeeds_flags_are_taken_as_its_users_type_them(typed):
+def test_deepspeeds_own_spellings_of_its_flags_are_accepted(typed):
     args, _ = parse_arguments(typed.split())
     assert args == TrainingArguments(deepspeed="ds.json")
 
 
-def test_settings_of_the_model_are_returned_only_if_they_were_typed():
+def test_only_typed_settings_of_the_model_are_returned():
     assert parse_arguments([]) == (TrainingArguments(), {})
     typed = ["--dim", "512", "--no-tie_embeddings"]
     assert parse_arguments(typed)[1] == {"dim": 512, "tie_embeddings": False}
 
 
-def test_flags_of_adapters_are_what_adapters_are_made_of():
+def test_the_lora_flags_become_the_adapters_of_the_model():
     model = opinionated(50, 16)
     SFTArguments().adapt(model)
     assert model.lora is None
@@ -132,6 +132,6 @@ def test_flags_of_adapters_are_what_adapters_are_made_of():
         ({"data": "out/data/chat", "conversations": "my.jsonl"}, "give either"),
     ],
 )
-def test_a_mistake_in_the_flags_of_fine_tuning_is_one_line(flags, says):
+def test_fine_tuning_flags_that_contradict_each_other_are_refused(flags, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         prepared_data(SFTArguments(**flags), source=None, teacher=None)

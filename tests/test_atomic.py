@@ -1,4 +1,4 @@
-"""Whatever goes wrong: the old file or folder or the new one, whole, and nothing beside it."""
+"""Whatever goes wrong, a whole file or folder is left, the old or the new one, and nothing else."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from common.errors import UsageError
 
 
 def write_file(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """With an error: which comes before all is written."""
+    """Write a file with `whole_file`; raise `error`, if given, before the file is complete."""
     with whole_file(path) as partial:
         partial.write_text(text)
         if error:
@@ -23,7 +23,7 @@ def write_file(path: Path, text: str, error: type[BaseException] | None = None) 
 
 
 def write_folder(path: Path, text: str, error: type[BaseException] | None = None) -> None:
-    """The same with a folder that has this in a file of it."""
+    """Write a folder of one file with `whole_folder`; raise `error`, if given, before it ends."""
     with whole_folder(path) as partial:
         (partial / "file").write_text(text)
         if error:
@@ -35,7 +35,7 @@ def names(folder: Path) -> list[str]:
 
 
 def folder_of(path: Path, text: str) -> Path:
-    """A folder with this in a file of it."""
+    """Make a folder with the text in its only file."""
     path.mkdir(parents=True)
     (path / "file").write_text(text)
     return path
@@ -50,7 +50,7 @@ def text_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("write", [write_file, write_folder])
-def test_it_appears_when_it_is_whole_and_takes_the_place_of_an_older_one(tmp_path, write):
+def test_a_file_or_folder_appears_only_when_whole_and_replaces_an_older_one(tmp_path, write):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "new", "half", KeyboardInterrupt)
     assert names(tmp_path) == []
@@ -62,7 +62,7 @@ def test_it_appears_when_it_is_whole_and_takes_the_place_of_an_older_one(tmp_pat
         assert text_of(tmp_path / "new") == text
 
 
-def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_path, monkeypatch):
+def test_contents_are_synced_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -84,7 +84,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_thereafter(tmp_p
     assert after == (tmp_path, True)
 
 
-def test_a_file_system_that_cannot_sync_folders_will_do_and_a_failing_disk_will_not(
+def test_a_folder_that_cannot_be_synced_is_accepted_but_a_disk_error_is_raised(
     tmp_path, monkeypatch
 ):
     real, refusal = os.fsync, OSError(errno.EINVAL, "not for folders")
@@ -102,14 +102,14 @@ def test_a_file_system_that_cannot_sync_folders_will_do_and_a_failing_disk_will_
         write_whole(tmp_path / "new", "more")
 
 
-def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
-    """It may have been killed while writing, between two renames, or while deleting."""
+def test_the_next_write_deletes_the_leftovers_of_a_killed_process(tmp_path):
+    """The process may have been killed while writing, between two renames, or while deleting."""
     folder_of(tmp_path / "new.partial", "half")
     folder_of(tmp_path / "new.deleting", "old")
     folder_of(tmp_path / "newer.partial", "of another")
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "new", "half", KeyboardInterrupt)
-    assert names(tmp_path) == ["new.deleting", "newer.partial"]  # the old one may be all there is
+    assert names(tmp_path) == ["new.deleting", "newer.partial"]  # the old one may be the only copy
     write_folder(tmp_path / "new", "whole")
     folder_of(tmp_path / "new.deleting", "older")
     write_folder(tmp_path / "new", "newest")
@@ -117,13 +117,13 @@ def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
     assert text_of(tmp_path / "new") == "newest"
 
 
-def test_a_folder_that_goes_has_lost_its_name_before_it_loses_a_file(tmp_path, monkeypatch):
+def test_a_folder_is_renamed_before_its_files_are_deleted(tmp_path, monkeypatch):
     folder_of(tmp_path / "doomed", "text")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda path, **options: None)  # killed here
         remove(tmp_path / "doomed")
     assert names(tmp_path) == ["doomed.deleting"]
-    folder_of(tmp_path / "doomed", "text")  # again, with the name taken
+    folder_of(tmp_path / "doomed", "text")  # again, beside doomed.deleting
     (tmp_path / "file").touch()
     for name in ("doomed", "file", "file"):
         remove(tmp_path / name)
@@ -131,7 +131,7 @@ def test_a_folder_that_goes_has_lost_its_name_before_it_loses_a_file(tmp_path, m
 
 
 def new(out: Path, overwrite: bool = False) -> None:
-    """Make it, a folder with "mine" in it."""
+    """Make a folder of the kind "heap", which its file "mine" identifies."""
     with new_folder(out, "heap", lambda path: (path / "mine").exists(), overwrite) as partial:
         (partial / "mine").write_text("whole")
 
@@ -153,7 +153,7 @@ def test_only_an_empty_folder_or_one_of_the_same_kind_is_replaced(tmp_path):
         assert text_of(tmp_path / "other") == "of a person"
 
 
-def test_whoever_makes_the_same_waits_for_its_turn_and_says_so(tmp_path, capsys):
+def test_a_second_writer_of_the_same_folder_waits_and_says_so(tmp_path, capsys):
     out, came = tmp_path / "parent" / "new", []
 
     def make() -> None:

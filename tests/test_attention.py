@@ -70,7 +70,7 @@ def test_grouped_heads_equal_a_loop_over_heads(use_flash_attn, n_kv_heads, seq_l
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)]
 )
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_what_runs_on_gpus_gives_the_output_and_gradients_of_plain_attention(
+def test_fused_attention_gives_the_output_and_gradients_of_plain_attention(
     dtype, tolerance, n_kv_heads
 ):
     generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def test_what_runs_on_gpus_gives_the_output_and_gradients_of_plain_attention(
 @pytest.mark.parametrize(
     ("dtype", "heads_given"), [(torch.float32, 4), (torch.float16, 4), (torch.bfloat16, 2)]
 )
-def test_heads_are_repeated_for_kernels_that_do_not_take_grouped_ones(
+def test_heads_are_repeated_for_kernels_that_do_not_take_grouped_heads(
     dtype, heads_given, monkeypatch
 ):
     given = {}
@@ -106,7 +106,7 @@ def test_heads_are_repeated_for_kernels_that_do_not_take_grouped_ones(
 
 
 @KERNELS
-def test_a_position_sees_itself_and_the_past_alone(use_flash_attn):
+def test_a_position_sees_only_itself_and_the_past(use_flash_attn):
     layer = attention(use_flash_attn=use_flash_attn)
     x, pos_cis = inputs()
     x.requires_grad_()

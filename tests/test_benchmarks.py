@@ -1,4 +1,4 @@
-"""Each benchmark runs at a tiny size and prints its table; and what decides who is how fast."""
+"""Each benchmark runs at a tiny size and prints its table; ratios of speeds are correct."""
 
 import json
 import re
@@ -19,7 +19,7 @@ MODEL = "--dim 32 --n_layers 1 --n_heads 2"
 
 @pytest.fixture
 def rows(tmp_path):
-    """Runs a benchmark in a folder of its own; returns the cells of all tables without titles."""
+    """Runs a benchmark in an empty folder; returns the cells of all tables without their heads."""
 
     def rows(name: str, *flags) -> list[list[str]]:
         command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, flags)]
@@ -32,7 +32,7 @@ def rows(tmp_path):
 
 
 @pytest.mark.slow
-def test_throughput(rows, packed):
+def test_throughput_prints_a_row_for_each_contender(rows, packed):
     who = "ours-eager,ours-eager+muon,transformers-eager"
     flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", who]
     assert [row[0] for row in rows("throughput", *flags)] == who.split(",")
@@ -40,21 +40,21 @@ def test_throughput(rows, packed):
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_throughput_of_two_processes(rows, packed):
+def test_throughput_prints_the_number_of_processes(rows, packed):
     who = "ours-eager,ours-ddp-eager,ours-zero2-eager"
     flags = ["--sizes", "test", "--data", packed, *STEP.split(), "--contenders", who]
     assert [row[1] for row in rows("throughput", *flags, "--processes", "2")] == ["1", "2", "2"]
 
 
 @pytest.mark.slow
-def test_generation(rows):
+def test_generation_gives_the_text_of_transformers(rows):
     flags = ["--sizes", "test", "--dtypes", "float32", "--batch_sizes", "2", "--rounds", "1"]
     (row,) = rows("generation", *flags)
-    assert (row[:3], row[-1]) == (["test", "float32", "2"], "yes")  # transformers' text
+    assert (row[:3], row[-1]) == (["test", "float32", "2"], "yes")  # yes: the same text
 
 
 @pytest.mark.slow
-def test_data(rows, corpus):
+def test_data_measures_preparing_and_loading(rows, corpus):
     flags = ["--data", corpus, "--loader_seq_lens", "32", "--num_workers", "0", "--seconds", "1"]
     prepared, loaded = rows("data", *flags, "--model_tokens_per_second", "1000")
     assert (prepared[1], loaded[:2]) == ("300", ["32", "0"])  # documents
@@ -62,7 +62,7 @@ def test_data(rows, corpus):
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_engines_agree_and_send_what_is_expected(rows, packed):
+def test_engines_have_equal_losses_and_send_the_expected_bytes(rows, packed):
     flags = "--dim 128 --n_layers 4 --n_heads 4 --max_seq_len 32 --steps 4 --engines ddp,zero2"
     found = rows("engines", *flags.split(), "--data", packed)
     assert [row[0] for row in found] == ["DDP", "DeepSpeed ZeRO-2"]
@@ -73,14 +73,14 @@ def test_engines_agree_and_send_what_is_expected(rows, packed):
 
 @pytest.mark.slow
 @pytest.mark.variant
-def test_distillation(rows, packed):
+def test_distillation_trains_students_alone_and_distilled(rows, packed):
     flags = ["--data", packed, "--student", MODEL, "--teacher", MODEL, "--batch", LITTLE]
     found = rows("distillation", *flags, "--steps", "10", "--teacher_steps", "10", "--seeds", "1")
     assert [row[0] or row[1] for row in found][1:3] == ["alone", "distilled"]
 
 
 @pytest.mark.slow
-def test_sft_of_this_project_alone(rows, tmp_path, packed):
+def test_sft_measures_this_project(rows, tmp_path, packed):
     words = ["train_pretrain_accelerate.py", *MODEL.split(), *LITTLE.split(), "--max_steps", "2"]
     words += ["--data", packed, "--out_dir", tmp_path / "out/runs", "--log_with", "none"]
     assert run([sys.executable, *map(str, words)]).code == 0
@@ -102,7 +102,7 @@ def test_ratios_are_taken_within_a_round_against_the_fastest_peer(packed):
 
 
 @pytest.mark.parametrize("name", ["throughput", "engines", "data", "distillation", "sft"])
-def test_nonsense_is_one_line(name, refusal):
+def test_an_unknown_flag_is_refused_in_one_line(name, refusal):
     module = __import__(f"benchmarks.{name}", fromlist=["main"])
     assert "unrecognized argument --nonsense" in refusal(module, "--nonsense")
 

@@ -1,4 +1,4 @@
-"""A conversation in the terminal: what it remembers, streams, says, and how it is ended."""
+"""A conversation in the terminal: its memory, its answers, its notes and its end."""
 
 import io
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ def model():
 
 
 def turns(*contents: str) -> list[Turn]:
-    """A user's and an assistant's in turns."""
+    """Turns with these contents, of the user and the assistant alternately."""
     return [Turn(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)]
 
 
@@ -46,12 +46,14 @@ def chat(model, tokenizer):
     return Chat(decoder=Decoder(model), tokenizer=tokenizer, **settings)
 
 
-@pytest.mark.parametrize("room_for", [3, 4])  # messages; an answer goes with its question
-def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer, capsys, room_for):
-    said, asked = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
-    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, asked][-room_for:]])
+@pytest.mark.parametrize("room_for", [3, 4])  # messages; a question is dropped with its answer
+def test_the_oldest_questions_and_answers_are_dropped_when_the_context_is_full(
+    chat, tokenizer, capsys, room_for
+):
+    said, question = turns("sum 1", "1", "sum 2", "2", "sum 3", "3"), Turn("user", "sum 4")
+    fitting = encode_chat_prompt(tokenizer, [BRIEF, *[*said, question][-room_for:]])
     chat.context, chat.turns = len(fitting) + 12, said
-    assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], asked])
+    assert chat.ask("sum 4") == encode_chat_prompt(tokenizer, [BRIEF, *said[4:], question])
     assert chat.turns == turns("sum 3", "3", "sum 4")
     assert "no longer sees the oldest 4 messages" in capsys.readouterr().err
     chat.turns, long = said, "1 + 1 = 2; " * 9
@@ -63,8 +65,8 @@ def test_the_oldest_questions_and_answers_make_room_for_the_next(chat, tokenizer
 
 @pytest.fixture
 def converse(chat, monkeypatch, capsys):
-    """Types these lines, an exception in the place of one is raised there; returns the answers and
-    what stderr says."""
+    """Types these lines, or raises those that are exceptions; returns the answers and the text of
+    stderr."""
 
     def typed(*lines) -> tuple[list[str], str]:
         coming = iter([*lines, EOFError])
@@ -95,7 +97,7 @@ def expected(model, tokenizer, said: list[Turn], sampling=GREEDY) -> str:
     return tokenizer.decode([*tokenizer.encode("x"), *ids])[1:]
 
 
-def test_answers_follow_from_what_was_said_until_it_is_reset(chat, converse, model, tokenizer):
+def test_an_answer_depends_on_the_earlier_turns_until_reset(chat, converse, model, tokenizer):
     chat.sampling = WILD
     found, err = converse("1 + 1", "", "2 + 2", "/reset", KeyboardInterrupt, "2 + 2")
     first = expected(model, tokenizer, turns("1 + 1"), WILD)
@@ -107,7 +109,7 @@ def test_answers_follow_from_what_was_said_until_it_is_reset(chat, converse, mod
     assert chat.turns == turns("2 + 2", third)
 
 
-def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
+def test_ctrl_c_ends_only_the_answer_and_its_beginning_stays_in_the_conversation(
     converse, model, tokenizer, monkeypatch
 ):
     steps, step = [], Batch.step
@@ -127,7 +129,7 @@ def test_ctrl_c_ends_the_answer_alone_and_what_was_said_of_it_stays(
     assert second == expected(model, tokenizer, turns("1 + 1", begun, "2 + 2"))
 
 
-def test_an_answer_that_fills_the_context_or_is_empty_is_said(
+def test_a_note_says_that_an_answer_filled_the_context_or_is_empty(
     chat, converse, tokenizer, monkeypatch
 ):
     assert "is full" not in converse("1")[1]
@@ -141,7 +143,7 @@ def test_an_answer_that_fills_the_context_or_is_empty_is_said(
 
 
 @pytest.mark.parametrize("fine_tuned", [False, True])
-def test_the_program_answers_what_comes_by_a_pipe(
+def test_the_program_answers_questions_from_a_pipe(
     tmp_path, model, tokenizer, monkeypatch, capsys, fine_tuned
 ):
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}

@@ -57,9 +57,9 @@ def test_conversations_have_the_ids_of_transformers_template(tokenizer, exported
         messages, (ids, _) = [t._asdict() for t in turns], encode_conversation(tokenizer, turns)
         assert exported.apply_chat_template(messages, return_dict=False) == ids, turns
         markers = [id for id in ids if id in (tokenizer.bos_id, tokenizer.eos_id)]
-        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # no text is a marker
-        asked = {"add_generation_prompt": True, "return_dict": False}
-        theirs = exported.apply_chat_template(messages, **asked)
+        assert markers == [tokenizer.bos_id, tokenizer.eos_id] * len(turns)  # texts have no markers
+        options = {"add_generation_prompt": True, "return_dict": False}
+        theirs = exported.apply_chat_template(messages, **options)
         assert theirs == encode_chat_prompt(tokenizer, turns), turns
 
 
@@ -69,7 +69,7 @@ def counted_ids(tokenizer, turns: list[Turn]) -> list[int]:
     return [id for id, counts_here in zip(ids, counts, strict=True) if counts_here]
 
 
-def test_the_answers_with_weight_and_their_ends_count_and_nothing_else(tokenizer):
+def test_only_answers_with_weight_and_their_end_tokens_count(tokenizer):
     prompt = len(tokenizer.encode("assistant\n"))
     answers = [tokenizer.encode(f"assistant\n{text}")[prompt:] for text in ("2", "3\n4")]
     assert tokenizer.decode(answers[1]) == "3\n4"
@@ -80,7 +80,7 @@ def test_the_answers_with_weight_and_their_ends_count_and_nothing_else(tokenizer
     assert counted_ids(tokenizer, without) == counted[0]
 
 
-def test_what_counts_is_the_answer_exactly(packed):
+def test_the_counted_tokens_decode_to_the_answer_exactly(packed):
     tokenizer = Tokenizer(packed / "tokenizer.model")
     for text in (*NASTY.values(), *MARKERS):
         *said, end = counted_ids(tokenizer, [Turn("user", text), Turn("assistant", text)])
@@ -88,7 +88,7 @@ def test_what_counts_is_the_answer_exactly(packed):
         assert end == tokenizer.eos_id
 
 
-def test_a_piece_that_begins_before_the_answer_counts_with_it():
+def test_a_token_that_begins_before_the_answer_counts_too():
     def encode_batch(texts: list[str]) -> list[list[int]]:
         return [list(map(ord, text.replace("\n\n", "\u2028"))) for text in texts]
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: found sound or named damaged, whatever has happened to their files."""
+"""Checkpoints on disk: each is found to be sound or damaged, whatever happened to its files."""
 
 import json
 import random
@@ -63,7 +63,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(contents)
 
 
-def test_what_was_written_is_there_and_sound(run):
+def test_a_written_checkpoint_is_complete_and_sound(run):
     size = write_checkpoint(run, tensors_of(5), state_of(5))
     path = run.checkpoint(5)
     files = (WEIGHTS, OPTIMIZER, RANDOM, STATE)
@@ -80,12 +80,12 @@ def test_what_was_written_is_there_and_sound(run):
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (0, [1, 2, 3, 4, 5])])
-def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
+def test_pruning_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert [step_of(path) for path in run.all_checkpoints()] == kept
 
 
-def test_damage_of_any_file_is_one_line_and_never_another_error(run):
+def test_damage_of_any_file_is_reported_in_one_line_and_never_raises(run):
     save(run, 1)
     dice, folder = random.Random(0), run.checkpoint(1)
     for path in sorted(folder.iterdir()):
@@ -109,7 +109,7 @@ def test_damage_of_any_file_is_one_line_and_never_another_error(run):
     assert damage(folder) is None
 
 
-def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(run):
+def test_the_newest_sound_checkpoint_is_found_and_the_damage_of_newer_ones_is_listed(run):
     assert newest_sound(run) == (None, {})
     save(run, 1, 2, 3, 4)
     assert newest_sound(run) == (run.checkpoint(4), {})
@@ -126,7 +126,7 @@ def test_the_newest_sound_one_is_found_with_what_is_wrong_with_those_after_it(ru
 
 @pytest.fixture
 def tuned(run, tmp_path) -> SimpleNamespace:
-    """A run with adapters, whose checkpoint is added to a base of other weights."""
+    """A run with adapters: its base, and a checkpoint that has only the trained tensors."""
     model = adapted(only_lora=False)
     base = {n: p.detach() + 1 for n, p in model.named_parameters() if not is_adapter(n)}
     (tmp_path / "tokenizer.model").write_bytes(b"of no matter")
@@ -147,7 +147,7 @@ def test_a_checkpoint_with_adapters_is_read_with_the_base_of_its_run(run, tuned)
         assert all(torch.equal(loaded[name], merged[name]) for name in merged)
 
 
-def test_a_checkpoint_whose_base_is_not_as_it_was_is_damaged(run, tuned):
+def test_a_checkpoint_whose_base_has_changed_is_damaged(run, tuned):
     assert damage(run.checkpoint(3)) is None
     flip(run.base / "model.safetensors", -1)
     assert damage(run.checkpoint(3)) == "the checksum of model.safetensors is wrong"

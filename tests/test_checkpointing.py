@@ -1,4 +1,4 @@
-"""Saving behind training, and what is loaded again; the files themselves are in test_checkpoint."""
+"""Saving in the background of training, and loading; test_checkpoint.py tests the files."""
 
 import threading
 from types import SimpleNamespace
@@ -45,8 +45,8 @@ def run(tmp_path) -> RunFolder:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """Lets any rank of any number of processes go through by itself."""
+def no_other_processes(monkeypatch):
+    """Lets the test be any rank of any number of processes without waiting for the others."""
     monkeypatch.setattr(checkpointing, "on_main_process", lambda engine, decide: decide())
 
 
@@ -86,7 +86,7 @@ def checkpointer_of(
 
 
 def save(run: RunFolder, *steps: int, keep_last: int = 0, val_losses=None) -> list[str]:
-    """Save one step after the other; return what was said."""
+    """Save these steps, one after the other; return the lines of the log."""
     checkpointer = checkpointer_of(run, keep_last=keep_last)
     for step in steps:
         checkpointer.state.value = float(step)
@@ -106,7 +106,7 @@ def steps_of(run: RunFolder) -> list[int]:
     return [step_of(path) for path in run.all_checkpoints()]
 
 
-def test_what_was_saved_comes_back(run):
+def test_a_saved_state_is_loaded_again(run):
     torch.manual_seed(7)
     checkpointer = checkpointer_of(run, 5.0)
     checkpointer.save(5, 2.5)
@@ -127,7 +127,7 @@ def test_what_was_saved_comes_back(run):
 
 @pytest.fixture
 def of_three(run, monkeypatch):
-    """A checkpoint of step 1 that three ranks wrote; rank i had 1 + i, 2 + i in its log line."""
+    """A checkpoint by three ranks; the meter of rank i has the loss 1 + i and the weight 2 + i."""
 
     def gather(mine: list[dict]) -> list[dict]:
         everyone = [{name: value.clone() for name, value in mine[0].items()} for _ in range(3)]
@@ -142,18 +142,18 @@ def of_three(run, monkeypatch):
         checkpointer = checkpointer_of(run, engine=engine_of(3, rank))
         checkpointer.save(1, None)
         assert checkpointer.wait()
-        assert run.path.exists() == (rank == 0)  # the others give their part and write nothing
+        assert run.path.exists() == (rank == 0)  # only rank 0 writes
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_every_process_gets_its_own_random_numbers_and_log_line_back(run, of_three, rank):
+def test_every_process_gets_its_own_random_state_and_loss_meter_back(run, of_three, rank):
     _, meter = load(run, 1, engine_of(3, rank))
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
     assert sums_of(meter) == {"loss": 1.0 + rank, "weight": 2.0 + rank, "skipped_steps": 0}
 
 
 @pytest.mark.parametrize("processes", [1, 6])
-def test_another_number_of_processes_keeps_the_log_line_and_says_that_dropout_differs(
+def test_another_number_of_processes_keeps_the_loss_meter_and_says_that_dropout_differs(
     run, of_three, capsys, processes
 ):
     torch.manual_seed(11)
@@ -167,7 +167,7 @@ def test_another_number_of_processes_keeps_the_log_line_and_says_that_dropout_di
     assert sums_of(meter) == {"loss": 0, "weight": 0, "skipped_steps": 0}
 
 
-def test_a_log_line_without_names_is_read(run):
+def test_the_loss_meter_of_an_older_version_is_read(run):
     """Earlier versions wrote loss, weight, skipped steps and parts as one vector."""
     save(run, 1)
     path = run.checkpoint(1) / RANDOM
@@ -180,16 +180,16 @@ def test_a_log_line_without_names_is_read(run):
 
 
 @pytest.mark.parametrize(("keep_last", "kept"), [(2, [2, 4, 5]), (1, [2, 5]), (0, [1, 2, 3, 4, 5])])
-def test_the_newest_and_the_best_are_kept(run, keep_last, kept):
-    """And nothing that a kill has left."""
+def test_saving_keeps_the_newest_and_the_best_checkpoints(run, keep_last, kept):
+    """Leftovers of a killed save are deleted too, unless keep_last is 0."""
     (run.checkpoints / "step-00000001.partial-7").mkdir(parents=True)
     save(run, 1, 2, 3, 4, 5, keep_last=keep_last, val_losses={1: 3.0, 2: 1.0, 3: 2.0})
     assert steps_of(run) == kept
     assert bool(list(run.checkpoints.glob("*.partial-*"))) == (keep_last == 0)
 
 
-def test_a_run_that_goes_on_knows_the_best_of_its_own_course(run):
-    """It has checkpoints after the step that it goes on from, and a damaged one."""
+def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(run):
+    """The run has a damaged checkpoint, and one after the step from which it resumes."""
     save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
     (run.checkpoint(3) / "state.json").write_text("{")
     checkpointer = checkpointer_of(run, resumed_at=3)
@@ -201,7 +201,7 @@ def test_a_run_that_goes_on_knows_the_best_of_its_own_course(run):
 
 
 def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
-    """What it changes meanwhile is not in the copy, and a second save waits for the first."""
+    """The copy does not have what training changes meanwhile. A second save waits for the first."""
     room = threading.Event()
 
     def write(*args):
@@ -222,10 +222,10 @@ def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):
     assert [load(run, step)[0].value for step in (1, 2)] == [1.0, 2.0]
 
 
-def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, monkeypatch):
+def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(run, monkeypatch):
     save(run, 1)
     checkpointer = checkpointer_of(run)
-    assert checkpointer.wait()  # there was none
+    assert checkpointer.wait()  # there is no save to wait for
 
     def refuse(*args, **options):
         raise OSError(28, "No space left on device")
@@ -239,7 +239,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_the_next_one_works(run, mon
     assert run.latest.read_text() == "step-00000001\n"
     beside = checkpointer_of(run)
     beside.keep_last, beside.beside = 1, [checkpointer]
-    beside.save(2, None)  # of a model that resumes together with the one that failed
+    beside.save(2, None)  # of a model that is trained together with the one that failed
     assert beside.wait()
     assert steps_of(run) == [1, 2]
     checkpointer.save(3, None)
@@ -255,7 +255,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("file", FOREIGN)
-def test_files_that_are_sound_but_foreign_are_one_clear_line(run, file):
+def test_a_readable_file_with_wrong_contents_is_refused_in_one_line(run, file):
     save(run, 1)
     (run.checkpoint(1) / file).write_bytes(FOREIGN[file])
     with pytest.raises((UsageError, ConfigError), match="step-00000001") as error:

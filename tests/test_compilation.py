@@ -25,7 +25,7 @@ def engine(accelerator) -> Engine:
 
 @pytest.fixture(params=[None])
 def reason(request, monkeypatch) -> None:
-    """Why compiling does not work here."""
+    """Sets the reason why compiling does not work; None: it works."""
     monkeypatch.setattr(compilation, "obstacle", lambda device: request.param)
 
 
@@ -40,27 +40,27 @@ def reason(request, monkeypatch) -> None:
         ("auto", False, LONG, False),
     ],
 )
-def test_auto_compiles_long_runs_and_keeps_to_what_the_run_did(
+def test_auto_compiles_long_runs_and_a_resumed_run_keeps_its_choice(
     engine, reason, wanted, recorded, run_flops, compiled
 ):
     assert decide_compilation(wanted, recorded, run_flops, engine).on is compiled
 
 
 @pytest.mark.parametrize("reason", ["no compiler"], indirect=True)
-def test_where_compiling_does_not_work_auto_says_why_and_on_is_an_error(engine, reason):
+def test_if_compiling_does_not_work_auto_says_why_and_on_is_an_error(engine, reason):
     assert str(decide_compilation("auto", True, LONG, engine)) == "no (no compiler)"
     with pytest.raises(UsageError, match="cannot compile: no compiler; pass --compile off"):
         decide_compilation("on", None, LONG, engine)
 
 
-def test_under_zero_3_it_is_compiled_only_where_that_is_asked_for(accelerator, reason):
+def test_zero_3_is_compiled_only_with_the_flag_on(accelerator, reason):
     zero_3 = Engine(accelerator, "ZeRO-3", {"zero_optimization": {"stage": 3}})
     assert "ZeRO-3" in decide_compilation("auto", True, LONG, zero_3).why
     assert decide_compilation("on", True, LONG, zero_3).on
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_is_a_reason_of_one_line(tmp_path):
+def test_a_failing_compiler_is_reported_in_one_line(tmp_path):
     broken, called = tmp_path / "g++", tmp_path / "called"
     broken.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
     broken.chmod(0o755)

@@ -18,7 +18,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("names", WRONG)
-def test_values_of_another_kind_are_refused_by_name(names):
+def test_values_of_the_wrong_type_are_refused_by_name(names):
     for name in names:
         for value in WRONG[names]:
             with pytest.raises(ConfigError, match=f"^{name} "):
@@ -61,7 +61,7 @@ def test_hidden_dim_follows_from_dim_as_in_llama(dim, multiple_of, hidden_dim):
     assert LMConfig(dim=dim, multiple_of=multiple_of).hidden_dim == hidden_dim
 
 
-def test_a_config_from_before_there_were_these_fields_is_the_same_model():
+def test_a_config_without_the_newest_fields_gives_the_same_model():
     old = LMConfig().to_dict()
     del old["head_dim"], old["rope_scaling"]
     assert LMConfig.from_dict(old).shape() == LMConfig().shape()

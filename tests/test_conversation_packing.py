@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 
 
 def conversation(i: int) -> list[Turn]:
-    """A conversation of one or two questions; no two are the same."""
+    """Conversation number i, with one or two questions. Each number gives another conversation."""
     turns = [Turn("user", f"1 + {i}?"), Turn("assistant", f"{1 + i}")]
     if i % 2:
         turns = [Turn("system", "Add."), *turns]
@@ -50,7 +50,7 @@ def pack(packed, tmp_path):
 
 
 def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
-    """The ids of each conversation of a split, and of its answers, read without this project."""
+    """The ids of each conversation in a split and of each answer, without this project's reader."""
     part = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))["splits"][split]
     if not part["tokens"]:
         return []
@@ -65,15 +65,15 @@ def stored(folder: Path, split: str) -> list[tuple[list[int], list[list[int]]]]:
 
 
 def expected(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[list[int]]]:
-    """The same of these turns."""
+    """What `stored` should return for a conversation of these turns."""
     ids, counts = encode_conversation(tokenizer, turns)
     runs = groupby(zip(counts, ids, strict=True), key=itemgetter(0))
     answers = [[id for _, id in run] for counts_here, run in runs if counts_here]
     return ids[: len(counts) - counts[::-1].index(True)], answers
 
 
-def told_apart(folder: Path) -> tuple[list[int], list[int]]:
-    """The numbers of the conversations for training and for validation."""
+def split_indices(folder: Path) -> tuple[list[int], list[int]]:
+    """The indices in CONVERSATIONS of the training and of the validation conversations."""
     tokenizer = Tokenizer(folder / "tokenizer.model")
     numbers = {tuple(expected(tokenizer, turns)[0]): i for i, turns in enumerate(CONVERSATIONS)}
     train, val = ([numbers[tuple(ids)] for ids, _ in stored(folder, s)] for s in ("train", "val"))
@@ -84,7 +84,8 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
     pack, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
-    longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]  # this is not stored
+    # A last question without an answer is not stored.
+    longer = [[*turns, Turn("user", "And?")] for turns in CONVERSATIONS]
     folder = pack(write(tmp_path / "a.jsonl", longer), "longer", val_fraction=0)
     tokenizer, description = Tokenizer(folder / "tokenizer.model"), read_description(folder)
     assert stored(folder, "train") == [expected(tokenizer, turns) for turns in CONVERSATIONS]
@@ -102,22 +103,28 @@ def test_every_conversation_is_stored_once_with_its_answers_in_the_order_of_the_
 def test_the_form_of_a_file_and_the_number_of_workers_change_nothing(pack, tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "BATCH_BYTES", 2000)
     folder = pack(write(tmp_path / "a.jsonl"), "one")
-    train, val = told_apart(folder)
+    train, val = split_indices(folder)
     assert (train, val) == (sorted(train), sorted(val))
     assert sorted(train + val) == list(range(300))
     assert len(val) == pytest.approx(30, abs=15)
     other = pack(write(tmp_path / "b.jsonl", key="conversations"), "two", workers=2)
     assert files_of(folder) | {"dataset.json": b""} == files_of(other) | {"dataset.json": b""}
-    said, lines = '"role": "assistant"', (tmp_path / "a.jsonl").read_text().splitlines()
-    fewer = [line.replace(said, f'"weight": 0, {said}', line.count(said) - 1) for line in lines]
-    (tmp_path / "c.jsonl").write_text("\n".join(fewer))
-    assert told_apart(pack(tmp_path / "c.jsonl", "three")) == (train, val)
+
+
+def test_answers_with_weight_0_do_not_change_the_split(pack, tmp_path):
+    """Only the last answer of each conversation keeps its weight."""
+    path = write(tmp_path / "a.jsonl")
+    role, lines = '"role": "assistant"', path.read_text().splitlines()
+    fewer = [line.replace(role, f'"weight": 0, {role}', line.count(role) - 1) for line in lines]
+    (tmp_path / "b.jsonl").write_text("\n".join(fewer))
+    expected = split_indices(pack(path, "all"))
+    assert split_indices(pack(tmp_path / "b.jsonl", "fewer")) == expected
 
 
 BAD = [b'{"messages": [', b'{"prompt": "a"}', b'{"prompt": "a", "response": " "}', b"[]", b"\xff"]
 
 
-def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
+def test_bad_lines_are_an_error_or_are_skipped_and_counted(pack, tmp_path):
     path = write(tmp_path / "a.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:20], *(bad + b"\n" for bad in BAD), *lines[20:]]))
@@ -125,7 +132,7 @@ def test_bad_lines_end_the_work_or_are_counted(pack, tmp_path):
         pack(path)
     assert not (tmp_path / "out").exists()
     folder = pack(path, skip_bad_lines=True)
-    train, val = told_apart(folder)
+    train, val = split_indices(folder)
     assert sorted(train + val) == list(range(300))
     assert read_description(folder)["bad_documents"] == len(BAD)
     assert "a.jsonl, line 21: " in read_description(folder)["first_bad_document"]

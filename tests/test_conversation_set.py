@@ -19,7 +19,8 @@ VOCAB_SIZE = 500
 
 
 def conversation(turns: list[tuple[int, int]], first: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that count up, of turns with (tokens before the answer, tokens of it); the answers."""
+    """Return tokens that count up, and the span of each answer. A turn is (tokens before the
+    answer, tokens of the answer)."""
     spans, end = [], 0
     for before, said in turns:
         spans.append((end + before, end + before + said))
@@ -116,7 +117,7 @@ def test_the_identity_depends_on_tokens_and_answers(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_reads_rows_padded_at_their_ends_to_a_multiple(tmp_path, workers):
+def test_training_rows_are_padded_at_the_end_to_a_common_multiple(tmp_path, workers):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
     sampler = LengthSampler(len(dataset), 4, lengths=dataset.lengths, global_batch=4)
     batches = islice(micro_batches(dataset, sampler, num_workers=workers), 5)

@@ -19,7 +19,7 @@ OF_RM_STATIC = [
     *(Turn("user", "Hi there"), Turn("assistant", "Hello.\nYes?")),
     *(Turn("user", "1 + 1?"), Turn("assistant", "2")),
 ]
-ASKED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
+ADDED = [Turn("user", "Add 1\n\n1"), Turn("assistant", "2")]
 SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt"}
 FROM_VALUE = [{"from": SHAREGPT[turn.role], "value": turn.content} for turn in TURNS]
 PARTS = [{"type": "text", "text": " 1 + "}, {"type": "text", "text": "1?\n", "index": None}]
@@ -47,21 +47,21 @@ FORMS = {
         {"prompt": LONGER, "chosen": [FOUR], "rejected": [FOUR | {"content": "5"}]},
         [*OF_LONGER, Turn("assistant", "4")],
     ),
-    "TRL's texts": ({"prompt": "Add 1\n\n1", "completion": "2"}, ASKED),
+    "TRL's texts": ({"prompt": "Add 1\n\n1", "completion": "2"}, ADDED),
     "an answer without weight": (
         {"messages": [DICTS[1], DICTS[2] | {"weight": 0}, *DICTS[1:]]},
         [TURNS[1], Turn("assistant", " 2 ", has_weight=False), *TURNS[1:]],
     ),
-    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ASKED[1]]),
+    "a prompt": ({"prompt": " 1\n\n", "response": "2"}, [Turn("user", " 1\n\n"), ADDED[1]]),
     "rm-static": ({"prompt": RM_STATIC, "response": " 3", "chosen": " 2"}, OF_RM_STATIC),
     "rm-static's response": ({"prompt": RM_STATIC, "response": " 2"}, OF_RM_STATIC),
-    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ASKED),
-    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ASKED),
+    "Alpaca": ({"instruction": "Add 1", "input": "1", "output": "2"}, ADDED),
+    "Alpaca without input": ({"instruction": "Add 1\n\n1", "input": "", "output": "2"}, ADDED),
 }
 
 
 @pytest.mark.parametrize(("value", "turns"), FORMS.values(), ids=FORMS)
-def test_every_form_is_told_by_its_keys(value, turns):
+def test_the_keys_of_a_conversation_decide_its_form(value, turns):
     assert parse_conversation(value, PLACE) == turns
 
 
@@ -109,7 +109,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("value", "reason"), WRONG.values(), ids=WRONG)
-def test_what_is_no_conversation_is_refused_in_one_line_with_its_place(value, reason):
+def test_an_invalid_conversation_is_refused_in_one_line_with_its_place(value, reason):
     with pytest.raises(DataError) as error:
         parse_conversation(value, PLACE)
     assert str(error.value).startswith(f"{PLACE}: ")
@@ -125,7 +125,7 @@ def read(path: Path) -> list[tuple[str, list[Turn]]]:
     ]
 
 
-def test_a_folder_may_hold_lines_compressed_ones_and_tables(tmp_path):
+def test_a_folder_may_hold_jsonl_compressed_jsonl_and_parquet(tmp_path):
     line = json.dumps({"messages": DICTS}).encode()
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\n\n" + line)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(line))
@@ -144,7 +144,7 @@ def test_a_folder_may_hold_lines_compressed_ones_and_tables(tmp_path):
     others = ["d2.parquet, row 1", "d3.parquet, row 1"]
     assert read(tmp_path) == [
         *((place, TURNS) for place in places),
-        ("d.parquet, row 1", ASKED),
+        ("d.parquet, row 1", ADDED),
         *((place, TURNS) for place in others),
     ]
 
@@ -204,7 +204,7 @@ def twin():
 """
 
 
-def test_public_things_are_asked_about_once_one_way_or_the_other(tmp_path, monkeypatch):
+def test_the_builtin_conversations_ask_once_about_each_public_name(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text(SOURCE)
@@ -226,7 +226,7 @@ def test_public_things_are_asked_about_once_one_way_or_the_other(tmp_path, monke
         assert there != back
 
 
-def test_the_standard_library_has_a_few_thousand_both_ways_and_none_twice():
+def test_the_builtin_conversations_are_a_few_thousand_and_all_different():
     found = [turns for _, turns in read("builtin")]
     assert 3000 < len(found) < 10_000
     there = sum(question.content.startswith("What does `") for question, _ in found)

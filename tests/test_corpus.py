@@ -28,7 +28,7 @@ def texts(source, column: str = "text") -> list[str]:
 
 
 def one_line(path: Path, column: str = "text") -> str:
-    """The error with which reading these documents ends."""
+    """The error message when these documents are read."""
     with pytest.raises(DataError) as error:
         texts(path, column)
     assert str(error.value).startswith(str(path))
@@ -69,7 +69,7 @@ def write(path: Path, content: bytes | list | dict) -> Path:
         ("a.jsonl", '{"text": "a\u2028b\u0085c"}\n'.encode(), ["a\u2028b\u0085c"]),
     ],
 )
-def test_a_file_holds_these_documents(tmp_path, name, data, expected):
+def test_documents_are_read_from_text_and_json_lines(tmp_path, name, data, expected):
     assert texts(write(tmp_path / name, data)) == expected
 
 
@@ -82,7 +82,7 @@ def test_a_row_of_a_table_is_a_document(tmp_path, column):
 
 
 @pytest.mark.parametrize("kind", [pa.string_view(), pa.large_binary(), "dictionary"], ids=str)
-def test_every_form_of_text_that_parquet_has_is_read(tmp_path, kind):
+def test_every_string_type_of_parquet_is_read(tmp_path, kind):
     if kind == "dictionary":
         column = pa.array(DOCUMENTS).dictionary_encode()
     else:
@@ -90,7 +90,7 @@ def test_every_form_of_text_that_parquet_has_is_read(tmp_path, kind):
     assert texts(write(tmp_path / "a.parquet", {"text": column})) == DOCUMENTS
 
 
-def test_a_folder_holds_all_files_below_it_in_sorted_order(tmp_path):
+def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     write(tmp_path / "b" / "deep" / "er" / "x.jsonl", jsonl("third"))
     write(tmp_path / "a.txt", b"first")
     write(tmp_path / "b" / "a.jsonl.gz", jsonl("second"))
@@ -101,7 +101,7 @@ def test_a_folder_holds_all_files_below_it_in_sorted_order(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.zst", "a.txt.gz", "txt"])
-def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path, name):
+def test_an_unknown_kind_of_file_is_refused_and_the_known_kinds_are_listed(tmp_path, name):
     path = write(tmp_path / name, b"text")
     for place in (path, path.parent):
         with pytest.raises(DataError, match=rf"{place}.*\.txt, \.jsonl, \.jsonl\.gz"):
@@ -109,7 +109,7 @@ def test_another_kind_of_file_is_refused_with_the_kinds_that_are_read(tmp_path, 
 
 
 @pytest.mark.parametrize("column", ["Body", ""])
-def test_a_column_that_is_not_there_is_answered_with_those_that_are(tmp_path, column):
+def test_a_missing_column_is_an_error_that_lists_the_columns(tmp_path, column):
     wanted = f"no column {column!r} (--text_column); it has 'id', 'body'"
     assert wanted in one_line(write(tmp_path / "a.csv", [["id", "body"]]), column)
     assert wanted in one_line(write(tmp_path / "a.parquet", {"id": [1], "body": ["x"]}), column)
@@ -133,7 +133,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
-def test_a_bad_document_has_its_place_and_the_others_are_read(tmp_path, bad, reason):
+def test_a_bad_document_is_reported_with_its_place_and_the_others_are_read(tmp_path, bad, reason):
     name = {bytes: "a.jsonl", dict: "a.parquet", list: "a.csv"}[type(bad)]
     if isinstance(bad, bytes):
         bad = jsonl("good") + b"\n" + bad + b"\n" + jsonl("good")
@@ -145,7 +145,7 @@ def test_a_bad_document_has_its_place_and_the_others_are_read(tmp_path, bad, rea
     assert parse(first) == parse(last) == "good"
 
 
-def test_bytes_that_are_no_utf8_have_their_place(tmp_path):
+def test_bytes_that_are_not_utf8_are_reported_with_their_position(tmp_path):
     sections = b"\xef\xbb\xbf" + b"0123456\n" * (2 * SECTION_BYTES // 8)
     path = write(tmp_path / "a.txt", sections + "春眠".encode("gb18030"))
     last = records(path)[-1].position
@@ -155,7 +155,7 @@ def test_bytes_that_are_no_utf8_have_their_place(tmp_path):
     assert "iconv -f gb18030" in said
 
 
-def test_rows_are_counted_through_row_groups_and_lines_to_the_end_of_a_row(tmp_path):
+def test_positions_are_row_numbers_in_parquet_and_line_numbers_in_csv(tmp_path):
     documents = [f"document {i}" for i in range(3 * corpus.BATCH_ROWS + 5)]
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": documents}), path, row_group_size=100)
@@ -181,7 +181,7 @@ def test_a_quote_that_is_never_closed_is_found_in_bounded_memory(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
-def test_a_damaged_file_is_an_error_with_its_name(tmp_path, name):
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name):
     documents = [f"{i} {random.Random(i).random()}" for i in range(2000)]
     content = {"text": documents} if name == "a.parquet" else jsonl(*documents)
     path = write(tmp_path / name, content)
@@ -200,7 +200,9 @@ def test_a_zst_file_of_several_frames_with_a_wide_window_is_read_whole(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
-def test_a_package_that_is_missing_is_said_with_how_to_install_it(tmp_path, monkeypatch, name):
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / name).write_bytes(b"anything")
@@ -209,7 +211,7 @@ def test_a_package_that_is_missing_is_said_with_how_to_install_it(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl.zst"])
 def test_memory_does_not_grow_with_the_file(tmp_path, name):
-    """The 25 MB of text are one row group where there are such."""
+    """The 25 MB of text are a single row group in the Parquet file."""
     path, dice = tmp_path / name, random.Random(0)
     documents = [dice.randbytes(5000).hex() for _ in range(2500)]
     if name == "a.parquet":
@@ -250,7 +252,7 @@ LONG_TEXTS = {
 def test_sections_of_a_long_text_rejoin_to_it_exactly(tmp_path, text, most):
     path = write(tmp_path / "long.txt", text.encode())
     found = list(read_records([str(path)], section_bytes=most))
-    assert "".join(map(parse, found)) == text  # so no character is split either
+    assert "".join(map(parse, found)) == text  # no character was split
     offset = 0
     for record in found:
         assert record.position == offset

@@ -56,7 +56,7 @@ def relative_error(ours, exact):
     [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)],
     ids=["fp32", "bf16"],
 )
-def test_output_and_gradients_are_those_of_the_formula(shape, dtype, tolerance):
+def test_output_and_gradients_equal_those_of_the_formula(shape, dtype, tolerance):
     ours = with_gradients(row_block_attention, shape, dtype)
     rounded = [x.double() for x in heads(shape, dtype)]
     qkv = [x.requires_grad_() for x in rounded[:3]]
@@ -83,7 +83,7 @@ def test_the_operations_are_registered_as_torch_expects():
     torch.library.opcheck(torch.ops.small_lm.row_block_attention.default, (rows, k, v))
 
 
-def test_on_a_cpu_fast_attention_is_blocks_of_rows_but_with_dropout_plain():
+def test_fast_attention_on_a_cpu_is_row_block_attention_or_plain_attention_with_dropout():
     q, k, v, _ = heads((2, 70, 4, 2, 8))
     assert torch.equal(fast_attention(q, k, v, 0.0), row_block_attention(q, k, v))
     results = []

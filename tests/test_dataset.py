@@ -62,7 +62,7 @@ def test_the_last_target_must_exist_for_a_sample_to_count(tmp_path, tokens, samp
 
 def test_an_id_outside_the_vocabulary_is_found(tmp_path):
     documents = random_documents(300)
-    documents[0][0] = 299  # the largest there is
+    documents[0][0] = 299  # the largest valid id
     documents[-10][0] = 300
     position = sum(map(len, documents[:-10]))
     folder = make_folder(tmp_path / "data", documents, 300, shard_tokens=50)

@@ -56,12 +56,12 @@ def test_cached_logits_equal_those_of_the_whole_sequence(shape):
     torch.testing.assert_close(logits, uncached(model, texts), rtol=1e-5, atol=1e-5)
 
 
-def test_a_cache_that_grows_is_attended_to_without_cudnn(monkeypatch):
-    """cuDNN would make a plan for every length."""
-    asked = []
+def test_decoding_switches_cudnn_attention_off(monkeypatch):
+    """cuDNN would make a plan for every length of the cache."""
+    enabled = []
 
     def attention(*qkv, **options):
-        asked.append(torch.backends.cuda.cudnn_sdp_enabled())
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
         return attend(*qkv, **options)
 
     attend = F.scaled_dot_product_attention
@@ -69,11 +69,11 @@ def test_a_cache_that_grows_is_attended_to_without_cudnn(monkeypatch):
     decoder = Decoder(transformer(n_layers=1))
     cache, _ = decoder.read(ids(3))
     decoder.step(torch.tensor([[7]]), cache)
-    assert asked == [False, False]
-    assert torch.backends.cuda.cudnn_sdp_enabled()  # as training has it
+    assert enabled == [False, False]
+    assert torch.backends.cuda.cudnn_sdp_enabled()  # training may use cuDNN
 
 
-def test_sequences_that_are_kept_go_on_as_if_the_others_had_never_been_there():
+def test_removing_sequences_does_not_change_the_logits_of_the_others():
     model = transformer()
     decoder, texts = Decoder(model), ids(9, 3, 30)
     cache, _ = decoder.read(texts)
@@ -84,7 +84,7 @@ def test_sequences_that_are_kept_go_on_as_if_the_others_had_never_been_there():
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_in_bfloat16_the_logits_are_near_and_in_fp32():
+def test_bfloat16_logits_are_close_and_returned_in_fp32():
     model = transformer()
     texts = ids(20, 3)
     _, logits = Decoder(model, torch.bfloat16).read(texts)
@@ -93,7 +93,7 @@ def test_in_bfloat16_the_logits_are_near_and_in_fp32():
     assert 0 < (logits - expected).abs().max() < 0.1 * expected.abs().max()
 
 
-def test_there_is_no_step_beyond_the_room():
+def test_a_step_beyond_the_context_is_an_error():
     decoder, token = Decoder(transformer()), torch.tensor([[1], [1]])
     cache, _ = decoder.read(ids(149, 2))
     decoder.step(token, cache)
@@ -103,7 +103,7 @@ def test_there_is_no_step_beyond_the_room():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(7, 5), (600, 500), (33, 17)])  # small, reordered, odd
-def test_packed_weights_multiply_as_those_they_were_made_of(dtype, size):
+def test_packed_weights_give_the_products_of_the_original_weights(dtype, size):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(size[1], rows, bias=False, dtype=dtype) for rows in (size[0], 3)]
     x = torch.randn(2, 4, size[1]).to(dtype)
@@ -117,7 +117,7 @@ def test_packed_weights_multiply_as_those_they_were_made_of(dtype, size):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_on_a_gpu_the_logits_are_those_of_the_cpu(shape):
+def test_logits_on_a_gpu_equal_those_on_the_cpu(shape):
     model = transformer(**shape)
     texts, token = ids(5, 130, 64, 1), [1, 2, 3, 4]
     expected = uncached(model, [[*text, id] for text, id in zip(texts, token, strict=True)])

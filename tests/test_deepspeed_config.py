@@ -1,4 +1,4 @@
-"""DeepSpeed's file and the flags, made one; files of guides run, or are told what to change.
+"""DeepSpeed's file and the flags are merged; files of guides work, or an error names the changes.
 
 The fixtures have the keys of the Hugging Face guides' templates, of Accelerate's guide to several
 models and of DeepSpeed-Chat's dictionary.
@@ -81,7 +81,7 @@ FILLED = {
 }
 
 
-def test_flags_fill_every_auto_and_what_is_missing(config):
+def test_flags_fill_every_auto_and_every_missing_key(config):
     before, missing, config = config, {"zero_optimization": {"stage": 2}, "optimizer": {}}, config
     for key in FILLED:
         config = put(config, key, "auto")
@@ -95,11 +95,11 @@ def test_flags_fill_every_auto_and_what_is_missing(config):
         assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (bf16, fp16)
 
 
-def test_autos_of_buckets_get_a_value(config):
+def test_auto_bucket_sizes_get_a_value(config):
     zero = config["zero_optimization"]
     zero |= {"stage": 3} | dict.fromkeys((*BY_WIDTH, *AUTO_DEFAULTS), "auto")
     alone = resolved(config, processes=1)
-    assert alone["zero_optimization"]["overlap_comm"] is False  # nothing to overlap with
+    assert alone["zero_optimization"]["overlap_comm"] is False  # one process sends nothing
     config = resolved(config)
     fill_by_width(config, dim=64)
     assert config["zero_optimization"].items() >= (AUTO_DEFAULTS | OF_WIDTH_64).items()
@@ -132,11 +132,13 @@ def test_autos_of_buckets_get_a_value(config):
         ("train_batchsize", {"enabled": False}, '"train_batchsize" does nothing here'),
     ],
 )
-def test_what_contradicts_or_would_do_nothing_is_refused_by_name(config, key, in_file, named):
+def test_a_key_that_contradicts_a_flag_or_has_no_effect_is_refused_by_name(
+    config, key, in_file, named
+):
     assert named in refused(put(config, key, in_file))
 
 
-def test_all_problems_are_told_at_once(config):
+def test_one_error_lists_all_problems(config):
     config = put(put(config, "gradient_clipping", 9), "optimizer.params.lr", 1)
     config = put(config, "zero_optimization.stage3_max_live_parameters", 1)
     config = put(config, "zero_optimization.round_robin", 1)
@@ -156,14 +158,14 @@ def test_all_problems_are_told_at_once(config):
 
 
 @pytest.mark.parametrize("path", [prefix + keys.split()[-1] for prefix, keys in REFUSED.items()])
-def test_a_key_that_is_not_followed_is_refused_unless_it_is_off(path):
+def test_an_unsupported_key_is_refused_unless_it_is_off(path):
     offload = {"device": "cpu"}
     base = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}, "bf16": {}}
     assert f'remove "{path}"' in refused(put(base, path, {"topk_ratio": 0.1}))
     resolved(put(base, path, {"enabled": False, "max_out_tokens": 512}))
 
 
-def test_muon_takes_the_place_of_the_files_optimizer_where_a_process_has_whole_matrices(config):
+def test_muon_replaces_the_files_optimizer_below_stage_3_without_offloading(config):
     done = resolved(config, MUON)
     assert "optimizer" not in done
     assert done["zero_allow_untested_optimizer"] is True
@@ -173,9 +175,7 @@ def test_muon_takes_the_place_of_the_files_optimizer_where_a_process_has_whole_m
     assert "--optimizer muon cannot be offloaded" in refused(offload, MUON)
 
 
-def test_offloaded_without_a_compiler_pytorchs_adam_takes_the_place_of_deepspeeds(
-    config, tmp_path, monkeypatch
-):
+def test_offloading_without_a_compiler_uses_pytorchs_adam(config, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     config["optimizer"]["params"] = {}
@@ -189,7 +189,7 @@ def test_offloaded_without_a_compiler_pytorchs_adam_takes_the_place_of_deepspeed
     assert "torch_adam" not in resolved(config)["optimizer"]["params"]
 
 
-def test_nvme_needs_a_folder_and_buffers_that_are_let_go_of(config):
+def test_nvme_needs_a_path_and_a_reuse_distance_of_0(config):
     zero = {"stage": 3, "offload_param": {"device": "nvme"}}
     config["zero_optimization"] |= zero
     assert '"stage3_max_reuse_distance": 0' in refused(config)
@@ -216,14 +216,14 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, says):
 
 def fixture(name: str) -> dict:
     config = read_config(str(FIXTURES / f"{name}.json"))
-    if "aio" in config["zero_optimization"]:  # the guide's section stands where nobody reads it
+    if "aio" in config["zero_optimization"]:  # DeepSpeed does not read it there
         config["aio"] = config["zero_optimization"].pop("aio")
         config["zero_optimization"]["stage3_max_reuse_distance"] = 0
     return config
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_the_guides_files_run_as_they_are_and_are_filled_as_the_trainer_fills_them(name):
+def test_the_guides_files_are_accepted_and_auto_gets_the_values_of_transformers(name):
     size, steps = 1 if name.endswith("teacher") else 4, 1 if name.startswith("accelerate") else 4
     args = TrainingArguments(batch_size=size, accumulation_steps=steps, learning_rate=3e-4)
     before, found = fixture(name), resolved(fixture(name), args)
@@ -235,7 +235,7 @@ def test_the_guides_files_run_as_they_are_and_are_filled_as_the_trainer_fills_th
             assert found["zero_optimization"][key] == value
 
 
-def test_deepspeed_chats_dictionary_is_told_all_at_once_and_runs_at_stage_3():
+def test_deepspeed_chats_configuration_gets_one_error_and_is_accepted_at_stage_3():
     config = fixture("deepspeed_chat")
     message = refused(config)
     for part in ('remove "hybrid_engine"', "stage3_prefetch", '"fp16.enabled" is true, but'):
@@ -272,13 +272,13 @@ def scheduler(kind, **params) -> dict:
         ),
     ],
 )
-def test_a_scheduler_decides_where_no_flag_is_typed(config, taken):
+def test_the_files_scheduler_decides_if_no_flag_is_typed(config, taken):
     args, said, problems = take_schedule(config, ARGS, "their.json")
     assert args == replace(ARGS, **taken)
     assert all(f"--{flag} {value}" in said for flag, value in taken.items())
     assert said.startswith(config["scheduler"]["type"] + " of their.json")
     assert said.endswith("the warm-up is linear here")
-    again, _, _ = take_schedule(config, args)  # typed as well, and the same
+    again, _, _ = take_schedule(config, args)  # the same values, typed as flags
     assert again == args
     assert problems == []
 
@@ -304,6 +304,6 @@ def test_without_a_scheduler_the_flag_decides_and_a_cosine_is_the_default(config
         (scheduler("OneCycle"), {}, "WarmupLR or WarmupDecayLR or WarmupCosineLR"),
     ],
 )
-def test_another_curve_and_a_flag_that_contradicts_are_refused(config, typed, named):
+def test_an_unsupported_scheduler_or_one_that_contradicts_a_flag_is_refused(config, typed, named):
     config = {"zero_optimization": {"stage": 2}} | config
     assert named in refused(config, replace(ARGS, **typed))

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs before training; the model that it builds: integration/test_engines.py."""
+"""What DeepSpeed needs before training; integration/test_engines.py tests the training."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
         ({"optimizer": {"params": {}}, "zero_optimization": {}}, ["FusedAdamBuilder"]),
         ({"optimizer": {"params": {}}, "zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),
         ({"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": CPU_ONLY}, []),
-        ({"zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),  # exchanged
+        ({"zero_optimization": CPU_ONLY}, ["CPUAdamBuilder"]),  # Accelerate uses DeepSpeed's Adam
         ({"zero_optimization": CPU_ONLY, "zero_force_ds_cpu_optimizer": False}, []),
         (
             {"optimizer": {"params": {"torch_adam": True}}, "zero_optimization": ON_NVME},
@@ -38,11 +38,13 @@ def test_two_runs_do_not_share_a_folder_on_nvme(tmp_path):
         ),
     ],
 )
-def test_what_an_engine_needs(config, needed):
+def test_the_operations_that_a_configuration_needs_are_found(config, needed):
     assert own_operations(config) == needed
 
 
-def test_a_start_that_compiles_says_so_and_a_failure_is_one_line(monkeypatch, tmp_path, capsys):
+def test_compiling_an_operation_is_announced_and_a_failure_is_one_line(
+    monkeypatch, tmp_path, capsys
+):
     from deepspeed.ops import op_builder
 
     def fail():

@@ -49,7 +49,7 @@ def test_every_precision_has_a_peak_of_its_own_and_unknown_devices_have_none(nam
     assert [peak_flops(name, precision) for precision in PRECISIONS] == pytest.approx(peaks)
 
 
-def test_the_precision_of_matrix_products(monkeypatch):
+def test_matrix_precision_follows_mixed_precision_and_tf32(monkeypatch):
     for mixed_precision, tf32, precision in (
         ("no", False, "fp32"),
         ("no", True, "tf32"),
@@ -60,7 +60,7 @@ def test_the_precision_of_matrix_products(monkeypatch):
         assert matrix_precision(mixed_precision) == precision
 
 
-def test_mfu_by_hand():
+def test_mfu_equals_a_count_by_hand():
     assert mfu(1e5, 1e9, 1e15, devices=4) == pytest.approx(0.025)
     assert mfu(1e5, 1e9, None, devices=2) is None
 
@@ -103,11 +103,11 @@ def test_attention_on_a_cpu_is_plain_or_blocks_of_rows():
         assert kernel.startswith(said)
 
 
-def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypatch):
-    asked = {}
+def test_the_attention_kernel_is_looked_up_for_the_tensors_of_training(monkeypatch):
+    given = {}
 
     def choice(q, k, v, **options):
-        asked[q.dtype] = (q.shape, k.shape, v.shape, q.requires_grad, options)
+        given[q.dtype] = (q.shape, k.shape, v.shape, q.requires_grad, options)
         return int(SDPBackend.MATH.value if q.dtype == torch.float32 else 1)
 
     assert attention_kernel(LMConfig(**CONFIG), torch.float32, GPU)  # PyTorch's own answer
@@ -119,11 +119,11 @@ def test_pytorch_is_asked_about_the_tensors_that_attention_will_give_it(monkeypa
     assert all_scores == KERNELS[0]
     wide, narrow = (1, 4, 32, 16), (1, 2, 32, 16)
     causal = {"dropout_p": 0.0, "is_causal": True}
-    assert asked[torch.bfloat16] == (wide, narrow, narrow, True, causal | {"enable_gqa": True})
-    assert asked[torch.float32] == (wide, wide, wide, True, causal | {"enable_gqa": False})
+    assert given[torch.bfloat16] == (wide, narrow, narrow, True, causal | {"enable_gqa": True})
+    assert given[torch.float32] == (wide, wide, wide, True, causal | {"enable_gqa": False})
 
 
-def test_memory_of_this_process():
+def test_available_and_peak_memory_are_plausible():
     alone, shared = available_memory(CPU, 1), available_memory(CPU, 2)
     assert 0 < shared < alone < 2**14 * GIB
     assert peak_memory_bytes(CPU) > 50e6
@@ -167,7 +167,7 @@ def test_the_cores_are_divided_unless_the_user_says_how_many(monkeypatch, enviro
     clean = {k: v for k, v in os.environ.items() if k not in names}
     monkeypatch.setattr(os, "environ", clean | environ)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     use_all_cores()
-    assert told == ([used] if used else [])
+    assert threads == ([used] if used else [])

@@ -20,7 +20,7 @@ def some_logits(seed: int) -> Tensor:
 
 
 def some_targets() -> Tensor:
-    """The first sequence has none, the others not everywhere."""
+    """Targets: all ignored in the first sequence, some ignored in the others."""
     targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
     targets[0] = IGNORE_INDEX
     targets[1:, ::3] = IGNORE_INDEX
@@ -30,7 +30,7 @@ def some_targets() -> Tensor:
 def by_hand(
     logits: Tensor, theirs: Tensor, targets: Tensor, alpha: float, temperature: float, kl: str
 ) -> tuple[Tensor, float, float, float]:
-    """Loss, hard, soft and agreement, a position at a time, probability by probability."""
+    """Return loss, hard loss, soft loss and agreement, computed one position at a time."""
     hard, soft, same = [], [], []
     for ours, others, target in zip(
         logits.flatten(0, 1), theirs.flatten(0, 1), targets.flatten(), strict=True
@@ -66,7 +66,7 @@ def with_gradient(
 @EVERY_KL
 @pytest.mark.parametrize("temperature", [1, 2.5])
 @pytest.mark.parametrize("alpha", [0, 0.3, 1])
-def test_loss_and_gradient_are_those_of_the_formula(kl, temperature, alpha):
+def test_loss_and_gradient_equal_those_of_the_formula(kl, temperature, alpha):
     ours, theirs, targets = some_logits(1), some_logits(1) + some_logits(2), some_targets()
     settings = {"alpha": alpha, "temperature": temperature, "kl": kl}
     found, gradient = with_gradient(ours, theirs, targets, **settings)
@@ -88,7 +88,9 @@ def test_loss_and_gradient_are_those_of_the_formula(kl, temperature, alpha):
         pytest.param("forward", torch.bfloat16, 8, True, marks=needs_compiler),
     ],
 )
-def test_a_chunk_at_a_time_gives_the_same_compiled_or_not(monkeypatch, kl, dtype, tokens, compiled):
+def test_chunks_give_the_loss_and_gradient_of_the_whole_compiled_or_not(
+    monkeypatch, kl, dtype, tokens, compiled
+):
     ours, theirs, targets = some_logits(1).to(dtype), some_logits(2).to(dtype), some_targets()
     whole, expected = with_gradient(ours, theirs, targets, kl=kl)
     monkeypatch.setattr(module, "CHUNK_LOGITS", tokens * VOCAB + 1)  # the last chunk is smaller
@@ -99,7 +101,7 @@ def test_a_chunk_at_a_time_gives_the_same_compiled_or_not(monkeypatch, kl, dtype
 
 
 @EVERY_KL
-def test_tokens_that_no_text_has_are_known_to_the_hard_loss_alone(kl):
+def test_logits_beyond_the_tokenizer_count_only_in_the_hard_loss(kl):
     ours, theirs, targets = some_logits(1), some_logits(2), some_targets()
     without, _ = with_gradient(ours, theirs, targets, kl=kl)
     roomy = torch.cat([ours, some_logits(3)[..., :5]], dim=-1)
@@ -108,11 +110,11 @@ def test_tokens_that_no_text_has_are_known_to_the_hard_loss_alone(kl):
     torch.testing.assert_close(found[2], without[2])
     torch.testing.assert_close(found[1], hard)
     assert hard > without[1] + 0.01
-    assert gradient[targets != IGNORE_INDEX][:, VOCAB:].min() > 0  # away from these
+    assert gradient[targets != IGNORE_INDEX][:, VOCAB:].min() > 0  # training lowers these logits
 
 
 @EVERY_KL
-def test_where_no_target_counts_there_is_no_loss_and_no_gradient(kl):
+def test_without_a_target_that_counts_loss_and_gradient_are_zero(kl):
     targets = torch.full((BATCH, SEQ_LEN), IGNORE_INDEX)
     found, gradient = with_gradient(some_logits(1), some_logits(2), targets, kl=kl)
     assert [x.item() for x in found] == [0, 0, 0, 0]

@@ -32,7 +32,7 @@ def ended_by(error: Exception, capsys, *expected: type[Exception]) -> str:
         (OSError(errno.ENOSPC, "full", "out/x"), "no space left on the disk: [Errno 28] full: 'o"),
     ],
 )
-def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, said):
+def test_an_expected_error_or_a_full_disk_prints_one_line_on_stderr(capsys, error, said):
     line = ended_by(error, capsys, ValueError)  # UsageError's parent
     assert line.startswith(f"prog: error: {said}")
     assert line.count("\n") == 1
@@ -41,7 +41,7 @@ def test_an_expected_error_or_a_full_disk_is_one_line_on_stderr(capsys, error, s
 @pytest.mark.parametrize(
     "error", [OtherError("boom"), BrokenPipeError(errno.EPIPE, "a worker's, not the output's")]
 )
-def test_other_errors_and_exits_pass_through(error):
+def test_other_errors_pass_through(error):
     with pytest.raises(type(error)), one_line_errors("prog", UsageError):
         raise error
 
@@ -56,14 +56,14 @@ WRITES = """
 """
 FAILS = """
     print(0, flush=True)
-    input()  # until nobody reads any more
+    input()  # until the reader has closed the pipe
     print(1)
     raise UsageError("x")
 """
 
 
 def command(lines: str) -> dict:
-    """A program, for `subprocess`, whose output is buffered as it is for most people."""
+    """Arguments for `subprocess` that run these lines, with Python's usual buffering of output."""
     environ = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     return {"args": [sys.executable, "-c", PROGRAM + lines], "cwd": REPOSITORY, "env": environ}
 
@@ -71,7 +71,7 @@ def command(lines: str) -> dict:
 @pytest.mark.parametrize(
     ("lines", "code", "says"), [(WRITES, 141, b""), (FAILS, 2, b"prog: error: x\n")]
 )
-def test_a_reader_that_has_seen_enough_ends_a_program_with_no_word_but_its_error(lines, code, says):
+def test_a_closed_pipe_ends_a_program_with_no_message_but_its_own_error(lines, code, says):
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(**command(lines), **pipes) as process:
         assert process.stdout.readline() == b"0\n"
@@ -96,7 +96,9 @@ def test_output_that_is_closed_or_full_leaves_no_traceback(output, lines, code, 
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, monkeypatch):
+def test_a_machines_first_rank_prints_its_error_at_once_and_the_other_ranks_wait(
+    capsys, monkeypatch
+):
     waited = []
     monkeypatch.setattr(errors.time, "sleep", waited.append)
     monkeypatch.setattr(errors.signal, "signal", lambda *handler: waited.append(handler))
@@ -104,7 +106,7 @@ def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, 
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog: error: x\n"
     assert waited == []
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "0")  # the first of another machine
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first rank of another machine
     assert ended_by(UsageError("x"), capsys, UsageError) == "prog (rank 3): error: x\n"
     assert waited == []
     monkeypatch.delenv("LOCAL_RANK")
@@ -114,8 +116,8 @@ def test_a_machines_first_rank_speaks_first_and_others_say_who_they_are(capsys, 
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_program_is_being_imported_is_one_line(tmp_path):
-    """A torch that interrupts as the keys would."""
+def test_ctrl_c_during_the_imports_prints_one_line(tmp_path):
+    """The test's own torch raises KeyboardInterrupt when it is imported."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
     ended = subprocess.run(
         [sys.executable, "train_pretrain_accelerate.py"],

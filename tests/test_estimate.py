@@ -1,4 +1,4 @@
-"""The estimate of memory and traffic, beside state by hand and tensors that autograd saves."""
+"""The estimate of memory and traffic, compared with formulas and with measured runs."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def workload(
 
 @pytest.mark.parametrize(
     ("engine", "dtype", "per_parameter", "in_ram", "on_nvme"),
-    [  # bytes per parameter of one of 4 processes
+    [  # bytes per parameter on each of 4 processes
         ("ddp", "bfloat16", 4 + 4 + 8, 0, 0),
         ("zero1", "bfloat16", 2 + 4 + 12 / 4, 0, 0),
         ("zero2", "bfloat16", 2 + 4 / 4 + 12 / 4, 0, 0),
@@ -59,7 +59,9 @@ def workload(
         ("zero_infinity", "bfloat16", 4 / 4, 0, 18 / 4),
     ],
 )
-def test_state_is_that_of_the_formulas(engine, dtype, per_parameter, in_ram, on_nvme):
+def test_the_state_of_each_engine_has_the_bytes_of_its_formula(
+    engine, dtype, per_parameter, in_ram, on_nvme
+):
     work = workload(processes=4, dtype=dtype)
     found, n = estimate(KINDS[engine], work), work.total
     assert found.held == pytest.approx(per_parameter * n, abs=1)
@@ -99,7 +101,7 @@ def test_muon_adapters_and_a_teacher_change_the_state():
         ({"n_heads": 8, "dropout": 0.1}, "blocks", 0.52),
     ],
 )
-def test_the_estimate_is_near_what_a_process_was_seen_to_use(shape, recompute, measured):
+def test_the_estimate_is_near_the_measured_memory(shape, recompute, measured):
     shape = {"dim": 256, "n_layers": 8, "max_seq_len": 256, "vocab_size": 1024} | shape
     shape["hidden_dim"] = None
     work = workload(
@@ -108,7 +110,7 @@ def test_the_estimate_is_near_what_a_process_was_seen_to_use(shape, recompute, m
     assert estimate(DDP, work).peak / GIB == pytest.approx(measured, rel=0.15)
 
 
-def test_less_is_kept_by_compiled_code_by_recomputing_and_by_chunks_of_a_large_vocabulary():
+def test_compiling_recomputing_and_chunks_of_logits_lower_the_estimate():
     def working(**changes) -> int:
         return estimate(DDP, workload(**changes)).working
 
@@ -130,7 +132,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(engine):
     assert largest_batch(kind, work, OVERHEAD) == 0
 
 
-def test_bytes_sent_by_hand():
+def test_the_bytes_sent_equal_a_count_by_hand():
     n, sent = workload().total, {}
     for name, kind in KINDS.items():
         work = workload(processes=4, accumulation_steps=3)
@@ -139,11 +141,12 @@ def test_bytes_sent_by_hand():
     assert sent["ddp"] == pytest.approx(2 * 4, rel=1e-3)
     assert sent["zero1"] == pytest.approx(2 * (2 + 1), rel=1e-3)
     assert sent["zero2"] == pytest.approx(2 * (2 * 3 + 1), rel=1e-3)
-    assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)  # all weights stay in reach
+    # Here the weights stay gathered from forward to backward.
+    assert sent["zero3"] == pytest.approx(2 * 3 * (1 + 1), rel=1e-3)
     assert sent["zero_infinity"] == pytest.approx(2 * 3 * (1 + 2), rel=1e-3)
 
 
-def test_engines_are_tried_from_the_one_that_sends_least():
+def test_ddp_is_tried_first_and_another_engine_fits_where_ddp_does_not():
     work = workload(processes=64, shape={"dim": 512}, batch_size=1)
     assert [kind.config for kind in engines(64)] == ["ddp", *FILES]
     tight = OVERHEAD + 12 * work.total

@@ -84,7 +84,7 @@ def value(result: dict, name: str) -> float:
 
 
 @pytest.mark.parametrize("limit", [0, 7])
-def test_without_data_the_validation_of_the_run_is_scored(
+def test_without_data_the_validation_split_of_the_run_is_scored(
     evaluate, accelerator, packed, trained_run, limit
 ):
     dataset = PackedDataset(packed, "val", SEQ_LEN)
@@ -114,7 +114,7 @@ def test_without_data_the_validation_of_the_run_is_scored(
     assert f" accuracy: {value(result, 'accuracy'):.2%}  " in out
 
 
-def test_a_folder_of_text_is_recognised_and_a_column_named(evaluate, tmp_path):
+def test_a_folder_of_text_is_scored_with_the_named_column(evaluate, tmp_path):
     text = "sum 3: 1 + 3 = 4; 第三句\n"
     (folder := tmp_path / "texts").mkdir()
     (folder / "a.txt").write_text(text, encoding="utf-8")
@@ -143,7 +143,9 @@ def test_questions_are_answered_with_the_delimiter_or_as_turns(
     assert "--delimiter is for questions without the template" in said
 
 
-def test_prepared_conversations_and_their_text_give_the_same_numbers(evaluate, packed, tmp_path):
+def test_prepared_conversations_and_their_source_file_give_the_same_numbers(
+    evaluate, packed, tmp_path
+):
     path, out = write_lines(tmp_path / "chat.jsonl", CHATS), tmp_path / "out"
     flags = ["--conversations", path, "--tokenizer", packed / TOKENIZER_FILE, "--out", out]
     prepare_data.main([*map(str, flags), "--val_fraction", "0"])
@@ -156,7 +158,9 @@ def test_prepared_conversations_and_their_text_give_the_same_numbers(evaluate, p
     assert "1 left out" in said
 
 
-def test_several_models_are_scored_on_the_first_documents(evaluate, trained_run, corpus, tmp_path):
+def test_several_models_are_scored_on_the_same_first_documents(
+    evaluate, trained_run, corpus, tmp_path
+):
     other = shutil.copytree(trained_run / "weights", tmp_path / "other")
     out, results = evaluate("--data", corpus, "--limit", 20, runs=(trained_run, other))
     names = [str(trained_run / "weights"), str(other)]
@@ -177,7 +181,7 @@ def test_several_models_are_scored_on_the_first_documents(evaluate, trained_run,
         ({"instruction": "1?", "output": "2"}, None, "conversations"),
     ],
 )
-def test_the_first_line_or_row_tells_the_task(content, text_column, task, tmp_path):
+def test_the_first_line_or_row_decides_the_task(content, text_column, task, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [content])
     assert detect_task(str(path), text_column) == task
     if task != "choice":
@@ -197,7 +201,7 @@ def test_the_first_line_or_row_tells_the_task(content, text_column, task, tmp_pa
         (f"--data CORPUS --stride {SEQ_LEN + 1}", f"leaves tokens out: at most {SEQ_LEN}"),
     ],
 )
-def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
+def test_flags_that_cannot_work_are_refused_in_one_line(refused, corpus, flags, says):
     assert says in refused(*flags.replace("CORPUS", str(corpus)).split())
 
 
@@ -210,7 +214,9 @@ def test_flags_that_cannot_work_end_in_one_line(refused, corpus, flags, says):
         ("a.jsonl", [*QUESTIONS, {"text": "x"}], "", "a.jsonl, line 4: no question"),
     ],
 )
-def test_data_that_cannot_be_scored_ends_in_one_line(refused, tmp_path, name, lines, flags, says):
+def test_data_that_cannot_be_scored_is_refused_in_one_line(
+    refused, tmp_path, name, lines, flags, says
+):
     assert says in refused("--data", write_lines(tmp_path / name, lines), *flags.split())
 
 
@@ -221,9 +227,9 @@ def test_data_of_another_tokenizer_is_refused(refused, packed, tmp_path):
     assert "other has another tokenizer" in refused("--data", tmp_path / "other")
 
 
-def test_weights_alone_need_data_and_broken_ones_give_no_number(refused, packed, tmp_path):
+def test_weights_without_a_run_need_data_and_broken_weights_are_an_error(refused, packed, tmp_path):
     model = opinionated(VOCAB_SIZE, SEQ_LEN)
-    model.norm.weight.data.fill_(3e38)  # finite, but what comes out is not
+    model.norm.weight.data.fill_(3e38)  # finite, but the logits are not
     weights = write_weights(tmp_path / "weights", model, packed / TOKENIZER_FILE)
     assert "pass --data" in refused(run=weights)
     line = refused("--data", packed, run=weights)

@@ -1,4 +1,4 @@
-"""The file as the gguf package reads it."""
+"""The file of scripts.export_gguf, read by the gguf package."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ from formats.portable import load_portable, save_portable
 from model import LMConfig, Transformer
 from scripts import export_gguf
 
-# No field but the vocabulary's size is LMConfig's own; rows of 96 and 160 are whole blocks of 32.
+# No value is LMConfig's default; rows of 96 and 160 are whole blocks of 32.
 SHAPE = {
     "dim": 96,
     "n_layers": 2,
@@ -64,7 +64,7 @@ def types(reader: gguf.GGUFReader) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_every_weight_is_there_under_llamas_name_and_to_the_bit(weights, tie_embeddings):
+def test_every_weight_is_stored_to_the_bit_under_its_gguf_name(weights, tie_embeddings):
     folder = weights(tie_embeddings=tie_embeddings)
     stored, model = tensors(export(folder)), load_portable(folder)
     block = model.layers[1]
@@ -84,7 +84,7 @@ def test_every_weight_is_there_under_llamas_name_and_to_the_bit(weights, tie_emb
     assert len(stored) == 20 + (not tie_embeddings)
 
 
-def test_the_shape_is_there_under_llamas_keys(weights):
+def test_the_shape_is_stored_under_the_gguf_keys_of_llama(weights):
     reader = export(weights())
     assert key(reader, "general.architecture") == "llama"
     expected = {
@@ -102,7 +102,7 @@ def test_the_shape_is_there_under_llamas_keys(weights):
     assert {name: key(reader, f"llama.{name}") for name in expected} == expected
 
 
-def test_the_tokenizer_is_there_piece_by_piece_and_room_beyond_it_unused(weights, packed):
+def test_the_tokenizer_is_stored_piece_by_piece_and_further_ids_are_unused(weights, packed):
     reader = export(weights(vocab_size=416))
     model = sentencepiece.SentencePieceProcessor(model_file=str(packed / TOKENIZER_FILE))
     ids = list(range(400))
@@ -126,7 +126,7 @@ def test_the_tokenizer_is_there_piece_by_piece_and_room_beyond_it_unused(weights
         assert key(reader, f"tokenizer.ggml.{name}") is False
 
 
-def test_scaled_rotations_are_there_as_the_factors_that_slow_them_down(weights):
+def test_rope_scaling_is_stored_as_one_factor_per_frequency(weights):
     scaling = {"low_freq_factor": 0.5, "high_freq_factor": 4.0, "original_max_seq_len": 200}
     slower = tensors(export(weights(rope_scaling={"factor": 8.0, **scaling})))["rope_freqs.weight"]
     assert slower.shape == (8,)  # half of head_dim
@@ -170,7 +170,9 @@ def test_rows_and_tokenizers_that_gguf_cannot_hold_are_refused(weights, refusal)
 
 @pytest.mark.parametrize(("kind", "value"), [("f16", 1e5), ("q8_0", 1e8)])
 @pytest.mark.filterwarnings("error")
-def test_weights_that_the_type_cannot_hold_leave_no_file(kind, value, weights, refusal):
+def test_a_weight_too_large_for_the_type_is_refused_and_leaves_no_file(
+    kind, value, weights, refusal
+):
     folder = weights()
     model = load_portable(folder)
     model.layers[0].attention.wq.weight.data[0, 0] = value
@@ -180,7 +182,7 @@ def test_weights_that_the_type_cannot_hold_leave_no_file(kind, value, weights, r
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_a_place_that_is_taken_is_refused_and_a_full_disk_left_empty(weights, small_disk, refusal):
+def test_an_existing_file_is_refused_and_a_full_disk_is_left_empty(weights, small_disk, refusal):
     folder, disk = weights(), small_disk("64k")
     out = folder.parent / "model.gguf"
     out.touch()
@@ -190,7 +192,7 @@ def test_a_place_that_is_taken_is_refused_and_a_full_disk_left_empty(weights, sm
     assert list(disk.iterdir()) == []
 
 
-def test_a_model_that_answers_has_its_template_in_the_file(weights):
+def test_the_file_of_a_chat_model_has_its_template(weights):
     folder = weights()
     assert export(folder).get_field("tokenizer.chat_template") is None
     (folder / TEMPLATE_FILE).touch()

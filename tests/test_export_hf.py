@@ -52,7 +52,7 @@ def exported(weights, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(weights, tmp_path_factory) -> Path:
-    """The weights, as those of a model that has learned to answer."""
+    """The weights with a chat template, as a fine-tuned model has it."""
     folder = shutil.copytree(weights, tmp_path_factory.mktemp("chat") / "w")
     (folder / TEMPLATE_FILE).write_text(PLAIN_JINJA, encoding="utf-8")
     return folder
@@ -92,7 +92,7 @@ def test_transformers_computes_equal_logits(packed, tmp_path, dtype, changes):
     torch.testing.assert_close(logits_of(tmp_path / "hf"), ours, atol=1e-5, rtol=0)
 
 
-def test_a_weight_that_the_dtype_cannot_hold_leaves_nothing(packed, tmp_path, refusal):
+def test_a_weight_too_large_for_the_dtype_is_refused_and_leaves_nothing(packed, tmp_path, refusal):
     weights = write_weights(tmp_path / "w", packed)
     model = load_portable(weights)
     model.layers[0].attention.wq.weight.data[0, 0] = 1e5
@@ -102,7 +102,7 @@ def test_a_weight_that_the_dtype_cannot_hold_leaves_nothing(packed, tmp_path, re
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
 
 
-def test_the_settings_are_what_transformers_asks_for(exported):
+def test_the_exported_settings_are_those_that_transformers_reads(exported):
     config = AutoModelForCausalLM.from_pretrained(exported).config
     assert config.max_position_embeddings == SHAPE["max_seq_len"]
     assert (config.bos_token_id, config.eos_token_id, config.head_dim) == (1, 2, 8)
@@ -115,7 +115,7 @@ def test_the_settings_are_what_transformers_asks_for(exported):
     markers = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token)
     assert markers == ("<s>", "</s>", "<unk>")
     assert (tokenizer.model_max_length, len(tokenizer)) == (SHAPE["max_seq_len"], VOCAB_SIZE)
-    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # all of it fits generate()
+    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}  # generate() takes both
     assert tokenizer.chat_template is None
 
 
@@ -131,7 +131,7 @@ def test_auto_tokenizer_gives_equal_ids_and_text(weights, exported):
         assert theirs.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == text
 
 
-def test_a_model_that_answers_is_exported_with_its_template(chat, exported, tmp_path):
+def test_a_chat_model_is_exported_with_its_template(chat, exported, tmp_path):
     export_hf.main([str(chat), str(tmp_path / "hf")])
     assert "'role': 'user'" in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
     ours, theirs = load_trained(str(chat)).tokenizer, AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -140,8 +140,8 @@ def test_a_model_that_answers_is_exported_with_its_template(chat, exported, tmp_
     for _ in range(30):
         turns = [Turn(role, "".join(chooser.choices(parts, k=3))) for role in ROLES]
         messages = [turn._asdict() for turn in turns]
-        asked = theirs.apply_chat_template(messages, add_generation_prompt=True, **how)
-        assert asked == encode_chat_prompt(ours, turns)
+        prompt = theirs.apply_chat_template(messages, add_generation_prompt=True, **how)
+        assert prompt == encode_chat_prompt(ours, turns)
     turns = [Turn("user", "</s>"), Turn("assistant", "<s>")]
     messages = [turn._asdict() for turn in turns]
     theirs.save_pretrained(tmp_path / "again")
@@ -153,7 +153,9 @@ def test_a_model_that_answers_is_exported_with_its_template(chat, exported, tmp_
         assert load_trained(str(tmp_path / name)).chats == (name == "chats")
 
 
-def test_a_tokenizer_without_an_equal_is_refused_and_can_be_left_out(weights, tmp_path, refusal):
+def test_a_tokenizer_that_cannot_be_converted_is_refused_and_can_be_left_out(
+    weights, tmp_path, refusal
+):
     shutil.copytree(weights, tmp_path / "w")
     path = tmp_path / "w" / "tokenizer.model"
     model = ModelProto.FromString(path.read_bytes())
@@ -165,7 +167,9 @@ def test_a_tokenizer_without_an_equal_is_refused_and_can_be_left_out(weights, tm
     assert logits_of(tmp_path / "hf").shape == (2, 40, VOCAB_SIZE)
 
 
-def test_mistakes_end_in_one_line_and_leave_nothing(weights, exported, tmp_path, refusal):
+def test_a_wrong_argument_is_refused_in_one_line_and_leaves_nothing(
+    weights, exported, tmp_path, refusal
+):
     bare = shutil.copytree(weights, tmp_path / "bare")
     (bare / "tokenizer.model").unlink()
     mistakes = {

@@ -14,7 +14,7 @@ ON_A_GPU = (
 
 
 def said(error: Exception, recompute: str = "off", **model_settings) -> str:
-    """In the place of this error of a run with two micro-batches of 24 sequences."""
+    """The message that replaces this error in a run with two micro-batches of 24 sequences."""
     args = TrainingArguments(batch_size=24, accumulation_steps=2, gradient_checkpointing=recompute)
     with pytest.raises(UsageError) as raised, one_line_failures(args, model_settings):
         raise error
@@ -29,7 +29,7 @@ def said(error: Exception, recompute: str = "off", **model_settings) -> str:
         (MemoryError(), "MemoryError"),
     ],
 )
-def test_flags_in_use_and_the_way_out_are_named(error, details):
+def test_out_of_memory_names_the_flags_in_use_and_what_to_change(error, details):
     line = said(error, max_seq_len=1024, dim=64)
     flags = "--batch_size 24 --accumulation_steps 2"
     assert line.startswith(f"out of memory with {flags}: a smaller --batch_size with larger ")
@@ -42,7 +42,7 @@ def test_flags_in_use_and_the_way_out_are_named(error, details):
         assert named is (recompute != "blocks")
 
 
-def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
+def test_pytorchs_error_about_cpu_memory_is_recognised():
     with (
         pytest.raises(UsageError, match="8796093022208"),
         one_line_failures(TrainingArguments(), {}),
@@ -58,13 +58,13 @@ def test_what_pytorch_says_when_a_cpus_memory_has_run_out_is_understood():
         ("[gloo/buffer.cc:81] Timed out waiting 1800000ms for recv operation", "does not answer"),
     ],
 )
-def test_a_process_that_waited_for_one_that_is_gone_says_so(text, what):
+def test_a_process_that_waits_for_a_dead_process_says_so(text, what):
     line = said(RuntimeError(text))
     assert line.startswith(f"another process {what}")
     assert f"({text.split('. ')[0]}); use --resume auto" in line
 
 
-def test_other_errors_are_what_they_were():
+def test_other_errors_are_raised_unchanged():
     error = RuntimeError("shapes differ")
     with pytest.raises(RuntimeError) as raised, one_line_failures(TrainingArguments(), {}):
         raise error

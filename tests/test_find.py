@@ -10,7 +10,7 @@ from storage.folder import RunFolder
 
 
 def make_run(path: Path, written: float) -> RunFolder:
-    """A run whose metrics were written so many seconds after 1970."""
+    """Make a run whose metrics were written at `written`, in seconds after 1970."""
     path.mkdir(parents=True)
     run = RunFolder(path)
     run.metrics.touch()
@@ -23,7 +23,7 @@ def run(tmp_path) -> Path:
     return make_run(tmp_path / "runs" / "mine", 1000).path
 
 
-def test_auto_is_the_run_written_to_last_and_of_the_program_asked_for(run, tmp_path):
+def test_auto_finds_the_newest_run_of_the_requested_program(run, tmp_path):
     older = make_run(tmp_path / "runs" / "older", 1)
     older.settings.write_text('{"program": "train_sft_accelerate.py"}')
     (tmp_path / "runs" / "file").touch()
@@ -33,14 +33,16 @@ def test_auto_is_the_run_written_to_last_and_of_the_program_asked_for(run, tmp_p
         find_run("auto", tmp_path / "none")
 
 
-def test_a_path_is_taken_as_it_is(run, tmp_path, monkeypatch):
+def test_a_path_is_used_unchanged(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_run(str(run), tmp_path / "elsewhere") == run
     with pytest.raises(UsageError, match=r"zebra: no such folder$"):
         find_run("zebra", Path("runs"))
 
 
-def test_the_data_of_a_run_is_that_of_its_weights_and_checkpoints_too(run, tmp_path, monkeypatch):
+def test_the_data_of_a_run_is_found_from_its_weights_and_checkpoints_too(
+    run, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "data"
     (run / "settings.json").write_text(json.dumps({"arguments": {"data": str(data)}}))

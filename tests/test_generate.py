@@ -1,4 +1,4 @@
-"""scripts.generate: prompts in, continuations out; and what all programs that write refuse."""
+"""scripts.generate: prompts in, continuations out; flags that generate, chat and serve refuse."""
 
 import importlib
 import io
@@ -24,7 +24,7 @@ CONTEXT = 40
 
 @pytest.fixture(scope="module")
 def weights(packed, tmp_path_factory) -> Path:
-    """An untrained model that is sure enough of itself to tell texts apart."""
+    """An untrained model with weights so large that different prompts get different texts."""
     folder = tmp_path_factory.mktemp("weights")
     torch.manual_seed(0)
     config = LMConfig(dim=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT, vocab_size=VOCAB_SIZE)
@@ -37,7 +37,7 @@ def weights(packed, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def call(weights, capsys, monkeypatch):
-    """Runs the script; gives what it wrote to stdout, to stderr, and its exit code."""
+    """Runs the script; returns its stdout, its stderr and its exit code."""
 
     def run(*flags: str, stdin: str = "") -> tuple[str, str, int]:
         code = 0
@@ -62,10 +62,8 @@ def expected(weights: Path, prompt: str, n: int, **sampling) -> str:
     return tokenizer.decode(ids + new)
 
 
-@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # a space is the first token's
-def test_it_prints_the_prompt_and_what_follows_with_the_settings_of_the_flags(
-    call, weights, prompt
-):
+@pytest.mark.parametrize("prompt", ["sum 3:", "sum 3: ", " "])  # " " begins the first new token
+def test_the_prompt_and_a_continuation_sampled_by_the_flags_are_printed(call, weights, prompt):
     settings = {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.05, "seed": 5}
     settings["repetition_penalty"] = 1.3
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
@@ -117,12 +115,12 @@ def test_prompts_come_from_a_file_from_stdin_and_from_json_lines(call, tmp_path)
         assert re.match(f"generate: error: .*{message}.*\n$", err)
 
 
-def test_at_the_end_of_the_context_it_stops_and_says_so_or_slides(call, weights):
+def test_a_text_that_fills_the_context_ends_with_a_note_or_slides(call, weights):
     prompt = "sum 3:"
     flags = ("--prompt", prompt, "--max_new_tokens", str(10**15), "--greedy")
     out, err, _ = call(*flags)
     tokenizer = Tokenizer(weights / "tokenizer.model")
-    n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # a full context predicts one more
+    n = CONTEXT + 1 - len(tokenizer.encode_prompt(prompt)[0])  # the last one after a full context
     assert out == expected(weights, prompt, n, temperature=0) + "\n"
     assert f"1 of 1 texts ended because the context of {CONTEXT} tokens was full" in err
     longer, err, _ = call(*flags, "--max_new_tokens", "90", "--beyond_context", "slide")
@@ -130,7 +128,7 @@ def test_at_the_end_of_the_context_it_stops_and_says_so_or_slides(call, weights)
     assert longer == expected(weights, prompt, 90, temperature=0) + "\n"
 
 
-def test_a_conversation_goes_on_until_the_input_ends(call, weights):
+def test_interactive_prompts_are_read_until_the_input_ends(call, weights):
     out, err, code = call("--interactive", "--max_new_tokens", "5", stdin="sum 1\n\n第\n")
     assert out == expected(weights, "sum 1", 5) + "\n" + expected(weights, "第", 5) + "\n"
     assert code == 0
@@ -141,7 +139,7 @@ def test_a_conversation_goes_on_until_the_input_ends(call, weights):
     assert code == 2
 
 
-REFUSED = {  # flags of the program, behind the run: a keyword of the message
+REFUSED = {  # program: {flags after the folder of the run: a keyword of the message}
     "generate": {
         (): "nothing to continue",
         ("--prompt", ""): "is empty",
@@ -165,7 +163,7 @@ REFUSED = {  # flags of the program, behind the run: a keyword of the message
 @pytest.mark.parametrize(
     ("program", "flags"), [(name, flags) for name, table in REFUSED.items() for flags in table]
 )
-def test_what_cannot_work_is_one_line(weights, capsys, program, flags):
+def test_flags_that_cannot_work_are_refused_in_one_line(weights, capsys, program, flags):
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(f"scripts.{program}").main([str(weights), *flags])
     out, err = capsys.readouterr()
@@ -174,7 +172,9 @@ def test_what_cannot_work_is_one_line(weights, capsys, program, flags):
 
 
 @pytest.mark.parametrize("program", ["generate --prompts -", "chat", "serve --port 0"])
-def test_processes_that_would_share_a_user_are_refused(weights, capsys, monkeypatch, program):
+def test_several_processes_are_refused_if_they_would_share_stdin_or_a_port(
+    weights, capsys, monkeypatch, program
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     name, *flags = program.split()
     with pytest.raises(SystemExit, match="2"):
@@ -182,6 +182,6 @@ def test_processes_that_would_share_a_user_are_refused(weights, capsys, monkeypa
     assert re.search("share stdin|needs one process", capsys.readouterr().err)
 
 
-def test_of_several_processes_the_first_one_speaks(call, monkeypatch):
+def test_only_the_first_of_several_processes_prints(call, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert call("--prompt", "sum", "--max_new_tokens", "3") == ("", "", 0)

@@ -1,4 +1,4 @@
-"""The decoding loop: texts that come and go become what each would be alone, up to rounding."""
+"""The decoding loop: each text of a batch is the same as it would be alone, up to rounding."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def test_greedy_is_the_likeliest_token_each_time(model, prompt, n):
 
 @pytest.mark.parametrize("sampling", [GREEDY, replace(WILD, repetition_penalty=1.2)])
 @pytest.mark.parametrize("stop_ids", [(), (7, 11, 13)])
-def test_prompts_together_give_what_each_gives_alone(model, sampling, stop_ids):
+def test_prompts_in_a_batch_get_the_same_texts_as_alone(model, sampling, stop_ids):
     prompts = [PROMPT, [9], PROMPT[::-1], [2] * 12, [8] * 30]
     together = generate(model, prompts, 40, sampling, stop_ids=stop_ids)
     alone = [
@@ -67,7 +67,7 @@ def text_of(prompt: list[int], n: int, sampling: Sampling = WILD, **options) -> 
     return Continuation(prompt=prompt, max_new_tokens=n, sampling=sampling, **options)
 
 
-def test_texts_that_join_and_leave_become_what_they_would_be_alone(long):
+def test_texts_that_join_and_leave_a_batch_are_the_same_as_alone(long):
     lengths, wanted = (30, 5, 50, 1, 64), (12, 40, 3, 25, 30)
     texts = [
         text_of(prompt, n, replace(WILD, seed=seed))
@@ -78,7 +78,7 @@ def test_texts_that_join_and_leave_become_what_they_would_be_alone(long):
     batch.add(texts[:2])
     for _ in range(7):
         batch.step()
-    batch.add(texts[2:4])  # the widest so far: more room is made
+    batch.add(texts[2:4])  # a longer prompt: the cache grows
     for _ in range(5):
         batch.step()
     assert texts[0].finish_reason == texts[2].finish_reason == "length"
@@ -86,7 +86,7 @@ def test_texts_that_join_and_leave_become_what_they_would_be_alone(long):
     batch.add(texts[4:])
     while batch.texts:
         batch.step()
-    batch.add([again := text_of(*prompts(20), 6)])  # after all have left
+    batch.add([again := text_of(*prompts(20), 6)])  # after all texts have left
     while batch.texts:
         batch.step()
     for text in [*texts, again]:
@@ -94,13 +94,13 @@ def test_texts_that_join_and_leave_become_what_they_would_be_alone(long):
         assert len(text.ids) == text.max_new_tokens
 
 
-def test_room_is_made_as_a_text_grows(long):
+def test_the_cache_grows_with_the_text(long):
     text = text_of([3, 4, 5], 147, GREEDY)
-    generate_all(Decoder(long), [text])  # beyond the room that a prompt gets at first
+    generate_all(Decoder(long), [text])  # more tokens than the cache has room for at first
     assert text.ids == step_by_step(long, [3, 4, 5], 147)
 
 
-def test_settings_of_one_text_are_not_the_others(long):
+def test_each_text_of_a_batch_has_its_own_settings(long):
     penalised, allowed = replace(GREEDY, repetition_penalty=1.9), list(range(20, 30))
     first, second = prompts(8, 8)
     texts = [
@@ -122,7 +122,8 @@ def test_settings_of_one_text_are_not_the_others(long):
 def test_a_stop_token_ends_the_text_and_is_not_part_of_it(model):
     (whole,) = generate(model, [PROMPT], 20, WILD)
     stop_id = next(token for token in whole[5:] if token not in PROMPT)
-    text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))  # one in the prompt does not stop
+    # A stop token in the prompt has no effect.
+    text = text_of(PROMPT, 20, stop_ids=(PROMPT[0], stop_id))
     generate_all(Decoder(model), [text])
     ends = min(whole.index(token) for token in text.stop_ids if token in whole)
     assert text.ids == whole[:ends]

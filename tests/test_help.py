@@ -1,4 +1,4 @@
-"""What --help of every script says."""
+"""The usage line of every script, and unknown flags."""
 
 import importlib
 import re
@@ -14,21 +14,21 @@ SCRIPTS = (
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
-def test_the_usage_line_can_be_typed_and_shows_places_in_capitals(name, capsys, monkeypatch):
+def test_the_usage_line_can_be_typed_and_has_placeholders_in_capitals(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"scripts.{name}").main(["--help"])
     assert ended.value.code == 0
     usage = capsys.readouterr().out.partition("\n\n")[0]
     assert usage.startswith(f"usage: python -m scripts.{name} ")
-    # What stands in no brackets is what has to be given, if anything has to.
+    # Required arguments stand outside brackets; only prepare_data has none.
     places = re.sub(r"\[[^]]*\]", "", usage.partition(f"scripts.{name}")[2]).split()
     assert set(places) <= {"RUN", "OUT", "SOURCE", "BASE", "ADAPTER"}
     assert places or name == "prepare_data"
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "report"])
-def test_a_mistake_in_a_flag_is_said_without_loading_torch(name, tmp_path):
+def test_an_unknown_flag_is_refused_without_loading_torch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('nobody needs it yet')\n")
     ended = run([sys.executable, "-m", f"scripts.{name}", "--nonsense"], PYTHONPATH=str(tmp_path))
     assert ended.code == 2

@@ -1,4 +1,4 @@
-"""Hugging Face folders and state dicts of others, as this project's weights."""
+"""Hugging Face folders and state dicts of other projects become this project's weights."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def state(weights) -> dict[str, torch.Tensor]:
 
 
 def write_llama(folder: Path, **changes) -> Path:
-    """A folder as transformers saves it, of a Llama that this project has never seen."""
+    """A Llama folder as transformers saves it, not made by this project."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -56,7 +56,7 @@ def write_llama(folder: Path, **changes) -> Path:
 
 
 def assert_same_model(ours: Path, llama: Path, atol: float = 1e-5) -> None:
-    """In fp64: rounding in fp32 comes to 1e-5 by itself on some CPUs."""
+    """Compare logits in fp64: rounding in fp32 alone makes a difference of 1e-5 on some CPUs."""
     tokens = some_tokens()
     with torch.no_grad():
         expected = LlamaForCausalLM.from_pretrained(llama).double()(tokens).logits
@@ -81,7 +81,7 @@ def edited(folder: Path, copy: Path, **values) -> Path:
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_an_export_comes_back_bit_for_bit(packed, tmp_path, tie_embeddings):
+def test_an_exported_model_is_imported_bit_for_bit(packed, tmp_path, tie_embeddings):
     weights = write_weights(tmp_path / "w", packed, tie_embeddings=tie_embeddings)
     export_hf.main([str(weights), str(tmp_path / "hf")])
     import_weights.main([str(tmp_path / "hf"), str(tmp_path / "back")])
@@ -91,7 +91,7 @@ def test_an_export_comes_back_bit_for_bit(packed, tmp_path, tie_embeddings):
     assert Path(back.tokenizer.path).read_bytes() == Path(trained.tokenizer.path).read_bytes()
 
 
-def test_a_llama_of_transformers_computes_the_same_here(llama, tmp_path, capsys):
+def test_a_llama_of_transformers_gives_equal_logits_here(llama, tmp_path, capsys):
     import_weights.main([str(llama), str(tmp_path / "out"), "--max_seq_len", "128"])
     assert_same_model(tmp_path / "out", llama)
     out = capsys.readouterr().out
@@ -101,20 +101,20 @@ def test_a_llama_of_transformers_computes_the_same_here(llama, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("version", [4, 5])
-def test_llama_3s_scaling_and_heads_of_its_own_come_and_go(packed, tmp_path, version):
+def test_llama_3s_rope_scaling_and_head_dim_are_imported_and_exported(packed, tmp_path, version):
     rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 60, "rope_theta": 500.0}
     llama = write_llama(tmp_path / "llama", head_dim=16, rope_parameters=rope)
     if version == 4:
         base = rope.pop("rope_theta")
         old = {"rope_parameters": None, "rope_scaling": rope, "rope_theta": base}
-        llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)  # the default
+        llama = edited(llama, tmp_path / "old", rms_norm_eps=None, **old)
     import_weights.main([str(llama), str(tmp_path / "out")])
-    # Frequencies are fp32 in both, and the last bit of one grows with the position.
+    # Frequencies are fp32 in both models; a different last bit grows with the position.
     assert_same_model(tmp_path / "out", llama, atol=1e-4)
     config = load_portable(tmp_path / "out").config
     assert (config.head_dim, config.rope_theta, config.rope_scaling.factor) == (16, 500, 4)
-    assert config.norm_eps == 1e-6
+    assert config.norm_eps == 1e-6  # the default
 
     shutil.copy(packed / "tokenizer.model", tmp_path / "out")
     export_hf.main([str(tmp_path / "out"), str(tmp_path / "hf")])
@@ -124,7 +124,7 @@ def test_llama_3s_scaling_and_heads_of_its_own_come_and_go(packed, tmp_path, ver
     assert load_portable(tmp_path / "back").config == config
 
 
-def test_weights_may_lie_in_shards(llama, tmp_path, refusal):
+def test_sharded_weights_are_read(llama, tmp_path, refusal):
     source = shutil.copytree(llama, tmp_path / "llama")
     weights = list(load_file(source / "model.safetensors").items())
     (source / "model.safetensors").unlink()
@@ -141,19 +141,19 @@ def test_weights_may_lie_in_shards(llama, tmp_path, refusal):
     [
         ({"model_type": "mistral"}, "model_type is 'mistral', only 'llama'"),
         ({"attention_bias": True}, "attention_bias is True"),
-        # transformers lets rope_scaling win where both are there
+        # transformers prefers rope_scaling to rope_parameters
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
         ({"num_hidden_layers": 3}, "layers.2.attention.wk.weight is missing"),
         ({"tie_word_embeddings": True}, "ties the embeddings, but lm_head differs"),
     ],
 )
-def test_a_model_with_other_arithmetic_is_refused(llama, tmp_path, refusal, values, expected):
+def test_a_model_that_computes_unlike_llama_is_refused(llama, tmp_path, refusal, values, expected):
     source = edited(llama, tmp_path / "other", **values)
     assert expected in refusal(import_weights, source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_a_tokenizer_is_taken_from_the_flag_or_from_beside_the_weights(
+def test_a_tokenizer_is_taken_from_the_flag_or_from_the_weights_folder(
     weights, llama, tmp_path, refusal
 ):
     named = str(weights / "tokenizer.model")
@@ -173,7 +173,7 @@ def test_a_source_that_does_not_exist_is_named_once(tmp_path, refusal, name):
     assert line == f"import_weights: error: {tmp_path / name}: no such file or folder"
 
 
-def test_only_an_older_import_is_replaced_and_only_if_asked(llama, tmp_path, refusal):
+def test_only_an_older_import_is_replaced_and_only_with_overwrite(llama, tmp_path, refusal):
     out = tmp_path / "out"
     import_weights.main([str(llama), str(out)])
     assert "pass --overwrite" in refusal(import_weights, llama, out)
@@ -186,7 +186,7 @@ def test_only_an_older_import_is_replaced_and_only_if_asked(llama, tmp_path, ref
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_state_dict_is_read_also_from_a_training_file(weights, state, tmp_path, wrapped):
+def test_a_state_dict_is_read_even_inside_a_training_checkpoint(weights, state, tmp_path, wrapped):
     if wrapped:  # as llama2.c writes it
         state = {f"_orig_mod.{name}": weight for name, weight in state.items()}
         state = {"model": state, "optimizer": {"state": {0: {"step": torch.ones(1)}}}}
@@ -196,7 +196,9 @@ def test_a_state_dict_is_read_also_from_a_training_file(weights, state, tmp_path
     assert_same_weights(tmp_path / "out", weights)
 
 
-def test_what_a_file_or_metas_params_say_is_taken_and_not_contradicted(state, tmp_path, refusal):
+def test_settings_in_the_file_or_in_params_json_are_used_and_other_flags_refused(
+    state, tmp_path, refusal
+):
     said = {"n_heads": 6, "norm_eps": 1e-6, "dropout": 0.1}
     torch.save({"model": state, "model_args": said}, tmp_path / "m.pth")
     (tmp_path / "params.json").write_text('{"rope_theta": 500000.0, "dim": 48}')
@@ -211,14 +213,14 @@ def test_what_a_file_or_metas_params_say_is_taken_and_not_contradicted(state, tm
     assert "use_scaled_rope: import the model's Hugging Face folder" in refused
 
 
-def test_a_state_dict_with_transformers_names_has_its_rotation_undone(llama, tmp_path):
+def test_a_state_dict_with_transformers_names_gives_equal_logits(llama, tmp_path):
     flags = ["--n_heads", "6", "--norm_eps", "1e-6"]
     import_weights.main([str(llama / "model.safetensors"), str(tmp_path / "out"), *flags])
     assert_same_model(tmp_path / "out", llama)
 
 
-def test_what_the_file_does_not_say_is_assumed_aloud(state, tmp_path, capsys):
-    """And 16 bits become fp32 without rounding."""
+def test_missing_settings_are_assumed_and_printed(state, tmp_path, capsys):
+    """16-bit weights become fp32 without rounding."""
     rounded = {n: w if w.is_complex() else w.bfloat16() for n, w in state.items()}
     torch.save(rounded, tmp_path / "m.pth")
     import_weights.main([str(tmp_path / "m.pth"), str(tmp_path / "out"), "--n_heads", "6"])
@@ -246,7 +248,7 @@ class Malicious:
         (lambda s: {"model": s, "x": Malicious()}, "--n_heads 6", "holds code, which is not run"),
     ],
 )
-def test_files_that_hold_no_llama_or_code_are_refused(
+def test_files_without_a_llama_or_with_code_are_refused(
     state, tmp_path, refusal, monkeypatch, change, flags, says
 ):
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from training.interruption import (
 
 
 class Clock:
-    """In place of the module `time`: stands still until told otherwise."""
+    """Replaces the module `time`; only tests move this clock."""
 
     now = 1000.0
 
@@ -36,7 +36,7 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture
-def left(monkeypatch) -> list[int]:
+def exit_codes(monkeypatch) -> list[int]:
     """The exit codes with which the process would have ended at once."""
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
@@ -45,7 +45,7 @@ def left(monkeypatch) -> list[int]:
 
 @pytest.fixture
 def request_of(clock):
-    """Makes a StopRequest; signals are put back in the end."""
+    """Makes a StopRequest; restores the signal handlers at the end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def make(time_limit: float | None = None, save_minutes: float = 0, rank: int = 0):
@@ -59,20 +59,22 @@ def request_of(clock):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_reason_to_stop_from_then_on(request_of, clock, left, number):
+def test_a_signal_requests_a_stop_and_a_later_signal_exits_at_once(
+    request_of, clock, exit_codes, number
+):
     stop = request_of()
     assert stop.reason() is None
     signal.raise_signal(number)
     clock.now += interruption.SAME_REQUEST_SECONDS
-    signal.raise_signal(signal.SIGTERM)  # from another side: the same request
+    signal.raise_signal(signal.SIGTERM)  # soon after: the same request
     assert [stop.reason(), stop.reason()] == [signal.Signals(number).name] * 2
-    assert left == []
+    assert exit_codes == []
     clock.now += 0.1
     signal.raise_signal(signal.SIGTERM)
-    assert left == [128 + signal.SIGTERM]
+    assert exit_codes == [128 + signal.SIGTERM]
 
 
-def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, clock):
+def test_a_checkpoint_is_due_save_minutes_after_the_last_one(request_of, clock):
     stop, never = request_of(save_minutes=0.5), request_of()
     for _ in range(2):
         for seconds, due in ((30, False), (0.1, True)):
@@ -82,24 +84,22 @@ def test_a_checkpoint_is_due_so_many_minutes_after_the_last_one(request_of, cloc
         stop.saved()
 
 
-def test_all_ranks_stop_and_save_for_what_one_of_them_was_told(request_of, clock, monkeypatch):
+def test_a_request_to_one_rank_makes_all_ranks_stop_or_save(request_of, clock, monkeypatch):
     others = [0]
     monkeypatch.setattr(Engine, "largest", lambda self, mine: max(mine, *others, 0))
     stop = request_of(save_minutes=0.5, rank=1)
-    clock.now += 1e9  # the main process alone decides when to save
-    for told, reason, saves in (
+    clock.now += 1e9  # only the main process decides when to save
+    for requests, reason, saves in (
         ([0], None, False),
         ([interruption.SAVE], None, True),
-        ([interruption.SAVE, signal.SIGINT], "SIGINT", False),  # which saves as well
+        ([interruption.SAVE, signal.SIGINT], "SIGINT", False),  # a stop saves too
         ([signal.SIGTERM, interruption.TIME_LIMIT], "the time limit", False),
     ):
-        others[:] = map(int, told)
+        others[:] = map(int, requests)
         assert (stop.reason(), stop.time_to_save) == (reason, saves)
 
 
-def test_a_run_that_has_saved_leaves_a_note_and_one_that_has_not_an_exit_code(
-    monkeypatch, tmp_path
-):
+def test_a_stopped_run_leaves_a_note_if_saved_and_exits_with_code_1_if_not(monkeypatch, tmp_path):
     monkeypatch.setenv("STOP_NOTE", str(tmp_path / "note"))
     engine = SimpleNamespace(accelerator=Mock(is_local_main_process=True))
     with pytest.raises(SystemExit) as ended:
@@ -112,21 +112,23 @@ def test_a_run_that_has_saved_leaves_a_note_and_one_that_has_not_an_exit_code(
 
 
 @pytest.mark.parametrize("earlier", ["", r" --resume=my\ runs/a", " --resume 'my runs/a'"])
-def test_the_command_that_goes_on_is_the_one_that_was_typed(monkeypatch, earlier):
+def test_the_command_that_resumes_is_the_typed_one_with_resume(monkeypatch, earlier):
     for name in ("RESUME_WITH", "RANK", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     again = "--dim 8 --resume 'my runs/b'"
     before = ["--resume", "my runs/a"] if earlier else []
     monkeypatch.setattr(sys, "argv", ["train.py", *before, "--dim", "8"])
     assert how_to_resume(Path("my runs/b")) == f"{python()} train.py {again}"
-    monkeypatch.setenv("RANK", "0")  # of a launcher, whose flags are not known
+    monkeypatch.setenv("RANK", "0")  # under a launcher, whose flags are unknown
     assert how_to_resume("my runs/b") == "the same command with --resume 'my runs/b'"
     monkeypatch.setenv("RESUME_WITH", f"bash run_accelerate.sh{earlier} --dim 8")
     assert how_to_resume("my runs/b") == f"bash run_accelerate.sh {again}"
 
 
 @pytest.mark.parametrize(("error", "codes"), [(None, [0]), (SystemExit(2), [2]), (KeyError(), [])])
-def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, left, error, codes):
+def test_a_rank_exits_at_once_unless_a_traceback_must_be_printed(
+    monkeypatch, exit_codes, error, codes
+):
     monkeypatch.setenv("RANK", "1")
     with suppress(SystemExit, KeyError):
         try:
@@ -134,4 +136,4 @@ def test_a_rank_leaves_at_once_unless_there_is_a_traceback_to_show(monkeypatch, 
                 raise error
         finally:
             exit_rank()
-    assert left == codes
+    assert exit_codes == codes

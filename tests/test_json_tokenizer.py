@@ -1,4 +1,4 @@
-"""Tokenizers in a tokenizer.json: the interface of SentencePiece's, the ids of transformers."""
+"""Tokenizers in a tokenizer.json have the interface of `Tokenizer` and the ids of transformers."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from data.tokenizer import (
 )
 
 VOCAB = 700
-CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end in a character
+CHINESE = (REPOSITORY / "README_zh.md").read_text(encoding="utf-8")  # pieces end within a character
 TEXTS = [*NASTY.values(), "12345 + 678 = 13023", "I'LL we're  it's\n\n\n  x"]
 TEXTS += [f"a{name}b {name}" for kind in MARKERS.values() for name in (kind[0], *kind[2])]
 
@@ -37,7 +37,7 @@ def texts(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module", params=MARKERS)
 def folder(request, texts, tmp_path_factory) -> Path:
-    """A tokenizer as other models come with it."""
+    """A folder with a tokenizer.json and a tokenizer_config.json."""
     folder = tmp_path_factory.mktemp(request.param)
     return write_tokenizer(folder, request.param, [*texts, CHINESE], VOCAB)
 
@@ -65,7 +65,7 @@ def test_ids_and_texts_are_those_of_auto_tokenizer(folder, tokenizer, texts, tmp
     assert tokenizer.vocab_size == len(theirs) == VOCAB
 
 
-def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer):
+def test_decoding_returns_the_text_exactly_and_the_name_of_a_marker_is_encoded_as_text(tokenizer):
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
@@ -80,24 +80,24 @@ def test_decoding_returns_the_text_exactly_and_a_markers_name_is_text(tokenizer)
     assert all(tokenizer.decode([*one, i]).startswith("1 ") for i in next_ids)
 
 
-def test_a_stream_of_any_ids_is_what_decoding_makes_of_all(tokenizer):
-    """Broken characters, and markers inside of one."""
+def test_streaming_random_ids_gives_the_text_of_decoding_them_all(tokenizer):
+    """The ids give broken characters, and markers inside a character."""
     random = np.random.default_rng(0)
     for _ in range(200):
         ids = random.integers(0, tokenizer.vocab_size, size=12).tolist()
-        ids = [id for id in ids if id != tokenizer.eos_id]  # which would end the text
+        ids = [id for id in ids if id != tokenizer.eos_id]  # it would end the text
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_copy_is_the_same_tokenizer_wherever_it_lies(folder, packed, tmp_path):
+def test_a_copied_tokenizer_has_the_same_hash_in_any_folder(folder, packed, tmp_path):
     copy_tokenizer(folder, tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     hashes = {tokenizer_hash(path) for path in (folder, tmp_path, tmp_path / "tokenizer.json")}
     assert len(hashes) == 1
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
     other = open_tokenizer(tmp_path)
-    assert other.bos_id == other.eos_id == other.encode("1")[0]  # it also begins
-    assert tokenizer_hash(tmp_path) not in hashes  # other documents, other ids
+    assert other.bos_id == other.eos_id == other.encode("1")[0]  # it begins a text too
+    assert tokenizer_hash(tmp_path) not in hashes  # documents get other ids
     assert isinstance(other, JsonTokenizer)
     shutil.copy(packed / "tokenizer.model", tmp_path)
     assert not isinstance(open_tokenizer(tmp_path), JsonTokenizer)
@@ -111,7 +111,7 @@ def refused(path: Path) -> str:
     return str(error.value)
 
 
-def test_other_files_are_refused_in_one_line(folder, tmp_path):
+def test_a_file_that_is_no_byte_level_bpe_is_refused_in_one_line(folder, tmp_path):
     path = tmp_path / "tokenizer.json"
     assert "no such tokenizer file" in refused(path)
     for content in ("", "{}", "\0"):

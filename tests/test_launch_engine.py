@@ -30,7 +30,7 @@ def environ(monkeypatch) -> dict:
 
 
 def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.0") -> None:
-    """A machine with GPUs on which nothing is computed; Accelerate finds one process."""
+    """Pretend that there are GPUs, without computing on them; Accelerate finds one process."""
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
@@ -56,19 +56,19 @@ def fake_gpu(monkeypatch, has_bf16=True, devices=1, capability=(8, 0), cuda="13.
         ({}, TrainingArguments(dtype="float32", tf32=True), "--tf32 needs an NVIDIA GPU"),
     ],
 )
-def test_a_launch_that_would_not_do_as_told_is_refused(environ, variables, args, named):
+def test_a_launch_that_contradicts_the_flags_is_refused(environ, variables, args, named):
     environ |= {f"ACCELERATE_{k}": v for k, v in variables.items()} | {"MASTER_PORT": "29500"}
     with pytest.raises(UsageError) as error:
         build_engines([args])
     assert named in str(error.value)
 
 
-def test_what_a_gpu_lacks_is_refused(environ, monkeypatch):
+def test_flags_that_the_gpus_do_not_support_are_refused(environ, monkeypatch):
     tf32 = TrainingArguments(dtype="float32", tf32=True)
     for gpu, args, named in (
         ({"has_bf16": False}, BF16, "Tesla V100 has no bfloat16: pass --dtype float16"),
         ({"capability": (7, 5)}, tf32, "Ampere"),
-        ({"cuda": None}, tf32, "NVIDIA"),  # AMD's
+        ({"cuda": None}, tf32, "NVIDIA"),  # an AMD GPU
         ({}, TrainingArguments(tf32=True), "--tf32 is for --dtype float32, not bfloat16"),
         ({"devices": 2}, BF16, "4 processes for 2 GPUs: pass --num_processes 2"),
     ):
@@ -91,11 +91,11 @@ def test_the_accumulation_changes_in_deepspeeds_configuration_too():
     assert deepspeed["train_batch_size"] == 24
 
 
-def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch):
+def test_largest_and_total_are_reduced_over_the_cpu_group(monkeypatch):
     others, group = torch.tensor([3, 9]), object()
 
-    def all_reduce(tensor, op, asked) -> None:
-        assert asked is group
+    def all_reduce(tensor, op, reduced_over) -> None:
+        assert reduced_over is group
         everyone = torch.cat([tensor, others])
         tensor.fill_(everyone.sum() if op == ReduceOp.SUM else everyone.max())
 
@@ -105,7 +105,9 @@ def test_processes_ask_each_other_in_their_group_on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "precision"), [(BF16, "bf16"), (FP32, "no")])
-def test_without_a_launcher_one_process_trains_in_the_precision_asked(accelerator, args, precision):
+def test_without_a_launcher_one_process_trains_in_the_precision_of_dtype(
+    accelerator, args, precision
+):
     type(accelerator.state)._reset_state(reset_partial_state=True)
     engine = build_engines([args])[0]
     assert engine.name.startswith("single process")
@@ -138,7 +140,7 @@ def test_the_launchers_own_zero_flags_make_a_configuration(environ):
     assert (plugin.zero_stage, plugin.deepspeed_config["gradient_clipping"]) == (2, 0.7)
 
 
-def test_what_accelerate_rejects_is_said_in_one_line(environ):
+def test_an_error_of_accelerate_becomes_one_line(environ):
     environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = OURS
     environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file,zero_stage"
     with pytest.raises(UsageError, match=r"ds_config\.json.*zero_stage") as error:
@@ -147,16 +149,16 @@ def test_what_accelerate_rejects_is_said_in_one_line(environ):
 
 
 def test_buckets_are_no_larger_than_all_gradients():
-    for asked, given in ((50_000_000, 1000), (10, 10), ("auto", 1000)):
-        zero = {"stage": 2, "reduce_bucket_size": asked}
+    for wanted, given in ((50_000_000, 1000), (10, 10), ("auto", 1000)):
+        zero = {"stage": 2, "reduce_bucket_size": wanted}
         engine = Engine(None, "DeepSpeed ZeRO-2", {"zero_optimization": zero})
         engine.fit_to(64, n_parameters=1000)
         assert zero["reduce_bucket_size"] == given
 
 
-def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
+def test_the_deepspeed_flag_sets_the_variables_of_accelerate_launch(environ):
     theirs = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
-    environ |= theirs  # of DeepSpeed's launcher (deepspeed/launcher/launch.py)
+    environ |= theirs  # set by DeepSpeed's launcher (deepspeed/launcher/launch.py)
     set_launch_variables(NAMED)
     expected = theirs | {
         "LOCAL_WORLD_SIZE": "2",
@@ -166,14 +168,14 @@ def test_the_flag_says_what_accelerate_launch_would_have_said(environ):
     assert environ.items() >= expected.items()
 
 
-def test_without_a_launcher_a_process_is_alone(environ):
+def test_without_a_launcher_a_process_is_rank_0_of_1(environ):
     set_launch_variables(NAMED)
     assert environ["RANK"] == environ["LOCAL_RANK"] == "0"
     assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "1"
     assert {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
 
 
-def test_only_another_file_of_the_launchers_is_a_contradiction(environ):
+def test_the_deepspeed_flag_is_refused_only_if_the_launcher_names_another_file(environ):
     for named in (os.path.relpath(OURS), "none"):
         environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = named
         set_launch_variables(NAMED)
@@ -183,7 +185,7 @@ def test_only_another_file_of_the_launchers_is_a_contradiction(environ):
         set_launch_variables(NAMED)
 
 
-def test_of_several_models_each_may_name_a_file_and_the_launchers_is_that_of_the_others(environ):
+def test_a_model_that_names_no_deepspeed_file_uses_the_launchers(environ):
     models = TrainingArguments(deepspeed=str(REPOSITORY / "configs/zero3.json")), BF16
     with pytest.raises(UsageError, match="all models or none"):
         set_launch_variables(*models)

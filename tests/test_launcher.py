@@ -1,4 +1,4 @@
-"""run_accelerate.sh's launcher where nothing could be launched."""
+"""The launcher of run_accelerate.sh: its exit codes and messages when a launch fails."""
 
 import pytest
 import torch
@@ -7,15 +7,15 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from training import launcher
 
 
-def test_pytorchs_launcher_waits_for_no_other_machine(monkeypatch):
-    waits = launcher.SimpleElasticAgent._exit_barrier  # private: missing where PyTorch renames it
+def test_the_launcher_does_not_wait_for_other_machines_at_its_end(monkeypatch):
+    waits = launcher.SimpleElasticAgent._exit_barrier  # private: fails here if PyTorch renames it
     monkeypatch.setattr(launcher.SimpleElasticAgent, "_exit_barrier", waits)
     monkeypatch.setattr(launcher, "main", lambda: None)
     assert launcher.launch() == 0
     assert launcher.SimpleElasticAgent._exit_barrier(None) is None
 
 
-def test_machines_that_cannot_meet_are_one_line(monkeypatch, capsys):
+def test_machines_that_cannot_connect_get_an_error_of_one_line(monkeypatch, capsys):
     def fail():
         raise torch.distributed.DistNetworkError("port `29500` is used\nand more")
 

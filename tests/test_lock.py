@@ -15,7 +15,7 @@ import os, sys
 from pathlib import Path
 from storage.folder import lock
 lock(Path(sys.argv[1]))
-os.fork()  # as for processes that read data, which outlive a killed parent by seconds
+os.fork()  # like a process that reads data, which outlives a killed parent by seconds
 os.write(1, b"held\\n")
 sys.stdin.read()  # until it is killed, or the tests are
 """
@@ -39,7 +39,7 @@ def holder_of(lock: Path):
         process.wait()
 
 
-def test_a_live_process_keeps_others_out_and_a_killed_one_does_not(tmp_path):
+def test_a_live_process_holds_the_lock_and_a_killed_one_does_not(tmp_path):
     with holder_of(tmp_path / "lock") as holder:
         assert [holder.stdout.readline() for _ in range(2)] == ["held\n"] * 2
         with pytest.raises(UsageError) as error:

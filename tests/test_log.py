@@ -59,7 +59,7 @@ def test_means_are_over_every_target_of_all_processes_since_the_last_report(weig
 
 
 @pytest.mark.parametrize("bad", [NAN, torch.tensor(INF)])
-def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
+def test_a_step_without_a_finite_gradient_is_skipped_and_counted(bad):
     meter, counts = meter_of(), []
     for loss, norm in [(5.0, 1.0), (NAN, bad), (7.0, bad), (2.0, torch.tensor(1.0))]:
         take_step(meter, loss, norm=norm)
@@ -69,7 +69,7 @@ def test_a_step_without_a_finite_gradient_is_left_out_and_counted(bad):
     assert mean_of(meter) == 3.5
 
 
-def test_a_resumed_meter_goes_on_to_the_bit_without_the_step_under_way():
+def test_a_resumed_meter_gives_equal_means_without_the_step_under_way():
     meter = meter_of("soft_loss")
     for weight in (0.1, 0.7):
         meter.add(weight, loss=torch.tensor(2.7), soft_loss=torch.tensor(0.9))
@@ -85,7 +85,7 @@ def test_a_resumed_meter_goes_on_to_the_bit_without_the_step_under_way():
 
 
 class Clock:
-    """In place of the module `time`: stands still until told otherwise."""
+    """Replaces the module `time`; only tests move this clock."""
 
     now = 1000.0
 
@@ -140,8 +140,10 @@ def feed(clock):
 
 
 @pytest.mark.parametrize(("first_step", "reported"), [(1, [1, 4, 8, 11]), (3, [4, 8, 11])])
-def test_first_last_and_every_interval_report(start, feed, tmp_path, first_step, reported):
-    """The first step of the run, that is: a resume adds no line of its own."""
+def test_the_first_the_last_and_every_log_interval_th_step_are_reported(
+    start, feed, tmp_path, first_step, reported
+):
+    """The first step of a resume is not reported."""
     log = start(log_interval=4, total_steps=11, first_step=first_step)
     for step in range(first_step, 12):
         feed(log, step, float(step))
@@ -150,7 +152,7 @@ def test_first_last_and_every_interval_report(start, feed, tmp_path, first_step,
 
 
 @pytest.mark.parametrize("first_step", [1, 4])
-def test_speed_leaves_out_pauses_and_the_first_step_and_time_left_does_not(
+def test_speed_excludes_the_first_step_and_pauses_but_time_left_includes_pauses(
     start, feed, clock, tmp_path, capsys, first_step
 ):
     log = start(log_interval=2, total_steps=12, first_step=first_step)
@@ -174,7 +176,7 @@ def test_speed_leaves_out_pauses_and_the_first_step_and_time_left_does_not(
     assert {seconds: as_time(seconds) for seconds in times} == times
 
 
-def test_a_line_tells_what_people_watch(start, feed, tmp_path, capsys):
+def test_a_log_line_has_loss_learning_rate_norm_speed_and_time_left(start, feed, tmp_path, capsys):
     log = start(name="small")
     for step, loss, norm in ((1, 3.5, 0.5), (2, 2.5, 0.5), (3, NAN, NAN)):
         feed(log, step, loss, norm)
@@ -189,7 +191,9 @@ def test_a_line_tells_what_people_watch(start, feed, tmp_path, capsys):
     assert (row["loss"], row["grad_norm"], row["skipped_steps"]) == (None, None, 1)
 
 
-def test_rows_of_training_validation_and_profile(start, feed, tmp_path, capsys, monkeypatch):
+def test_training_validation_and_profile_write_a_row_each(
+    start, feed, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(log_module, "peak_flops", lambda *device: 1e6)
     log = start()
     for step in (1, 2):
@@ -209,7 +213,7 @@ def test_rows_of_training_validation_and_profile(start, feed, tmp_path, capsys, 
     assert "MFU 64.0%" in capsys.readouterr().out
 
 
-def test_other_processes_write_nothing(start, feed, accelerator, tmp_path, monkeypatch):
+def test_only_the_main_process_writes_metrics(start, feed, accelerator, tmp_path, monkeypatch):
     monkeypatch.setattr(type(accelerator), "is_main_process", False)
     feed(start(), 1)
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -231,7 +235,7 @@ def test_a_full_disk_loses_no_line(start, feed, tmp_path, capsys):
 
 
 def test_a_resumed_run_drops_the_lines_that_it_writes_again(start, feed, tmp_path):
-    """And those that a kill cut short, or that are no text."""
+    """It drops lines that a kill cut short, or that are not text, too."""
     begun = (
         b'{"step": 1, "loss": 3.0}\n\xff\xfe{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 1, "lo'
     )

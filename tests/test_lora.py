@@ -17,20 +17,20 @@ LAYERS += ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def test_training_begins_with_what_the_base_computes():
+def test_new_adapters_do_not_change_the_logits():
     model = opinionated(vocab_size=50, seq_len=16)
     before = model(TOKENS).logits
     assert torch.equal(add_lora(model, dim=4, alpha=6.0, only_lora=True)(TOKENS).logits, before)
 
 
-def test_the_first_values_are_those_of_peft():
+def test_adapters_are_initialised_as_in_peft():
     model = add_lora(Transformer(LMConfig(dim=512, n_layers=1)), dim=8, alpha=8, only_lora=True)
     wq = model.layers[0].attention.wq
     assert not wq.lora_b.any()
     assert 0.95 / math.sqrt(512) < wq.lora_a.abs().max() <= 1 / math.sqrt(512)
 
 
-def test_the_product_is_that_of_the_formula():
+def test_an_adapted_layer_computes_the_formula_of_lora():
     layer = adapted().layers[0].attention.wq
     x = torch.randn(3, 5, layer.in_features)
     expected = x @ (layer.weight + 6 / 4 * layer.lora_b @ layer.lora_a).T
@@ -52,7 +52,7 @@ def test_layers_are_chosen_by_a_part_of_their_names(module_name, expected):
     assert {f"{name}.weight" for name in expected} <= names.keys()
 
 
-def test_only_what_is_asked_for_has_gradients():
+def test_only_trained_weights_have_gradients():
     for only_lora in (True, False):
         model = adapted(only_lora)
         model(TOKENS[:, :-1], TOKENS[:, 1:]).loss.backward()
@@ -62,7 +62,7 @@ def test_only_what_is_asked_for_has_gradients():
         assert have == (adapters if only_lora else adapters | others)
 
 
-def test_weights_are_merged_into_those_of_a_model_without():
+def test_merged_weights_give_a_plain_model_the_logits_of_the_adapted_one():
     model = adapted()
     plain = opinionated(vocab_size=50, seq_len=16)
     merged = merged_weights(dict(model.named_parameters()), model.lora)
@@ -74,13 +74,13 @@ def test_weights_are_merged_into_those_of_a_model_without():
 
 
 @pytest.mark.parametrize("module_name", ["layers", "feed_forward.w2"])
-def test_what_is_written_sees_the_adapters(module_name):
+def test_the_decoder_uses_the_adapters(module_name):
     model = adapted(module_name=module_name)
     _, logits = Decoder(model).read([TOKENS[0].tolist()])
     torch.testing.assert_close(logits[0], model(TOKENS[:1]).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_frozen_weight_has_no_gradient_to_compute():
+def test_flops_per_token_count_no_gradient_of_a_frozen_weight():
     model = opinionated(50, 16)
     whole, n = model.flops_per_token(16), model.num_parameters()
     attention = whole - 6 * n
@@ -104,7 +104,7 @@ def test_a_frozen_weight_has_no_gradient_to_compute():
         ({"alpha": math.nan}, "lora_alpha must be positive and finite, not nan"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_changes_nothing(choices, message):
+def test_invalid_settings_are_refused_in_one_line_and_change_nothing(choices, message):
     model = opinionated(50, 16)
     with pytest.raises(ConfigError, match=message) as refused:
         add_lora(model, **{"dim": 4, "alpha": 6.0, "only_lora": True} | choices)

@@ -10,7 +10,7 @@ VOCAB, SEQ_LEN, BATCH = 60, 21, 3
 
 
 def some_targets() -> torch.Tensor:
-    """As many as fill no chunk exactly; the first sequence has none, others not everywhere."""
+    """Targets that fill no chunk exactly: all ignored in the first sequence, some in the others."""
     targets = torch.randint(VOCAB, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(3))
     targets[0] = IGNORE_INDEX
     targets[1:, ::4] = IGNORE_INDEX
@@ -40,7 +40,7 @@ def loss_and_gradients(model: Transformer, targets: torch.Tensor, autocast: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_loss_and_gradients_are_those_of_the_whole(in_chunks, dtype):
+def test_chunks_give_the_loss_and_gradients_of_the_whole(in_chunks, dtype):
     model = opinionated(VOCAB, SEQ_LEN).to(dtype)
     whole, expected = loss_and_gradients(model, some_targets())
     in_chunks()
@@ -51,7 +51,7 @@ def test_loss_and_gradients_are_those_of_the_whole(in_chunks, dtype):
 
 
 @pytest.mark.parametrize("reduction", ["none", "hits"])
-def test_each_position_has_its_own_loss(in_chunks, reduction):
+def test_each_position_gets_its_own_loss_without_reduction(in_chunks, reduction):
     model, tokens, targets = opinionated(VOCAB, SEQ_LEN), some_tokens(), some_targets()
     whole = model(tokens, targets, reduction)
     logits = model(tokens).logits
@@ -69,17 +69,17 @@ def test_each_position_has_its_own_loss(in_chunks, reduction):
         assert whole.hits is chunked.hits is None
 
 
-def test_where_no_target_counts_the_gradient_is_nothing(in_chunks):
+def test_without_a_target_that_counts_the_gradient_is_zero(in_chunks):
     in_chunks()
     model = opinionated(VOCAB, SEQ_LEN)
     out = model(some_tokens(), torch.full((BATCH, SEQ_LEN), IGNORE_INDEX))
-    assert out.loss.isnan()  # as the mean of nothing is
+    assert out.loss.isnan()  # the mean over no target
     (out.loss.nan_to_num() * 0.0).backward()
     assert all(not p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["training", "validation"])
-def test_no_more_logits_than_a_chunk_has_are_there_at_once(in_chunks, recompute):
+def test_logits_are_computed_one_chunk_at_a_time(in_chunks, recompute):
     in_chunks(16)
     model = opinionated(VOCAB, SEQ_LEN)
     rows = []
@@ -96,9 +96,9 @@ def test_no_more_logits_than_a_chunk_has_are_there_at_once(in_chunks, recompute)
     ("vocab_size", "tokens", "at_once"),
     [
         (6_400, 1 << 20, 1 << 20),
-        (32_768, 1 << 20, 1 << 20),  # so far everything goes through as a whole
+        (32_768, 1 << 20, 1 << 20),  # up to here there is one chunk
         (49_152, 512, 512),
-        (49_152, 4_096, 683),  # of 6 chunks the last has a little less
+        (49_152, 4_096, 683),  # 6 chunks, of which the last is a little smaller
         (128_256, 4_096, 256),
     ],
 )

@@ -10,32 +10,34 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_every_process, on_main_process, require_the_same
 
 
-def told(monkeypatch, *everyone, rank: int = 0) -> Engine:
-    """An engine whose processes, on a machine each, have told each other this."""
+def engine_with_answers(monkeypatch, *everyone, rank: int = 0) -> Engine:
+    """Return an engine whose processes, each on its own machine, exchanged `everyone`."""
     known = [(mine, f"node{at}") for at, mine in enumerate(everyone)]
     monkeypatch.setattr(main_process, "_gather", lambda engine, mine: known)
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=len(everyone))
     return Engine(accelerator, "DDP", None, cpu_group="group")
 
 
-ALONE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single process", None)
+SINGLE = Engine(SimpleNamespace(is_main_process=True, num_processes=1), "single process", None)
 
 
 def never():
-    raise AssertionError("asked on another process than the main one")
+    raise AssertionError("called on another process than the main one")
 
 
 def test_the_main_process_decides_for_all(monkeypatch):
-    told_by_main = []
-    engine = told(monkeypatch, None, None)
+    sent_by_main = []
+    engine = engine_with_answers(monkeypatch, None, None)
     monkeypatch.setattr(
-        main_process, "_gather", lambda engine, mine: told_by_main.append(mine) or [(mine, "a")]
+        main_process, "_gather", lambda engine, mine: sent_by_main.append(mine) or [(mine, "a")]
     )
     assert on_main_process(engine, lambda: ("an", "answer")) == ("an", "answer")
-    second = told(monkeypatch, *told_by_main, None, rank=1)
+    second = engine_with_answers(monkeypatch, *sent_by_main, None, rank=1)
     assert on_main_process(second, never) == ("an", "answer")
     with pytest.raises(DataError, match="the reason"):
-        on_main_process(told(monkeypatch, (None, DataError("the reason")), None, rank=1), never)
+        on_main_process(
+            engine_with_answers(monkeypatch, (None, DataError("the reason")), None, rank=1), never
+        )
 
 
 def fails(words: str, kind=DataError):
@@ -45,36 +47,36 @@ def fails(words: str, kind=DataError):
     return attempt
 
 
-def test_every_process_has_its_own_answer(monkeypatch):
-    assert on_every_process(told(monkeypatch, None, None), lambda: 2) == 2
+def test_every_process_returns_its_own_answer(monkeypatch):
+    assert on_every_process(engine_with_answers(monkeypatch, None, None), lambda: 2) == 2
 
 
-def test_a_process_that_is_alone_asks_nobody_and_raises_its_own():
+def test_a_single_process_raises_its_own_error():
     for ask in (on_main_process, on_every_process):
-        assert ask(ALONE, lambda: 1) == 1
+        assert ask(SINGLE, lambda: 1) == 1
         with pytest.raises(DataError, match="no data"):
-            ask(ALONE, fails("no data"))
+            ask(SINGLE, fails("no data"))
 
 
 @pytest.mark.parametrize("attempt", [lambda: 1, fails("no data")])
-def test_what_one_process_cannot_is_said_by_all_with_its_place(monkeypatch, attempt):
-    engine = told(monkeypatch, None, DataError("no data"), ConfigError("none"))
+def test_an_error_on_some_processes_is_raised_on_all_and_names_rank_and_host(monkeypatch, attempt):
+    engine = engine_with_answers(monkeypatch, None, DataError("no data"), ConfigError("none"))
     with pytest.raises(DataError, match=r"^no data \(only rank 1 on node1, rank 2 on node2 of 3 "):
         on_every_process(engine, attempt)
 
 
-def test_what_no_process_can_is_said_as_it_is(monkeypatch):
-    engine = told(monkeypatch, DataError("no data"), DataError("no data"))
+def test_an_error_on_all_processes_is_raised_unchanged(monkeypatch):
+    engine = engine_with_answers(monkeypatch, DataError("no data"), DataError("no data"))
     with pytest.raises(DataError, match=r"^no data$"):
         on_every_process(engine, fails("no data"))
 
 
-def test_what_one_process_has_otherwise_than_the_main_one_is_said_by_all(monkeypatch):
+def test_a_difference_from_the_main_process_is_an_error_on_all(monkeypatch):
     main, other = {"--dim": 8, "data": "a1"}, {"--dim": 8, "data": "b2"}
     with pytest.raises(UsageError, match=r"^rank 1 on node1 has data b2 \(not a1\): start all"):
-        require_the_same(told(monkeypatch, main, other), other)
+        require_the_same(engine_with_answers(monkeypatch, main, other), other)
     other = {"engine": "DDP", "--dim": 8}
     with pytest.raises(UsageError, match=r"has data None \(not a1\), engine DDP \(not None\): "):
-        require_the_same(told(monkeypatch, main, other), main)
-    require_the_same(told(monkeypatch, main, main), main)
-    require_the_same(ALONE, main)
+        require_the_same(engine_with_answers(monkeypatch, main, other), main)
+    require_the_same(engine_with_answers(monkeypatch, main, main), main)
+    require_the_same(SINGLE, main)

@@ -49,7 +49,7 @@ def scorer(accelerator) -> Scorer:
         (GOOD | {"choices": ["1", "2 + 7 = 9; " * 10]}, f"no token, or more than {SEQ_LEN}"),
     ],
 )
-def test_a_line_that_is_no_question_is_named_with_what_is_wrong(tokenizer, fields, says):
+def test_an_invalid_question_is_an_error_with_its_line_and_the_reason(tokenizer, fields, says):
     with pytest.raises(DataError) as error:
         list(question_rows(records([GOOD, fields]), tokenizer, SEQ_LEN, " "))
     assert str(error.value).startswith("q.jsonl, line 2: ")
@@ -57,7 +57,7 @@ def test_a_line_that_is_no_question_is_named_with_what_is_wrong(tokenizer, field
 
 
 class OneIdPerCharacter:
-    """A tokenizer that joins "ab" to one id, wherever it stands."""
+    """A tokenizer with one id per character, except that "ab" is one id."""
 
     bos_id = 0
 
@@ -70,7 +70,7 @@ class OneIdPerCharacter:
     [
         ("xy", ["cd", "e"], "", ["cd", "e"]),
         ("xy", ["cd", "e"], " ", [" cd", " e"]),
-        ("xa", ["bcd", "cd"], "", ["Ωcd", "acd"]),  # one token is part of both
+        ("xa", ["bcd", "cd"], "", ["Ωcd", "acd"]),  # "ab" is part of both
         ("xy", ["the c", "the d"], "", ["the c", "the d"]),
     ],
 )
@@ -79,7 +79,7 @@ def test_all_choices_are_scored_from_the_end_of_the_question(question, choices, 
     assert ["".join(map(chr, ids[n_context:])) for ids, n_context in encoded] == scored
 
 
-def test_as_turns_the_answer_and_its_end_are_scored(tokenizer):
+def test_with_the_template_the_answer_and_its_end_token_are_scored(tokenizer):
     rows = question_rows(records(QUESTIONS[:1]), tokenizer, SEQ_LEN, delimiter=None)
     for row, choice in zip(rows, QUESTIONS[0]["choices"], strict=True):
         said = row.targets[row.targets != IGNORE_INDEX].tolist()
@@ -88,7 +88,7 @@ def test_as_turns_the_answer_and_its_end_are_scored(tokenizer):
 
 
 def naive(model, tokenizer, fields: dict) -> tuple[int, int]:
-    """(likeliest choice, likeliest per byte), one token at a time. Here no token crosses."""
+    """Return the likeliest choice and the likeliest per byte, scored one token at a time."""
     context = [tokenizer.bos_id, *tokenizer.encode(fields["question"])]
     whole, per_byte = [], []
     for choice in fields["choices"]:
@@ -111,7 +111,7 @@ def answered(scorer, tokenizer, questions: list[dict]) -> dict:
     return found | {name: metric["value"] for name, metric in found["metrics"].items()}
 
 
-def test_questions_are_answered_as_by_naive_scoring(scorer, tokenizer):
+def test_the_accuracy_equals_that_of_naive_scoring(scorer, tokenizer):
     """The choice that the naive loop finds likeliest is made the right one, then a wrong one."""
     likeliest = [naive(scorer.model, tokenizer, question) for question in QUESTIONS]
     assert len({best for best, _ in likeliest}) > 1
@@ -124,12 +124,12 @@ def test_questions_are_answered_as_by_naive_scoring(scorer, tokenizer):
 
 
 def test_units_truncated_questions_and_chance_are_counted(scorer, tokenizer):
-    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # twice is two questions
+    found = answered(scorer, tokenizer, [*QUESTIONS, QUESTIONS[0]])  # the repeated one counts
     assert (found["units"], found["truncated"]) == (6, 1)
     assert found["chance"] == pytest.approx((1 / 4 + 1 / 3 + 1 / 2 * 2 + 1 / 3 + 1 / 4) / 6)
 
 
-def test_a_long_question_keeps_its_end_and_one_that_just_fits_is_whole(tokenizer):
+def test_a_long_question_keeps_its_end_and_a_question_that_just_fits_is_whole(tokenizer):
     text = QUESTIONS[0]["question"]
     fields = {"question": text, "choices": ["5;", "6;"], "answer": 0}
     whole = [tokenizer.bos_id, *tokenizer.encode(f"{text} 5;")]

@@ -7,7 +7,7 @@ from tqdm import tqdm
 from common.numbers import counted, memory, progress_bar, size
 
 
-def test_counts_and_sizes_in_words():
+def test_counts_and_sizes_are_written_with_their_units():
     assert [counted(n, "kv heads") for n in (0, 1, 2)] == ["0 kv heads", "1 kv head", "2 kv heads"]
     assert [counted(n, "processes") for n in (1, 2345)] == ["1 process", "2,345 processes"]
     assert [size(n) for n in (12_140_000, 99_900, 160)] == ["12.1 MB", "99.9 kB", "0.2 kB"]
@@ -16,7 +16,7 @@ def test_counts_and_sizes_in_words():
 
 
 class Clock:
-    """A bar's, which stands still until told otherwise."""
+    """The clock of a progress bar; only tests move it."""
 
     def __init__(self, bar: tqdm):
         self.now, bar._time = bar.start_t, self
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def test_in_a_file_a_minute_is_a_line_and_the_end_none(capsys):
+def test_progress_in_a_file_is_one_line_per_minute_and_none_at_the_end(capsys):
     with progress_bar(8, "step", "step") as bar:
         clock = Clock(bar)
         for number in range(2):
@@ -41,7 +41,7 @@ def test_in_a_file_a_minute_is_a_line_and_the_end_none(capsys):
     assert first.endswith(" left")
 
 
-def test_a_line_that_cannot_be_written_does_not_end_what_is_counted(monkeypatch):
+def test_a_progress_line_that_cannot_be_written_does_not_stop_the_work(monkeypatch):
     class Broken(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, "not written")
@@ -51,4 +51,4 @@ def test_a_line_that_cannot_be_written_does_not_end_what_is_counted(monkeypatch)
         clock = Clock(bar)
         for _ in range(2):
             clock.now += 61
-            assert bar.update()  # it was drawn, or would have been
+            assert bar.update()  # True: a line was due

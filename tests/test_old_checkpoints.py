@@ -1,9 +1,9 @@
 """Checkpoints that older versions of this project wrote, and runs that go on from them.
 
-In the first format the model's shape stood among the parts of "identity", and AdamW was the only
-optimizer. Those of the second were trained with Muon. Each was written after step 2 by its own
-version, with FLAGS on a CPU, and so were the losses and weights that steps 3 and 4 gave there.
-Other processors may round the last digits of the matrix products otherwise.
+In the first format the model's shape was part of "identity", and AdamW was the only optimizer. The
+checkpoint in the second format was trained with Muon. The version that wrote a checkpoint after
+step 2, with FLAGS on a CPU, also gave the losses of steps 3 and 4 and the weights after them.
+Another CPU may round the last digits of matrix products differently.
 """
 
 import json
@@ -32,7 +32,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_run_goes_on_from_it_as_the_version_that_wrote_it_did(tmp_path, name):
+def test_a_run_resumes_from_an_old_checkpoint_with_the_losses_of_the_old_version(tmp_path, name):
     run = tmp_path / "run"
     shutil.copytree(FIXTURES / name / "checkpoints", run / "checkpoints")
     main([*FLAGS.split(), *OWN_FLAGS[name].split(), "--data", DATA, "--resume", str(run)])

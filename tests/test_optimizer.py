@@ -1,4 +1,4 @@
-"""Learning rate, groups, and Muon against its formula, with partitions of ZeRO too."""
+"""The learning rate, parameter groups, and Muon compared with its formula, also under ZeRO."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ SCHEDULES = ["cosine", "linear", "constant", "wsd"]
 
 
 def rates(schedule: str, total: int = 100, warmup: int = 10, **settings) -> list[float]:
-    """Of steps 0 (never taken, nan) to the last."""
+    """The learning rate of each step from 1; index 0 is nan."""
     settings |= {"lr_schedule": schedule, "learning_rate": PEAK, "warmup_steps": warmup}
     rate = LearningRate(TrainingArguments(**settings), total)
     return [math.nan, *(rate(step) for step in range(1, total + 1))]
@@ -61,9 +61,7 @@ def test_cosine_equals_its_formula():
         ("constant", 1, 100),
     ],
 )
-def test_others_stay_at_the_peak_and_fall_by_the_same_at_every_step(
-    schedule, decay_fraction, start
-):
+def test_other_schedules_stay_at_the_peak_and_then_fall_linearly(schedule, decay_fraction, start):
     found = rates(schedule, decay_fraction=decay_fraction)
     assert set(found[10 : start + 1]) == {PEAK}
     falls = [a - b for a, b in pairwise(found[start:])]
@@ -73,7 +71,7 @@ def test_others_stay_at_the_peak_and_fall_by_the_same_at_every_step(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("total", [1, 3, 999])
 @pytest.mark.parametrize("share", [0, 0.05, 1])
-def test_the_rate_rises_in_a_line_to_the_peak_and_never_again(schedule, total, share):
+def test_the_rate_rises_linearly_to_the_peak_and_never_rises_again(schedule, total, share):
     warmup = int(total * share)
     found = rates(schedule, total, warmup)[1:]
     assert 0 < min(found) <= max(found) <= PEAK
@@ -96,7 +94,7 @@ def test_flags_reach_the_schedule():
     assert [rate(step) for step in (1, 7, 70)] == pytest.approx([3e-3 / 7, 3e-3, 3e-3])
     assert [rate(step) for step in (85, 100)] == pytest.approx([0.75 * 3e-3, 0.5 * 3e-3])
     assert from_flags("", 100).schedule == "cosine"
-    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # a twentieth
+    for total, warmup in ((19, 0), (20, 1), (10**6, MAX_DEFAULT_WARMUP)):  # 5%
         assert from_flags("", total).warmup_steps == warmup
     for warmup in (0, 10):
         assert from_flags(f"--warmup_steps {warmup}", 10).warmup_steps == warmup
@@ -107,7 +105,7 @@ def test_flags_reach_the_schedule():
 @pytest.mark.parametrize(
     ("typed", "steps"), [("--epochs 3", 38), ("--epochs 3 --max_steps 5", 5), ("--epochs 4", 50)]
 )
-def test_steps_are_those_of_the_epochs_rounded_up(typed, steps):
+def test_the_number_of_steps_is_that_of_the_epochs_rounded_up(typed, steps):
     args, _ = parse_arguments(f"{typed} --batch_size 2 --accumulation_steps 2".split())
     assert count_steps(args, n_samples=100, processes=2) == steps
 
@@ -127,21 +125,21 @@ def names_in(model: Transformer, groups: list[dict]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_matrices_decay_and_norms_do_not_and_muon_steps_those_of_the_blocks(tie_embeddings):
+def test_matrices_decay_norms_do_not_and_muon_updates_the_matrices_of_the_blocks(tie_embeddings):
     model = tiny(tie_embeddings=tie_embeddings)
     names = {name for name, _ in model.named_parameters()}
     norms = {name for name in names if "norm" in name}
     groups = parameter_groups(model, 0.1)
     assert names_in(model, groups) == [names - norms, norms]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert len(parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)) == 1  # none is empty
+    assert len(parameter_groups(torch.nn.Linear(4, 4, bias=False), 0.1)) == 1  # no empty group
     optimizer = build(model, MUON, deepspeed={"optimizer": {"type": "AdamW"}})
     blocks = {name for name in names - norms if name.startswith("layers.")}
     assert len(blocks) == 2 * 7
     assert names_in(model, optimizer.param_groups) == [blocks, names - norms - blocks, norms]
 
 
-def test_adamw_is_made_here_or_by_the_deepspeed_file():
+def test_adamw_is_built_here_unless_the_deepspeed_file_has_an_optimizer():
     optimizer = build(tiny(), deepspeed={"zero_optimization": {"stage": 2}})
     assert type(optimizer) is torch.optim.AdamW
     for group, decay in zip(optimizer.param_groups, (0.2, 0.0), strict=True):
@@ -153,14 +151,14 @@ def test_adamw_is_made_here_or_by_the_deepspeed_file():
     assert [group["weight_decay"] for group in optimizer.params] == [0.2, 0.0]
 
 
-def test_the_flags_reach_both_parts_of_muon():
+def test_the_flags_set_the_group_of_muon_and_the_groups_of_adamw():
     optimizer = build(tiny(), MUON)
     by_muon, *by_adamw = optimizer.param_groups
     assert (by_muon["momentum"], by_muon["weight_decay"]) == (0.7, 0.2)
     for group in by_adamw:
         assert (group["betas"], group["eps"]) == ((0.8, 0.9), 1e-8)
     assert [group["weight_decay"] for group in by_adamw] == [0.2, 0.0]
-    for share in (1.0, 0.1):  # a peak of its own, and the same schedule
+    for share in (1.0, 0.1):  # Muon has its own peak and the same schedule
         set_learning_rate(optimizer, share * 3e-4)
         rates = [group["lr"] for group in optimizer.param_groups]
         assert rates == [pytest.approx(share * 0.03), share * 3e-4, share * 3e-4]
@@ -175,7 +173,7 @@ def test_the_flags_reach_both_parts_of_muon():
         (True, "float32", torch.float32),
     ],
 )
-def test_muon_orthogonalises_in_bf16_where_it_can(monkeypatch, has_bf16, dtype, by):
+def test_muon_orthogonalises_in_bf16_if_the_device_supports_it(monkeypatch, has_bf16, dtype, by):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_bf16 is not None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     assert build(tiny(), dataclasses.replace(MUON, dtype=dtype)).dtype == by
@@ -211,7 +209,7 @@ def largest_difference(a: list, b: list) -> float:
 
 
 @pytest.mark.parametrize("at_once", [1, 600, 2**20])  # elements: 16 × 16 twice is 512
-def test_in_fp32_it_is_the_formula(monkeypatch, at_once):
+def test_muon_in_fp32_equals_its_formula(monkeypatch, at_once):
     monkeypatch.setitem(module.BATCH_ELEMENTS, "cpu", at_once)
     mine, by_hand = matrices(), [p.detach().double() for p in matrices()]
     train(muon_of(mine), mine)
@@ -229,7 +227,7 @@ def test_in_fp32_it_is_the_formula(monkeypatch, at_once):
     assert largest_difference(mine, by_hand) < 1e-6
 
 
-def test_the_other_groups_are_adamws_to_the_bit():
+def test_the_other_groups_of_muon_equal_adamw_to_the_bit():
     shapes = [(5, 7), (7,), (3, 4)]
     mine, theirs = matrices(shapes), matrices(shapes)
     settings = {"lr": 3e-3, "betas": (0.8, 0.9), "eps": 1e-8}
@@ -247,8 +245,8 @@ def test_the_other_groups_are_adamws_to_the_bit():
 
 
 @pytest.mark.parametrize(("processes", "gap"), [(1, 0), (2, 3), (7, 3)])
-def test_partitions_are_stepped_as_whole_matrices_are(processes, gap, monkeypatch):
-    """Every process is a thread; with 7 of them, matrices are split among three."""
+def test_muon_updates_partitions_like_whole_matrices(processes, gap, monkeypatch):
+    """Each process is a thread. With 7 processes, some matrices are split among three."""
     given, barrier = [], threading.Barrier(processes, timeout=60)
 
     def all_reduce(tensor: torch.Tensor) -> None:
@@ -286,10 +284,10 @@ def test_partitions_are_stepped_as_whole_matrices_are(processes, gap, monkeypatc
         assert largest_difference([result.view_as(p)], [p]) < 1e-6
 
 
-def test_zeros_only_decay_and_a_step_that_is_left_out_changes_nothing():
+def test_a_zero_gradient_only_decays_and_a_skipped_step_changes_nothing():
     (p,) = parameters = matrices([(8, 8)])
     before, optimizer = p.detach().clone(), muon_of(parameters)
-    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler tells AdamW
+    for found_inf, factor in ((1, 1.0), (0, 1 - LR * DECAY)):  # as a GradScaler sets it
         optimizer.found_inf = torch.tensor(found_inf)
         p.grad = torch.full((8, 8), float(found_inf))
         optimizer.step()

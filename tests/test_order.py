@@ -27,7 +27,7 @@ def test_orders_never_change():
 
 
 @pytest.mark.parametrize("n", [10_000, 65_536])
-def test_a_stretch_of_a_shuffle_comes_from_everywhere_alike(n):
+def test_a_stretch_of_a_shuffle_is_spread_evenly_over_the_samples(n):
     """Pearson's statistic against equal counts is near 1 per degree of freedom."""
     for seed in range(5):
         stretch = shuffled(np.arange(n // 3, n // 3 + 3200), n, seed, 0)
@@ -61,7 +61,7 @@ def test_global_batches_are_the_same_however_they_are_divided(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 25])
-def test_epochs_follow_without_a_seam_each_whole_and_in_an_order_of_its_own(batch_size):
+def test_epochs_follow_without_a_gap_each_complete_and_in_its_own_order(batch_size):
     batches = take(-(-30 // batch_size), n_samples=10, batch_size=batch_size)
     assert {len(batch) for batch in batches} == {batch_size}
     samples = [sample for batch in batches for sample in batch]
@@ -86,13 +86,13 @@ def by_length(n: int, world_size=1, batch_size=8, accumulation=1, **settings) ->
 
 @pytest.mark.parametrize("start", [0, 8, 8 * WINDOW, 800])
 @pytest.mark.parametrize("division", [(2, 4, 1), (4, 1, 2), (1, 2, 4)])
-def test_rows_of_like_length_come_in_one_order_however_it_is_divided(division, start):
+def test_the_length_sampler_has_one_order_however_batches_are_divided(division, start):
     n = 1600  # more than two epochs
     expected = by_length(n, seed=9)[start:]
     assert by_length(n - start, *division, seed=9, start=start) == expected
 
 
-def test_rows_of_like_length_are_all_of_the_same_windows_of_the_stream():
+def test_the_length_sampler_reorders_samples_only_within_windows_of_the_stream():
     size = 8 * min(WINDOW, len(LENGTHS) // 32)
     samples = by_length(2400, seed=5)
     expected = stream(2400, n_samples=len(LENGTHS), seed=5)
@@ -101,7 +101,7 @@ def test_rows_of_like_length_are_all_of_the_same_windows_of_the_stream():
     assert samples != expected
 
 
-def test_a_global_batch_has_rows_of_like_length_and_batches_come_in_any_order():
+def test_a_global_batch_has_rows_of_similar_length_and_batches_are_shuffled():
     lengths = LENGTHS[by_length(4 * WINDOW)].reshape(-1, 8)
     assert np.ptp(lengths, axis=1).mean() < 0.3 * LENGTHS.std()
     medians = np.median(lengths, axis=1).tolist()

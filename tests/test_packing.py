@@ -67,7 +67,7 @@ def packed(tmp_path_factory) -> Path:
     return pack_documents(DOCUMENTS, tmp_path_factory.mktemp("packed"))
 
 
-def test_every_document_stands_in_one_split_in_the_order_of_the_corpus(packed):
+def test_every_document_is_in_one_split_in_the_order_of_the_corpus(packed):
     about = read_description(packed)
     held = {split: documents(packed, split) for split in ("train", "val")}
     assert Counter(held["train"] + held["val"]) == Counter(DOCUMENTS)
@@ -93,7 +93,7 @@ def test_the_split_never_changes():
     assert [split.takes(number) for number in (0, 2**61, 2**62, 2**63)] == [1, 1, 0, 0]
 
 
-def test_every_size_has_its_settings(tmp_path):
+def test_the_size_of_a_corpus_decides_its_default_settings(tmp_path):
     path = tmp_path / "a.txt"
     path.touch()
     for n_bytes, row in ((0, 0), (499_999, 0), (500_000, 1), (12_100_000, 3), (10**9, -1)):
@@ -101,8 +101,8 @@ def test_every_size_has_its_settings(tmp_path):
         assert defaults_for([str(path)]) == BY_SIZE[row]
 
 
-def test_the_share_of_pieces_that_are_split_is_as_said(packed):
-    """Of a piece that can be split in one way alone, into two that cannot be split."""
+def test_a_piece_is_split_with_the_documented_probability(packed):
+    """The piece here can be split in one way only, into two pieces that cannot be split."""
     tokenizer, n = Tokenizer(packed / "tokenizer.model"), 20_000
     ways_of = ways_to_split(tokenizer)
     single = [id for id, ways in ways_of.items() if len(ways) == 1]
@@ -112,7 +112,7 @@ def test_the_share_of_pieces_that_are_split_is_as_said(packed):
     assert len(split) == n + (n - split.count(pair))
 
 
-def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_one(tmp_path):
+def test_training_documents_are_tokenized_in_several_ways_and_validation_documents_in_one(tmp_path):
     once = pack_documents(DOCUMENTS, tmp_path, "once")
     thrice = pack_documents(DOCUMENTS, tmp_path, "thrice", segmentations=3)
     assert stream(thrice, "val").tolist() == stream(once, "val").tolist()
@@ -127,9 +127,9 @@ def test_training_documents_are_cut_in_several_ways_and_those_of_validation_in_o
     assert sum(differ) > len(differ) / 2  # some have few pieces
 
 
-def test_without_a_share_or_a_second_text_all_is_for_training(tmp_path, packed):
+def test_without_a_validation_share_or_with_a_single_text_all_is_for_training(tmp_path, packed):
     tokenizer = str(packed / "tokenizer.model")
-    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # whose tokenizer has to be forgotten
+    pack_documents(DOCUMENTS, tmp_path, vocab_size=310)  # its tokenizer must not be used again
     for n, val_fraction in ((1, 0.1), (50, 0.0)):
         settings = {"val_fraction": val_fraction, "tokenizer": tokenizer}
         out = pack_documents(DOCUMENTS[:n], tmp_path, **settings)
@@ -139,7 +139,7 @@ def test_without_a_share_or_a_second_text_all_is_for_training(tmp_path, packed):
             pack_documents(["", ""], tmp_path, tokenizer=other)
 
 
-def test_adding_or_reordering_documents_moves_none_to_the_other_side(tmp_path):
+def test_adding_or_reordering_documents_moves_none_to_the_other_split(tmp_path):
     some = DOCUMENTS[:200]
     more = ["", *random.Random(0).sample(DOCUMENTS, len(DOCUMENTS)), *DOCUMENTS[::-1]]
     first = pack_documents(some, tmp_path, "some", val_fraction=0.3)
@@ -149,12 +149,12 @@ def test_adding_or_reordering_documents_moves_none_to_the_other_side(tmp_path):
 
 
 @pytest.mark.parametrize("n", [2, 20])
-def test_a_small_corpus_has_one_validation_document_at_least(tmp_path, packed, monkeypatch, n):
+def test_a_small_corpus_has_at_least_one_validation_document(tmp_path, packed, monkeypatch, n):
     monkeypatch.setattr(packing, "SHARD_TOKENS", 1)
     model = str(packed / "tokenizer.model")
     out = pack_documents(DOCUMENTS[:n] * 2, tmp_path, val_fraction=1e-9, tokenizer=model)
     assert len(set(documents(out, "val"))) == 1
-    assert len(documents(out, "val")) == 2  # it repeats, on one side
+    assert len(documents(out, "val")) == 2  # it occurs twice, in one split
     assert len(list(out.glob("*.bin"))) == 2 * n  # and no shard of a first attempt is left
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(DOCUMENTS[:n] * 2)
 
@@ -169,7 +169,7 @@ def test_the_result_is_the_same_for_any_number_of_workers(tmp_path, monkeypatch)
     assert sum(seen) == path.stat().st_size  # the progress counts every byte
 
 
-def test_a_full_disk_leaves_the_folder_of_before_as_it_was(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_older_folder_unchanged(tmp_path, monkeypatch):
     out = pack_documents(DOCUMENTS[:100], tmp_path)
     before, write = files_of(out), ShardWriter.write
 
@@ -203,7 +203,7 @@ def test_a_killed_encoding_process_is_an_error_that_leaves_nothing(tmp_path, mon
 def test_a_few_very_long_documents_still_train_a_tokenizer(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "TOKENIZER_SAMPLE_BYTES", 1000)
     books = ["".join(DOCUMENTS[i::4]) for i in range(4)]  # 4 KB each
-    for module in (packing, shards):  # of four bytes, as for large vocabularies
+    for module in (packing, shards):  # ids of four bytes, as for large vocabularies
         monkeypatch.setattr(module, "token_dtype", lambda vocab_size: np.dtype("<u4"))
     out = pack_documents(books, tmp_path)
     assert Counter(documents(out, "train") + documents(out, "val")) == Counter(books)

@@ -1,4 +1,4 @@
-"""report.html and the picture of losses, read as a browser would, without one."""
+"""report.html and the picture of losses, parsed without a browser."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def report(*runs: Path) -> Page:
     return Page(out)
 
 
-def test_a_history_holds_what_was_written_last_and_leaves_out_what_was_cut_short(tmp_path):
+def test_a_history_keeps_the_last_row_of_a_step_and_drops_broken_lines(tmp_path):
     content = [
         *('{"step": 2, "loss": 9}', '{"step": 1, "loss": NaN}', '{"step": 2, "loss": 7}', "[1]"),
         *('{"step": 2, "val_loss": 2.5}', '{"step": 2, "forward_seconds": 1}', '{"loss": 1}'),
@@ -145,14 +145,14 @@ def test_a_curve_is_drawn_to_scale_with_its_gaps(tmp_path):
     assert drawing.count(f"fill: {COLORS[0]}") == 4  # dots
 
 
-def test_what_was_not_measured_is_left_out(tmp_path):
+def test_numbers_that_were_not_measured_are_left_out(tmp_path):
     page = report(write_run(tmp_path / "run", [train_row(1, loss=float("nan"))]))
     assert [*page.figures] == ["Learning rate", "Gradient norm", "Throughput", "Memory"]
     for word in ("MFU", "finished model", "None", "nan"):
         assert word not in page.words
 
 
-def test_text_from_outside_cannot_become_markup_and_the_page_needs_nothing(tmp_path):
+def test_text_of_a_run_cannot_become_markup_and_the_page_loads_nothing(tmp_path):
     run = write_run(
         tmp_path / "<img src=x onerror=alert(2)>",
         [train_row(1), {"step": 1, "val_loss": 2.0}],
@@ -169,11 +169,11 @@ def test_text_from_outside_cannot_become_markup_and_the_page_needs_nothing(tmp_p
         assert not re.search(r"https?:|@import|url\((?!#)", page.source)
 
 
-def test_samples_are_shown_evenly_and_the_finished_model_s_comes_last(tmp_path):
+def test_samples_are_spread_evenly_and_the_finished_models_sample_comes_last(tmp_path):
     samples = [{"step": s, "prompt": "def ", "text": f"sample {s}"} for s in range(10, 1010, 10)]
     run = write_run(tmp_path / "run", [train_row(1)], samples)
     (run / "sample.txt").write_text("def the_end")
-    assert "the_end" not in report(run).words  # of a run that is not finished
+    assert "the_end" not in report(run).words  # the run is not finished
     (run / "weights").mkdir()
     page = report(run)
     steps = re.findall(r"<h3>run, step ([\d,]+)</h3>", page.source)
@@ -182,7 +182,7 @@ def test_samples_are_shown_evenly_and_the_finished_model_s_comes_last(tmp_path):
     assert "state finished" in page.words
 
 
-def test_several_runs_share_charts_and_differ_in_a_table(tmp_path):
+def test_several_runs_share_charts_and_a_table_lists_their_differences(tmp_path):
     runs = [
         write_run(
             tmp_path / name / "run",
@@ -193,7 +193,7 @@ def test_several_runs_share_charts_and_differ_in_a_table(tmp_path):
         for name, loss, dim, tokens, steps in (("a", 3.0, 64, 1000, 10), ("b", 2.0, 128, 4000, 5))
     ]
     page = report(*runs)
-    assert all(str(run) in page.words for run in runs)  # as both have the same name
+    assert all(str(run) in page.words for run in runs)  # both have the same name
     assert page.words.count("training loss 3.0000 2.0000") == 1
     assert all(said in page.words for said in ("dim 64 128", "train a", "a at 2"))
     assert "seed" not in page.words
@@ -206,19 +206,19 @@ def test_several_runs_share_charts_and_differ_in_a_table(tmp_path):
     assert a / b == pytest.approx(0.5, rel=0.01)
 
 
-def test_numbers_are_short():
+def test_numbers_are_shown_in_a_short_form():
     values = (0, 2.90493, 0.0003, 1e-5, 17_243.3, 2_457_600, 3e9, 1e20, -1.5)
     texts = "0 2.905 0.0003 1e-05 17,243 2.458M 3B 1e+20 -1.5"
     assert [show(value) for value in values] == texts.split()
 
 
-def test_the_script_writes_into_the_run_s_folder_and_draws_a_picture(tmp_path, capsys, monkeypatch):
+def test_the_script_writes_into_the_runs_folder_and_draws_a_picture(tmp_path, capsys, monkeypatch):
     rows = [train_row(1, loss=3.0), train_row(2, loss=None), {"step": 2, "val_loss": 2}]
     run, other = (write_run(tmp_path / name, rows) for name in ("run", "other"))
     monkeypatch.chdir(tmp_path)  # the template is found from anywhere
     report_script.main([str(run), "--picture", "pictures/loss.png"])
     pixels = (image.imread("pictures/loss.png")[..., :3] * 255).round()
-    for color in ((31, 95, 191), (194, 84, 10)):  # of training and validation
+    for color in ((31, 95, 191), (194, 84, 10)):  # training, validation
         assert (pixels == color).all(-1).sum() > 20
     assert "<h1>run</h1>" in (run / "report.html").read_text(encoding="utf-8")
     assert str(run / "report.html") in capsys.readouterr().out
@@ -236,7 +236,7 @@ def test_a_run_that_ends_says_where_its_report_is_or_why_there_is_none(tmp_path)
     assert "has not logged a step yet" in try_to_write_report([run.path], run.report)
 
 
-def test_mistakes_end_in_one_line(tmp_path, monkeypatch, refusal):
+def test_a_wrong_argument_is_refused_in_one_line(tmp_path, monkeypatch, refusal):
     monkeypatch.chdir(tmp_path)
     assert "missing: no such folder" in refusal(report_script, "missing")
     assert "has no metrics.jsonl: it is not the folder of a run" in refusal(report_script, ".")

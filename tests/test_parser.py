@@ -21,18 +21,18 @@ def parser() -> OneLineParser:
         ("--learning-rat 3", "--learning-rat: did you mean --learning_rate?"),
         ("--dimm=64", "--dimm=64: did you mean --dim?"),
         ("--dim 32 --dimm 32", "--dimm: did you mean --dim?"),
-        ("--hel_", "--hel_"),  # --help is never what was meant
+        ("--hel_", "--hel_"),  # --help is never suggested
         ("--fast my.txt", "my.txt"),
         ("--gredy 3 --foo", "--gredy: did you mean --greedy?, --foo"),
     ],
 )
-def test_unknown_flags_are_answered_with_what_was_meant(typed, said):
+def test_an_unknown_flag_is_refused_with_the_flag_that_was_meant(typed, said):
     with pytest.raises(UsageError) as error:
         parser().parse_args(typed.split())
     assert str(error.value) == f"unrecognized argument {said} (see --help)"
 
 
-def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
+def test_help_shows_each_default_once_and_none_for_switches(capsys):
     parser().print_help()
     said = capsys.readouterr().out
     assert "\n    an example\n" in said
@@ -41,13 +41,13 @@ def test_help_names_a_default_once_and_leaves_switches_alone(capsys):
     assert said.count("whether\n") == 2
 
 
-def test_a_bare_flag_keeps_the_value_that_was_given_before():
+def test_a_flag_without_a_value_keeps_the_earlier_value():
     parser = OneLineParser()
     parser.add_argument("--deepspeed", nargs="?", const=None, action=KeepEarlierValue)
     given = parser.parse_args(["--deepspeed", "a.json", "--deepspeed"])
     assert given.deepspeed == "a.json"
 
 
-def test_bytes_that_are_not_utf8_are_no_text():
+def test_bytes_that_are_not_utf8_are_not_text():
     assert is_text("第1句 🙂")
     assert not is_text(b"a\xff".decode("utf-8", "surrogateescape"))

@@ -1,4 +1,4 @@
-"""Where ZeRO puts the parameters, against DeepSpeed's own way of laying them out."""
+"""Where ZeRO puts the parameters, compared with DeepSpeed's own layout."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ SHAPES = [(4, 6), (3, 3), (8, 2), (5,), (7, 1)]
 
 
 def parameters(shapes=SHAPES) -> list[nn.Parameter]:
-    """All elements different."""
+    """Parameters whose elements are all different."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     values = torch.arange(float(sum(sizes))).split(sizes)
     return [nn.Parameter(v.view(shape).clone()) for v, shape in zip(values, shapes, strict=True)]
@@ -35,7 +35,7 @@ def divided(group: list[nn.Parameter], processes: int, gap: int = 0) -> list[Par
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("gap", [0, 3])
-def test_the_parts_of_all_processes_make_the_whole(processes, gap):
+def test_the_parts_of_all_processes_make_whole_parameters(processes, gap):
     group = parameters()
     shares = divided(group, processes, gap)
     for i, p in enumerate(group):
@@ -50,7 +50,7 @@ def test_the_parts_of_all_processes_make_the_whole(processes, gap):
         assert {partition.parts[i].split for partition in shares} == {holders > 1}
 
 
-def test_bf16_under_zero_1_has_other_names_and_no_gaps():
+def test_the_bf16_optimizer_of_zero_1_has_other_attributes_and_no_gaps():
     group = parameters()
     line = torch.cat([p.detach().flatten() for p in group])
     line = torch.cat([line, torch.zeros(-len(line) % 3)])
@@ -64,13 +64,13 @@ def test_bf16_under_zero_1_has_other_names_and_no_gaps():
 
 
 class Zero3:
-    """DeepSpeed's optimizer for ZeRO-3 as far as it divides a group into two sub-groups; notes what
-    it is asked to do."""
+    """Replaces DeepSpeed's ZeRO-3 optimizer: divides a group into two sub-groups and records the
+    calls of its methods."""
 
     def __init__(self, group: list[nn.Parameter], processes: int, rank: int, nvme: bool = False):
         self.fp16_groups = group[:2], group[2:]
         self.sub_group_to_group_id = {0: 4, 1: 4}
-        self.nvme, self.asked = nvme, []
+        self.nvme, self.calls = nvme, []
         self.fp32_partitioned_groups_flat = []
         for sub_group in self.fp16_groups:
             shares = []
@@ -87,7 +87,7 @@ class Zero3:
         return self.nvme
 
     def __getattr__(self, name: str):
-        return lambda *index: self.asked.append((name, *index))
+        return lambda *index: self.calls.append((name, *index))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5, 8, 50])
@@ -105,21 +105,21 @@ def test_zero_3_gives_every_process_a_part_of_every_parameter(processes):
             assert part.numel == len(held)
             assert (whole[part.in_parameter] == -1).all()
             whole[part.in_parameter] = held
-        assert zero.asked == []
+        assert zero.calls == []
     for whole, p in zip(wholes, parameters(), strict=True):
         assert torch.equal(whole.view_as(p), p)
 
 
-def test_what_was_written_is_brought_to_the_model_and_to_nvme_before_the_next_is_read():
+def test_a_written_sub_group_reaches_the_model_and_nvme_before_the_next_is_read():
     zero = Zero3(parameters(), 2, 0, nvme=True)
     for index, _ in enumerate(partitions(zero, 0, writes=True)):
-        zero.asked.append(("written", index))
+        zero.calls.append(("written", index))
     steps = ("_optimizer_states_and_gradient_swap_in", "written")
     steps += ("_reassign_or_swap_out_partitioned_parameters",)
     steps += ("_optimizer_states_and_gradient_swap_out",)
     by_index = [(step, index) for index in (0, 1) for step in steps]
-    assert zero.asked == [("_partition_all_parameters",), *by_index]
-    zero.asked.clear()
-    assert len(list(partitions(zero, 0))) == 2  # what is only read is let go
+    assert zero.calls == [("_partition_all_parameters",), *by_index]
+    zero.calls.clear()
+    assert len(list(partitions(zero, 0))) == 2  # buffers that are only read are released
     steps = ("_optimizer_states_and_gradient_swap_in", "_release_swap_buffers")
-    assert zero.asked == [(step, index) for index in (0, 1) for step in steps]
+    assert zero.calls == [(step, index) for index in (0, 1) for step in steps]

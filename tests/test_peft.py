@@ -1,4 +1,4 @@
-"""Adapters on disk, held against the package `peft` itself."""
+"""Adapters on disk, compared with the package `peft` itself."""
 
 import json
 from collections import ChainMap
@@ -23,7 +23,7 @@ TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def untied() -> Transformer:
-    """Everything is adapted but the second block, which is trained as it is."""
+    """An untied model: the first block has adapters, the other weights are trained themselves."""
     config = adapted().config
     config.tie_embeddings = False
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def untied() -> Transformer:
 
 @pytest.fixture(params=["all", "untied, a block adapted"])
 def run(request, tmp_path) -> SimpleNamespace:
-    """A model that was trained, its base as portable weights and exported, its adapter."""
+    """A trained model with adapters, its base, portable and exported, and its saved adapter."""
     model = adapted(only_lora=False) if request.param == "all" else untied()
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not is_adapter(n)}
     for name, p in model.named_parameters():
@@ -58,7 +58,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-def test_peft_computes_the_same_on_the_exported_base(run):
+def test_peft_on_the_exported_base_gives_equal_logits(run):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -91,7 +91,7 @@ def test_an_adapter_that_peft_wrote_is_read(run):
     torch.testing.assert_close(logits(ours), logits(theirs.eval()), rtol=1e-4, atol=1e-4)
 
 
-def test_the_script_merges(run, monkeypatch, capsys):
+def test_merge_lora_writes_the_merged_weights(run, monkeypatch, capsys):
     tokenizer = run.path / "base" / "tokenizer.model"
     tokenizer.write_bytes(b"of no matter")
     (run.path / "adapter" / TEMPLATE_FILE).write_text("says that it answers")
@@ -160,7 +160,7 @@ def with_settings(folder: Path, **settings) -> None:
         ({"r": 5}, r"wk.lora_a is \(4, 32\), the model has \(5, 32\)"),
     ],
 )
-def test_settings_that_mean_something_else_are_named(folder, settings, message):
+def test_settings_that_are_not_supported_are_named(folder, settings, message):
     with_settings(folder, **settings)
     with pytest.raises(ConfigError, match=message):
         load_adapter(folder, adapted().config)

@@ -1,4 +1,4 @@
-"""scripts.plan: one table and one advice, before anything is started."""
+"""scripts.plan prints a table of engines and which one to take."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def page(capsys, flags: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_readmes_training_fits_by_ddp_on_four_gpus_of_48_gib(capsys):
+def test_the_readmes_training_fits_with_ddp_on_four_gpus_of_48_gib(capsys):
     lines = page(capsys, f"{FLAGS} --batch_size 24 --gpu_memory 48 --device H100")
     assert lines[0].startswith("361.04 million parameters, 3,145,728 tokens per step, 7.22 billion")
     head, *rows = lines[3:11]
@@ -35,7 +35,7 @@ def test_a_run_that_is_too_short_to_be_compiled_needs_more(capsys):
     assert "39.07 GiB" in short[6]
 
 
-def test_a_smaller_gpu_takes_another_engine_or_none(capsys):
+def test_a_smaller_gpu_gets_another_engine_or_none(capsys):
     def last(memory: int) -> str:
         flags = f"{FLAGS} --batch_size 1 --gpu_memory {memory} --device H100"
         return "\n".join(page(capsys, flags)[-2:])
@@ -48,14 +48,14 @@ def test_a_smaller_gpu_takes_another_engine_or_none(capsys):
     ("flags", "named"),
     [("--device H100", "--gpu_memory"), ("--dim 63", "dim 63 is not divisible")],
 )
-def test_a_value_that_cannot_work_is_one_line(capsys, flags, named):
+def test_a_value_that_cannot_work_is_refused(capsys, flags, named):
     with pytest.raises(SystemExit) as ended:
         plan.main(flags.split())
     assert ended.value.code == 2
     assert named in capsys.readouterr().err
 
 
-def test_hours_are_unknown_where_the_peak_is_and_tokens_may_be_given(capsys):
+def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys):
     lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --gpu_memory 8 --device Abacus")
     assert "0.001 billion tokens" in lines[0]
     assert lines[4].endswith("?")

@@ -29,7 +29,7 @@ def saved(tmp_path):
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
 def test_a_saved_model_comes_back_with_equal_logits(tmp_path, tie_embeddings):
-    """Matrices that are not contiguous are saved with their values, a tied one once."""
+    """Matrices that are not contiguous are saved correctly, and a tied matrix is saved once."""
     model = transformer(tie_embeddings=tie_embeddings, dropout=0.3)
     weights = {name: w.t().contiguous().t() for name, w in weights_of(model).items()}
     out = tmp_path / "not" / "yet"
@@ -79,7 +79,7 @@ def test_weights_that_do_not_fit_are_named(saved, change, message):
     [b"{", b'["dim"]', b'{"dim": 0}', b'{"experts": 4}', b'{"dim": "\xff"}', b"[" * 99_999, None],
     ids=["cut", "list", "zero", "unknown", "bytes", "deep nesting", "missing"],
 )
-def test_a_config_file_that_makes_no_sense_is_an_error_with_its_folder(saved, text):
+def test_an_invalid_config_file_is_an_error_that_names_its_folder(saved, text):
     (saved / CONFIG_FILE).unlink()
     if text is not None:
         (saved / CONFIG_FILE).write_bytes(text)
@@ -87,7 +87,7 @@ def test_a_config_file_that_makes_no_sense_is_an_error_with_its_folder(saved, te
         load_portable(saved)
 
 
-def test_sizes_that_no_memory_holds_are_compared_before_they_are_built(saved):
+def test_shapes_are_compared_before_a_model_larger_than_memory_is_built(saved):
     config = json.loads((saved / CONFIG_FILE).read_text())
     (saved / CONFIG_FILE).write_text(json.dumps(config | {"dim": 1 << 24, "n_heads": 1 << 20}))
     with pytest.raises(ConfigError, match=r"is \(.*\), the model has \("):

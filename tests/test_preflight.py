@@ -1,4 +1,4 @@
-"""What is checked before any process is started; preparing a run is checked on the way."""
+"""The checks before any process is started, which prepare a run without starting it."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ ZERO_2 = "accelerate_config.yaml"
 
 @pytest.fixture(autouse=True)
 def in_the_repository(monkeypatch):
-    """As run_accelerate.sh calls it; the environment is restored after the test."""
+    """Tests run in the repository, like run_accelerate.sh; the environment is restored."""
     monkeypatch.chdir(REPOSITORY)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     monkeypatch.setattr(os, "environ", clean)
@@ -130,8 +130,10 @@ def test_a_file_that_is_no_launcher_configuration_is_refused_by_name(flags, tmp_
 
 
 @pytest.mark.parametrize("on_the_script", [False, True])
-def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_path, on_the_script):
-    """The file may be named by the launcher's or by a flag."""
+def test_the_number_of_processes_is_part_of_the_global_batch(
+    flags, config_file, tmp_path, on_the_script
+):
+    """The launcher's file or the flag --deepspeed names the DeepSpeed file."""
     path = config_file({"zero_optimization": {"stage": 2}, "train_batch_size": 16})
     if on_the_script:
         path = config_file(**DDP | {"mixed_precision": None})
@@ -140,7 +142,7 @@ def test_the_number_of_processes_counts_for_the_batch(flags, config_file, tmp_pa
     assert "gives 32" in refused(path, flags, "4")
 
 
-def test_weights_to_start_from_are_read(flags, packed, tmp_path):
+def test_the_weights_of_init_from_are_read(flags, packed, tmp_path):
     weights = tmp_path / "weights"
     save_portable(weights, CONFIG, dict(Transformer(CONFIG).named_parameters()))
     shutil.copy(packed / TOKENIZER_FILE, weights)
@@ -197,7 +199,7 @@ def room_for(batch_size: int, processes: int, compiled: bool) -> int:
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """GPUs with so many bytes free."""
+    """Pretends that there are GPUs with these numbers of bytes free."""
 
     def have(*free: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
@@ -209,15 +211,15 @@ def gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "less", "batch_size"),
+    ("batch_wanted", "less", "batch_size"),
     [(768, 0, 768), (768, 2, 384), (32, 0, 32), (32, 2, 24), (1, 2, 1)],
 )
 @pytest.mark.parametrize("compiled", [True, False])  # the run is too short for "auto"
-def test_the_largest_micro_batch_that_fits_keeps_the_batch(
-    flags, gpus, capsys, asked, less, batch_size, compiled
+def test_the_largest_micro_batch_that_fits_is_chosen_for_the_same_global_batch(
+    flags, gpus, capsys, batch_wanted, less, batch_size, compiled
 ):
     flags = [*flags, "--compile", "on" if compiled else "auto"]
-    least = room_for(asked, 3, compiled) - less
+    least = room_for(batch_wanted, 3, compiled) - less
     gpus(least + GIB, least, least + GIB, 0)  # the last one is not used
     added = check_launch(ZERO_2, "3", flags, "768")
     assert added == {"batch_size": batch_size, "accumulation_steps": 768 // batch_size}
@@ -230,7 +232,7 @@ def test_a_launch_is_checked_with_the_micro_batch_that_fits(flags, gpus, config_
     assert "--batch_size gives 768" in refused(file, flags, share="768")
 
 
-def test_a_run_that_goes_on_keeps_its_micro_batch_whatever_is_free_now(flags, gpus, run_of, capsys):
+def test_a_resumed_run_keeps_its_micro_batch_whatever_memory_is_free(flags, gpus, run_of, capsys):
     gpus(10 * GIB)
     words = [*flags, "--resume", str(run_of("--batch_size", "48", "--accumulation_steps", "16"))]
     assert check_launch(ZERO_2, "1", words, "768") == {"batch_size": 48, "accumulation_steps": 16}
@@ -239,8 +241,8 @@ def test_a_run_that_goes_on_keeps_its_micro_batch_whatever_is_free_now(flags, gp
     assert "global_batch: 768 in the checkpoint, 50 now" in said
 
 
-def test_it_prints_nothing_but_flags_and_ends_with_2_where_the_launch_cannot_work(flags, tmp_path):
-    """As run_accelerate.sh calls it."""
+def test_a_launch_that_cannot_work_exits_with_code_2_and_an_empty_stdout(flags, tmp_path):
+    """The command is that of run_accelerate.sh."""
     command = [sys.executable, "-m", "training.preflight", "train_pretrain_accelerate.py", ZERO_2]
     ended = subprocess.run(
         [*command, "1", "0", *flags, "--resume", str(tmp_path)],
@@ -267,17 +269,19 @@ def test_it_prints_nothing_but_flags_and_ends_with_2_where_the_launch_cannot_wor
         (614_400, 1, {"epochs": 2}, None),
     ],
 )
-def test_a_small_text_is_read_four_times(monkeypatch, tokens, segmentations, typed, steps):
+def test_the_default_steps_on_a_cpu_read_a_small_text_four_times(
+    monkeypatch, tokens, segmentations, typed, steps
+):
     described = {"splits": {"train": {"tokens": tokens}}}
     described["prepared_from"] = {"segmentations": segmentations}
     monkeypatch.setattr(preflight, "read_description", lambda data: described)
     typed = typed | {"learning_rate": 1e-3, "data": "anywhere"}
     expected = {"optimizer": "adamw"} | ({"max_steps": steps} if steps else {})
-    assert cpu_flags(typed, takes_muon=False) == expected  # what was typed stays
+    assert cpu_flags(typed, takes_muon=False) == expected  # typed flags stay
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3", "zero2_offload"])
-def test_on_a_cpu_muon_is_given_to_the_engines_that_take_it(name, flags, capsys):
+def test_on_a_cpu_the_engines_that_support_muon_get_muon(name, flags, capsys):
     kind = next(kind for kind in engines(dim=192) if kind.config == name)
     added = check_launch(f"configs/{name}.yaml", "1", flags, "cpu")
     assert added == (MUON if kind.takes_muon else ADAMW) | {"max_steps": added["max_steps"]}

@@ -1,4 +1,4 @@
-"""Weights to begin with: the shape and the tokenizer that they ask for."""
+"""--init_from: the shape of the model and the tokenizer are those of the weights."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from storage.folder import RunFolder
 from training.arguments import DistillationArguments, SFTArguments, parse_arguments
 from training.prepare import PREPARE_DATA, Prepared, prepare
 
-# In no field LMConfig's own.
+# No value here is LMConfig's default.
 CONFIG = LMConfig(
     dim=48,
     n_layers=1,
@@ -65,7 +65,7 @@ def config(typed: str, weights: Path, packed: Path) -> LMConfig:
     return prepared(typed, packed, weights).config
 
 
-def test_without_the_flag_the_shape_is_that_of_flags_and_data(packed):
+def test_without_init_from_the_flags_and_the_data_decide_the_shape(packed):
     found = prepared("--dim 64 --max_seq_len 16", packed)
     assert found.config == LMConfig(dim=64, max_seq_len=16, vocab_size=400)
     assert found.source is None
@@ -73,7 +73,9 @@ def test_without_the_flag_the_shape_is_that_of_flags_and_data(packed):
     assert not (packed / "runs").exists()
 
 
-def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, packed):
+def test_init_from_takes_the_shape_of_the_weights_but_not_their_dropout_and_attention(
+    weights, packed
+):
     found = config("", weights, packed)
     assert found.to_dict() == CONFIG.to_dict() | {"dropout": 0.0, "use_flash_attn": True}
     typed = "--dim 48 --n_layers 1 --n_heads 6 --n_kv_heads 3 --no-tie_embeddings --norm_eps 1e-6"
@@ -88,7 +90,7 @@ def test_the_shape_is_that_of_the_weights_but_not_how_they_computed(weights, pac
         ("--n_heads 8", "--n_heads 8: leave it out, "),  # 8 would not even divide dim
         ("--tie_embeddings", "--tie_embeddings True: leave"),
         ("--rope_theta 1e6", "has 10000.0"),
-        ("--n_kv_heads 2", " has 3"),  # LMConfig's own value counts as typed
+        ("--n_kv_heads 2", " has 3"),  # a typed default counts too
         ("--max_seq_len 0", "max_seq_len"),
         ("--dropout 1", "dropout"),
     ],
@@ -108,7 +110,7 @@ def test_another_tokenizer_is_refused_with_the_flag_that_prepares_the_data(weigh
         config("", weights, packed)
 
 
-def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fewer(
+def test_the_vocabulary_of_a_model_may_be_larger_than_its_tokenizer_but_not_smaller(
     weights, packed
 ):
     with_room(weights, 416)
@@ -116,14 +118,14 @@ def test_a_model_may_have_room_for_more_pieces_than_its_tokenizer_but_not_for_fe
     with_room(weights, 300)
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
-    (weights / TOKENIZER_FILE).unlink()  # then sizes are compared
+    (weights / TOKENIZER_FILE).unlink()  # without a tokenizer the sizes are compared
     with pytest.raises(DataError, match=r"vocabulary 400, has another .* vocabulary 300"):
         config("", weights, packed)
     with_room(weights, 400)
     assert config("", weights, packed).vocab_size == 400
 
 
-def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
+def test_init_from_takes_a_checkpoint_or_a_run_folder_too(packed, tmp_path):
     run = RunFolder(tmp_path / "run")
     checkpoint = run.checkpoint(7)
     torch.manual_seed(0)
@@ -139,7 +141,7 @@ def test_a_checkpoint_serves_as_weights_do(packed, tmp_path):
         assert torch.equal(found.source.load().norm.weight, model.norm.weight)
 
 
-def test_data_that_gives_no_validation_is_prepared_without(tmp_path, packed):
+def test_a_validation_split_without_a_fitting_row_gives_no_validation_set(tmp_path, packed):
     """All conversations of the split are too long."""
     folder = make_set(tmp_path / "c", [conversation([(2, 3)])], val=[conversation([(30, 3)])])
     shutil.copy(packed / TOKENIZER_FILE, folder)

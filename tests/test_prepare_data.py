@@ -38,7 +38,7 @@ def refused(capfd, *flags: str, usual=SMALL) -> str:
     return last
 
 
-def test_what_another_process_has_prepared_meanwhile_is_taken(workplace, capsys, monkeypatch):
+def test_data_that_another_process_prepared_meanwhile_is_used(workplace, capsys, monkeypatch):
     turns = []
 
     @contextmanager
@@ -54,7 +54,7 @@ def test_what_another_process_has_prepared_meanwhile_is_taken(workplace, capsys,
     printed = capsys.readouterr().out
     assert printed.count("bytes per token") == 1
     assert printed.endswith("sums: already prepared from this text\n")
-    main([*SMALL, "--data", "sums.jsonl"])  # for which nobody has to write, or wait
+    main([*SMALL, "--data", "sums.jsonl"])  # nothing is written, so no lock is needed
     assert len(turns) == 2
 
 
@@ -76,7 +76,7 @@ def test_a_second_call_finds_the_data_prepared_and_changes_nothing(workplace, ca
     assert contents("out") == before
 
 
-def test_the_size_of_the_text_chooses_settings_and_says_so(workplace, capsys):
+def test_the_size_of_the_text_decides_the_settings_and_they_are_printed(workplace, capsys):
     n_bytes = Path("lines.txt").write_text("".join(f"{i} {i * i}\n" for i in range(5000)))
     main(["--data", "lines.txt", "--workers", "1"])
     description = read_description("out/data/lines")
@@ -91,9 +91,7 @@ def test_the_size_of_the_text_chooses_settings_and_says_so(workplace, capsys):
         assert words in chosen
 
 
-def test_a_text_without_a_validation_document_is_told_so_and_flags_come_in_one_word(
-    workplace, capsys
-):
+def test_a_missing_validation_split_is_warned_of_and_flags_may_come_in_one_word(workplace, capsys):
     Path("short.txt").write_text("".join(f"{a} + {a} = {2 * a}\n" for a in range(70)))
     main(["--workers", "1", "--data", "short.txt"])
     assert "WARNING: no validation split" in capsys.readouterr().out
@@ -120,12 +118,12 @@ CHANGES = {
     "other text": lambda: write_corpus(Path("sums.jsonl"), 70) and [],
     "another share": lambda: ["--val_fraction", "0.3"],
     "another tokenizer": lambda: ["--tokenizer", shutil.copy("out/data/sums/tokenizer.model", "t")],
-    "another tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
+    "no valid tokenizer there": lambda: Path("out/data/sums/tokenizer.model").write_text("") * [0],
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplace, capfd, change):
+def test_other_text_or_settings_replace_prepared_data_only_with_overwrite(workplace, capfd, change):
     main([*SMALL, "--data", "sums.jsonl"])
     flags = ["--data", "sums.jsonl", *change()]
     before = contents("out")
@@ -138,7 +136,7 @@ def test_other_text_or_settings_replace_what_is_there_only_when_told_to(workplac
     assert "already prepared" in capfd.readouterr().out
 
 
-def test_reuse_takes_the_same_text_and_leaves_another_text_alone(workplace, capfd):
+def test_reuse_accepts_data_of_the_same_text_and_refuses_data_of_another(workplace, capfd):
     main([*SMALL, "--data", "sums.jsonl"])
     before = contents("out")
     main(["--data", "sums.jsonl", "--reuse"])
@@ -155,7 +153,7 @@ def test_reuse_takes_the_same_text_and_leaves_another_text_alone(workplace, capf
     assert contents("out") != before
 
 
-def test_folders_of_other_things_are_left_alone(workplace, capfd):
+def test_folders_with_other_contents_are_not_replaced(workplace, capfd):
     Path("text").mkdir()
     shutil.move("sums.jsonl", "text/sums.jsonl")
     Path("mine").mkdir()
@@ -211,7 +209,7 @@ REFUSED = {
     f"{SUMS} --vocab_size 0": "vocab_size 0",
     f"{SUMS} --val_fraction 1": "--val_fraction",
     f"{SUMS} --workers 0": "--workers",
-    "--dat sums.jsonl": "unrecognized argument --dat",  # other programs look for whole flags
+    "--dat sums.jsonl": "unrecognized argument --dat",  # flags have no abbreviations
     f"{SUMS} --tokenizer sums.jsonl": "sums.jsonl",
     f"{SUMS} --out sums.jsonl/o": "sums.jsonl",
     f"{SUMS} --flags='": "No closing quotation",
@@ -222,7 +220,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_mistakes_end_with_one_line_and_leave_nothing(workplace, packed, capfd, flags):
+def test_a_wrong_argument_is_refused_in_one_line_and_leaves_nothing(
+    workplace, packed, capfd, flags
+):
     for name, content in FILES.items():
         Path(name).write_bytes(content)
     before = contents(".")

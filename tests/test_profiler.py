@@ -1,4 +1,4 @@
-"""Where a step's time goes, by a clock that moves when a test says so."""
+"""The seconds of each phase of a step, with a clock that only tests move."""
 
 import gzip
 import json
@@ -12,12 +12,12 @@ from training import profiler as profiler_module
 from training.arguments import TrainingArguments
 from training.profiler import KEPT_TRACES, PHASES, StepProfiler
 
-# Sums of powers of two: exact, and no two of them alike.
+# Powers of two: their sums are exact and all different.
 SECONDS = {"data": 0.25, "forward": 1.0, "backward": 2.0, "optimizer": 0.5}
 
 
 class Clock:
-    """In place of the module `time`: stands still until told otherwise."""
+    """Replaces the module `time`; only tests move this clock."""
 
     now = 1000.0
 
@@ -32,7 +32,7 @@ def clock(monkeypatch) -> Clock:
 
 
 class DeepSpeedEngine:
-    """Steps inside backward, as DeepSpeed's engine does."""
+    """Updates the weights inside backward, as DeepSpeed's engine does."""
 
     def __init__(self, clock: Clock):
         self.clock = clock
@@ -67,7 +67,7 @@ def run_step(profiler: StepProfiler, clock: Clock, step: int, engine=None):
 
 
 def expected(micro_batches: int = 1) -> dict[str, float]:
-    """Seconds of `run_step`."""
+    """The seconds of each phase of `run_step`."""
     times = sum(range(1, micro_batches + 1))
     seconds = {phase: SECONDS[phase] * times for phase in PHASES}
     seconds["optimizer"] = SECONDS["optimizer"]
@@ -76,22 +76,22 @@ def expected(micro_batches: int = 1) -> dict[str, float]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("deepspeed", [False, True])
-def test_phases_take_the_time_they_took_and_add_up_to_the_step(
+def test_each_phase_gets_its_seconds_and_the_phases_add_up_to_the_step(
     accelerator, tmp_path, clock, micro_batches, deepspeed
 ):
     engine = DeepSpeedEngine(clock) if deepspeed else None
     profiler = profiler_of(accelerator, tmp_path, engine, accumulation_steps=micro_batches)
     assert run_step(profiler, clock, 1, engine) is None
-    for step in (2, 4):  # and nothing of the one is counted in the other
+    for step in (2, 4):  # step 4 contains nothing of step 2
         seconds, _ = run_step(profiler, clock, step, engine)
         assert seconds == expected(micro_batches)
         clock.now += 100  # between two steps
 
 
-def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
+def test_work_on_a_gpu_counts_in_the_phase_that_launched_it(
     accelerator, tmp_path, clock, monkeypatch
 ):
-    """A GPU works later than it is asked to: each phase waits for it before it ends."""
+    """A GPU works asynchronously: each phase waits for the GPU before the phase ends."""
     waiting = []
 
     def synchronize() -> None:
@@ -102,7 +102,7 @@ def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
     place = {"device": torch.device("cuda"), "process_index": 0}
     on_gpu = SimpleNamespace(**place, profile=accelerator.profile)
     profiler = profiler_of(on_gpu, tmp_path)
-    waiting.append(64.0)  # of the step before
+    waiting.append(64.0)  # work of the step before
     profiler.begin_step(2)
     for phase in PHASES:
         profiler.phase(phase)
@@ -111,7 +111,7 @@ def test_a_gpus_work_belongs_to_the_phase_that_asked_for_it(
     assert seconds == expected()
 
 
-def test_a_line_names_the_trace_and_the_newest_of_each_process_are_kept(
+def test_a_line_names_the_trace_and_the_newest_traces_of_each_process_are_kept(
     accelerator, tmp_path, clock
 ):
     for step in range(KEPT_TRACES + 1):
@@ -125,10 +125,10 @@ def test_a_line_names_the_trace_and_the_newest_of_each_process_are_kept(
     )
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert names.count("forward") == names.count("optimizer") == 1  # the last micro-batch alone
+    assert names.count("forward") == names.count("optimizer") == 1  # only the last micro-batch
     kept = sorted(path.name for path in tmp_path.glob("*-rank0.json.gz"))
     assert (kept[0], len(kept)) == ("step-00000002-rank0.json.gz", KEPT_TRACES)
     assert (tmp_path / "step-00000000-rank1.json.gz").exists()
-    (tmp_path / "file").touch()  # where the folder would be
+    (tmp_path / "file").touch()  # in the place of the folder
     _, report = run_step(profiler_of(accelerator, tmp_path / "file"), clock, 2)
     assert "TRACE NOT WRITTEN: " in report

@@ -1,4 +1,4 @@
-"""README.md, README_zh.md and docs tell people to type commands, and all of them exist."""
+"""All commands, flags, links and tests that README.md, README_zh.md and docs name exist."""
 
 import contextlib
 import importlib
@@ -16,8 +16,7 @@ DOCS = sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")
 TEXTS = {
     name: (REPOSITORY / name).read_text(encoding="utf-8") for name in (ENGLISH, CHINESE, *DOCS)
 }
-# Of the launchers, pip, pytest (tests/conftest.py) and this repository's tests; `--no-` switches
-# flags off, and `--flags` without their dashes are names of others in tables of comparison.
+# Flags of the launchers, pip, pytest (tests/conftest.py) and SLURM; `--no` stands for `--no-FLAG`.
 OTHER_FLAGS = {
     *("--num_processes", "--mixed_precision", "--main_process_port", "--config_file"),
     *("--multi_gpu", "--use_deepspeed", "--deepspeed_config_file", "--cpu"),
@@ -55,7 +54,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def anchors(text: str) -> list[str]:
-    """Return what #links to the headings are called, in order, as GitHub names them."""
+    """Return the anchors of the headings, in order, as GitHub names them."""
     without_code = re.sub(r"^```.*?^```\n", "", text, flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)", without_code, re.MULTILINE)
     return ["#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
@@ -91,13 +90,13 @@ def test_both_readmes_have_the_same_numbers_in_their_tables():
 
 
 @pytest.mark.parametrize("name", [ENGLISH, CHINESE])
-def test_a_readme_has_at_most_300_lines_and_leads_to_every_page_of_docs(name):
+def test_a_readme_has_at_most_300_lines_and_links_to_every_page_of_docs(name):
     assert len(TEXTS[name].splitlines()) <= 300
     pages = {target.partition("#")[0] for target in links(TEXTS[name])}
     assert {*DOCS} <= pages
 
 
-def test_the_reading_path_has_the_lines_of_its_files_and_at_most_2000():
+def test_the_reading_path_gives_correct_line_counts_and_at_most_2000_lines():
     total = 0
     for row in rows(TEXTS["docs/reading.md"])[2:]:
         files = [REPOSITORY / name for name in re.findall(r"`([^`]+)`", row[1])]
@@ -134,7 +133,7 @@ def test_the_flag_tables_are_those_of_the_parser():
 
 
 def module_commands(text: str) -> list[tuple[str, set[str]]]:
-    """(module, flags after it) of every `-m MODULE` of this project, and of its name by itself."""
+    """Return (module, its flags) for every `-m MODULE` of this project and every bare module."""
     ours = r"(?:.* -m |)((?:scripts|benchmarks|training)\.\w+)(?!\w)(.*)"
     matches = [re.fullmatch(ours, line) for line in typed(text)]
     return [(m[1], flags_in(m[2])) for m in matches if m and m[1] != "scripts.NAME"]
@@ -150,7 +149,7 @@ def flags_of(module: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_every_module_exists_and_takes_the_flags_that_stand_after_it(name):
+def test_every_named_module_exists_and_takes_the_flags_after_it(name):
     commands = module_commands(TEXTS[name])
     if name == ENGLISH:
         assert ("scripts.generate", {"--prompt"}) in commands
@@ -161,7 +160,7 @@ def test_every_module_exists_and_takes_the_flags_that_stand_after_it(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name not in FOREIGN])
-def test_every_flag_that_is_named_is_a_flag_of_something(name):
+def test_every_named_flag_exists(name):
     known = {*OTHER_FLAGS}
     for program in ("pretrain", "sft", "distillation", "several"):
         known |= flags_of(f"train_{program}_accelerate")
@@ -171,17 +170,17 @@ def test_every_flag_that_is_named_is_a_flag_of_something(name):
     known = known.union(*(flags_of(f"scripts.{stem}") for stem in runnable))
     known = known.union(*(flags_of(m) for m, _ in module_commands(TEXTS[name])))
     named = flags_in("\n".join(typed(TEXTS[name])))
-    assert named <= known, f"{name} names what is no flag: {sorted(named - known)}"
+    assert named <= known, f"{name} names flags that do not exist: {sorted(named - known)}"
 
 
-def test_beside_the_flags_of_others_stand_flags_that_exist():
+def test_the_table_of_other_projects_names_flags_that_exist():
     ours = {flag for row in rows(TEXTS["docs/coming-from.md"]) for flag in flags_in(row[0])}
     assert {"--dim", "--prompt"} <= ours
     assert ours <= flags_of("train_pretrain_accelerate") | flags_of("scripts.generate")
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name != "docs/lab-log.md"])
-def test_every_test_that_is_named_exists(name):
+def test_every_named_test_exists(name):
     tests = [REPOSITORY / "tests", REPOSITORY / "tests/integration"]
     files = [path for folder in tests for path in folder.glob("test_*.py")]
     known = "\n".join(f"{path.stem}\n" + path.read_text(encoding="utf-8") for path in files)

@@ -22,7 +22,7 @@ def recomputing(what: str, compiled: bool = False, **changes) -> Transformer:
 
 
 def loss_and_gradients(model: Transformer) -> list[torch.Tensor]:
-    """Return loss and gradients, and the next random number at last."""
+    """Return the loss, the gradients and the next random number."""
     tokens = some_tokens(38)
     torch.manual_seed(5)
     loss = model(tokens[:, :-1], tokens[:, 1:]).loss
@@ -37,7 +37,7 @@ def assert_same_bits(what: str, **settings) -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Count how often each operator is computed in here."""
+    """Count the calls of each operator inside this context."""
 
     def __init__(self):
         super().__init__()
@@ -50,21 +50,21 @@ class Calls(TorchDispatchMode):
 
 @WAYS
 @pytest.mark.parametrize("settings", [{}, {"use_flash_attn": False}, {"dropout": 0.3}])
-def test_losses_gradients_and_random_numbers_are_those_of_no_recomputation(what, settings):
+def test_recomputation_changes_no_bit_of_losses_gradients_and_random_numbers(what, settings):
     assert_same_bits(what, **settings)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_bits(what, **settings)
 
 
 @needs_compiler
-def test_compiled_too():
+def test_recomputation_of_compiled_blocks_changes_no_bit():
     assert_same_bits("selective", compiled=True)
 
 
 @pytest.mark.parametrize(
     ("what", "silus", "attentions"), [("off", 1, 1), ("blocks", 2, 2), ("selective", 2, 1)]
 )
-def test_forward_is_computed_again_but_for_attention_where_it_is_kept(what, silus, attentions):
+def test_blocks_are_computed_twice_and_selective_keeps_attention(what, silus, attentions):
     model = recomputing(what)
     with Calls() as calls:
         loss_and_gradients(model)
@@ -76,9 +76,9 @@ def test_forward_is_computed_again_but_for_attention_where_it_is_kept(what, silu
     assert calls.of[attention] == len(model.layers)
 
 
-def test_the_flag_alone_means_blocks():
-    asked = [[], ["--gradient_checkpointing"], ["--gradient_checkpointing", "selective"]]
-    found = [parse_arguments(words)[0].gradient_checkpointing for words in asked]
+def test_the_flag_without_a_value_means_blocks():
+    typed = [[], ["--gradient_checkpointing"], ["--gradient_checkpointing", "selective"]]
+    found = [parse_arguments(words)[0].gradient_checkpointing for words in typed]
     assert found == ["off", "blocks", "selective"]
     with pytest.raises(UsageError, match="invalid choice: 'True'"):
         parse_arguments(["--gradient_checkpointing", "True"])

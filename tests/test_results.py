@@ -44,7 +44,7 @@ def write(accelerator, text, model, tmp_path):
     return write
 
 
-def test_every_sample_has_step_prompt_and_text_by_the_weights_of_its_step(
+def test_every_sample_has_its_step_prompt_and_a_text_by_the_weights_of_that_step(
     write, model, tmp_path, capsys
 ):
     write(2, sample_prompt="第1句")
@@ -56,14 +56,14 @@ def test_every_sample_has_step_prompt_and_text_by_the_weights_of_its_step(
     first, second = map(json.loads, lines)
     assert second.keys() == {"step", "prompt", "text"}
     assert (first["step"], second["step"], second["prompt"]) == (2, 4, "第1句")
-    assert "第1句" in lines[-1]  # readable in the file too
+    assert "第1句" in lines[-1]  # not escaped in the file
     assert second["text"]
     assert first["text"] != second["text"]
     shown = (second["prompt"] + second["text"])[:80]
     assert f"step 4/10  sample {shown!r}" in capsys.readouterr().out
 
 
-def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, model):
+def test_without_a_prompt_the_beginning_of_the_validation_text_is_used(text, model):
     tokenizer = Tokenizer(text.tokenizer_path)
 
     def written(data, seed: int = 1) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def test_the_prompt_is_how_the_validation_text_begins_if_none_is_given(text, mod
     assert written(data)[0] == "🤗🤗"
 
 
-def test_the_main_process_writes_in_the_precision_of_training_and_a_disk_may_refuse(
+def test_the_main_process_samples_in_the_training_precision_and_reports_a_failed_write(
     write, tmp_path, monkeypatch, capsys
 ):
     used = []

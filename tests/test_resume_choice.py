@@ -1,4 +1,4 @@
-"""Which run is written into and gone on from, whether it is the same run, and its settings."""
+"""Which run is started or resumed, whether it is the same run, and its settings file."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ SFT = "train_sft_accelerate.py"
 
 @pytest.fixture(autouse=True)
 def locks():
-    """A lock is held for as long as its process lives."""
+    """Releases the locks of a test: a lock is held for as long as its process lives."""
     yield
     release_locks()
 
@@ -55,7 +55,7 @@ def make_run(path: Path, *steps: int, age: float = 0, **state) -> Path:
     """Make a run with metrics and checkpoints, written `age` seconds before NOW.
 
     Args:
-        state: for state.json, such as what a run that resumes must have in common.
+        state: more entries of state.json, such as the identity of the run.
     """
     path.mkdir(parents=True)
     (path / "metrics.jsonl").write_text("", encoding="utf-8")
@@ -75,7 +75,7 @@ def damage_file(run: Path, step: int, name: str = WEIGHTS) -> None:
     path.write_bytes(contents)
 
 
-def test_a_new_run_gets_a_folder_of_its_name_or_of_the_time(tmp_path):
+def test_the_folder_of_a_new_run_is_its_name_or_the_time(tmp_path):
     assert find(tmp_path).folder.path.name.replace("-", "").isdigit()
     start = find(tmp_path, run_name="first")
     assert (start.folder.path, start.checkpoint, start.step) == (tmp_path / "first", None, 0)
@@ -90,10 +90,10 @@ def test_a_new_run_gets_a_folder_of_its_name_or_of_the_time(tmp_path):
         claim(find(tmp_path, run_name="file"))
 
 
-def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
-    """Whatever it is told to resume."""
+def test_a_run_of_another_program_is_refused(tmp_path):
+    """It is refused with every value of --resume."""
     run = make_run(tmp_path / "first", 10)
-    (run / "settings.json").write_text("{}")  # of pretraining, as that was the only one
+    (run / "settings.json").write_text("{}")  # without "program": an old file of pretraining
     for resume in (None, "auto"):
         args = DistillationArguments(out_dir=str(tmp_path), run_name="first", resume=resume)
         with pytest.raises(UsageError, match=r"holds a run of train_pretrain\S+: choose another"):
@@ -104,7 +104,7 @@ def test_a_run_of_another_program_is_left_to_that_program(tmp_path):
         assert f"first holds a run of {SFT}: choose another" in said
 
 
-def test_auto_takes_the_checkpoint_written_last_of_all_runs_or_of_the_run_named(tmp_path):
+def test_auto_takes_the_newest_checkpoint_of_all_runs_or_of_the_named_run(tmp_path):
     older = make_run(tmp_path / "older", 10, 900, age=100)
     newer = make_run(tmp_path / "newer", 9, 1000)
     (newer / "checkpoints" / "step-00002000.partial-7").mkdir()
@@ -131,7 +131,7 @@ def test_the_path_of_a_run_or_of_a_checkpoint_can_be_resumed(tmp_path, monkeypat
     assert "neither a run with checkpoints nor a checkpoint" in refused(tmp_path, resume="none")
 
 
-def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path, capsys):
+def test_auto_reports_damaged_checkpoints_skips_them_and_sets_them_aside(tmp_path, capsys):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
     damage_file(run.path, 3)
     start = find(tmp_path, run_name="run", resume="auto")
@@ -146,7 +146,7 @@ def test_auto_passes_over_damaged_checkpoints_aloud_and_sets_them_aside(tmp_path
     assert "--resume auto: no sound checkpoint" in refused(tmp_path, run_name="run", resume="auto")
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused_and_its_run_is_not(tmp_path):
+def test_a_damaged_checkpoint_is_refused_when_named_but_its_run_can_be_resumed(tmp_path):
     run = make_run(tmp_path / "run", 1, 2)
     damage_file(run, 2, OPTIMIZER)
     assert find(tmp_path, resume=str(run)).step == 1
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_and_its_run_is_not(tmp_p
     assert f"is damaged: the checksum of {OPTIMIZER} is wrong" in said
 
 
-def test_going_back_sets_the_course_not_taken_aside(tmp_path):
+def test_resuming_an_earlier_checkpoint_sets_later_ones_and_the_weights_aside(tmp_path):
     run = RunFolder(make_run(tmp_path / "run", 1, 2, 3))
     run.weights.mkdir()
     set_aside(find(tmp_path, resume=str(run.checkpoint(1))))
@@ -173,10 +173,10 @@ MINE, OTHERS = (
 def saved_by(
     path: Path, args: TrainingArguments, processes: int = 1, form: str = "new", **changes
 ) -> StartingPoint:
-    """Make the checkpoint of a run that so many processes have trained with CONFIG on MINE.
+    """Make the checkpoint of a run of CONFIG on MINE with this number of processes.
 
     Args:
-        form: "old" is the one in which the model was among the parts of the identity.
+        form: "old" is the format in which the identity contains the shape of the model.
         changes: to the shape of the model; None leaves a field out.
     """
     shape = {k: v for k, v in (CONFIG.to_dict() | changes).items() if v is not None}
@@ -201,7 +201,7 @@ def resumed(
 
 
 def not_the_same(start: StartingPoint, *now, **how) -> list[str]:
-    """Return what is said of a run that differs, in parts, without the checkpoint's name."""
+    """Return the parts of the error for a run that differs, without the checkpoint's name."""
     with pytest.raises(UsageError) as error:
         resumed(start, *now, **how)
     assert "\n" not in str(error.value)
@@ -226,7 +226,7 @@ def test_every_difference_is_listed_with_the_file_of_the_runs_own_flags(tmp_path
     ]
 
 
-def test_other_data_another_tokenizer_and_another_teacher_are_another_run(tmp_path):
+def test_a_run_is_not_resumed_with_other_data_tokenizer_or_teacher(tmp_path):
     args = DistillationArguments(teacher="now")
     start = saved_by(tmp_path, args)
     start.state["identity"]["teacher"] = "1" * 16
@@ -239,8 +239,8 @@ def test_other_data_another_tokenizer_and_another_teacher_are_another_run(tmp_pa
 
 
 @FORMS
-def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
-    """A field that an old checkpoint does not know has its default."""
+def test_a_run_resumes_with_another_learning_rate_dropout_or_attention(tmp_path, form):
+    """A field that an old checkpoint lacks has its default."""
     args = TrainingArguments(batch_size=4, accumulation_steps=2, learning_rate=1e-3)
     start = saved_by(tmp_path, args, form=form, rope_theta=None, tie_embeddings=None)
     now = dataclasses.replace(args, learning_rate=2e-3, resume="auto")
@@ -251,18 +251,20 @@ def test_the_same_run_goes_on_however_it_computes(tmp_path, form):
 
 
 @pytest.mark.parametrize(("processes", "accumulation_steps"), [(2, 3), (6, 1)])
-def test_on_other_processes_the_global_batch_stays(tmp_path, processes, accumulation_steps):
+def test_another_number_of_processes_keeps_the_global_batch(
+    tmp_path, processes, accumulation_steps
+):
     start = saved_by(tmp_path, TrainingArguments(batch_size=4), processes=6)
     args = TrainingArguments(batch_size=4, accumulation_steps=1)
     expected = dataclasses.replace(args, accumulation_steps=accumulation_steps)
     assert resumed(start, args, processes=processes) == expected
-    other = TrainingArguments(batch_size=5)  # of which it cannot be made
+    other = TrainingArguments(batch_size=5)  # the global batch is no multiple of 5
     said = not_the_same(start, other, processes=processes)
     assert said[0] == f"global_batch: 24 in the checkpoint, {5 * processes} now"
 
 
-def test_a_run_that_goes_on_keeps_its_teacher_and_its_weights(tmp_path):
-    """Though another one is newer."""
+def test_a_resumed_run_keeps_its_own_teacher_and_weights(tmp_path):
+    """Without a checkpoint, "auto" stays "auto" and takes the newest run."""
     run = RunFolder(tmp_path / "mine")
     run.path.mkdir()
     run.settings.write_text(json.dumps({"arguments": {"teacher": "its own"}}))
@@ -293,7 +295,7 @@ def write(tmp_path, accelerator):
     return write
 
 
-def test_settings_tell_what_was_asked_and_what_ran_it(write):
+def test_the_settings_file_has_the_flags_model_engine_and_packages(write):
     args = TrainingArguments(batch_size=3, run_name="mine", time_limit=1.5)
     run = write(args)
     assert saved_arguments(run) == vars(args)
@@ -327,7 +329,7 @@ def test_a_resume_lists_what_changed_since_the_run_was_stopped(write, accelerato
     assert changes_since_stop(start, args, config, engine) == []
 
 
-def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path):
+def test_a_new_run_deletes_the_tokenizer_of_an_earlier_run_in_its_folder(write, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     run = write(TrainingArguments(), tokenizer="other/tokenizer.json")
@@ -337,7 +339,7 @@ def test_the_tokenizer_of_another_run_that_was_begun_there_goes(write, tmp_path)
 
 
 @pytest.mark.parametrize("settings", [None, b"\xff", b"[]", b'{"arguments": 1}'])
-def test_settings_that_cannot_be_read_hold_no_arguments(tmp_path, settings):
+def test_an_unreadable_settings_file_gives_no_arguments(tmp_path, settings):
     if settings is not None:
         RunFolder(tmp_path).settings.write_bytes(settings)
     assert saved_arguments(RunFolder(tmp_path)) == {}

@@ -1,4 +1,4 @@
-"""No room imports from one above it, so that each can be read with what lies below alone."""
+"""No room (package) imports from a room above it: only the rooms below must be known to read it."""
 
 import ast
 import subprocess
@@ -14,9 +14,9 @@ ROOMS = (
     *("training/arguments", "training/engine", "training", "evaluation", "train", "scripts"),
     "benchmarks",
 )
-# What a room may not even reach by way of libraries.
-ALONE = {"common": {"common"}, "model": {"model"}, "data": {"common", "model", "data"}}
-# Loaded by programs that must answer at once.
+# These rooms import only from the rooms listed here.
+MAY_IMPORT = {"common": {"common"}, "model": {"model"}, "data": {"common", "model", "data"}}
+# Modules of programs that must answer at once: importing torch takes seconds.
 LIGHT = ("common.atomic", "data.packing", "storage.folder", "storage.find", "report.page")
 
 
@@ -43,7 +43,7 @@ def sources() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
-    """The modules that a file imports, wherever in it."""
+    """The modules that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def test_every_import_goes_down_or_stays():
+def test_every_import_is_from_the_same_room_or_a_lower_one():
     upward = []
     for path in sources():
         here = room_of(".".join(path.relative_to(REPOSITORY).with_suffix("").parts))
@@ -61,7 +61,7 @@ def test_every_import_goes_down_or_stays():
             there = room_of(module)
             if there and ROOMS.index(there) > ROOMS.index(here):
                 upward.append(f"{path.relative_to(REPOSITORY)} imports {module}")
-            if there and there not in ALONE.get(here, ROOMS):
+            if there and there not in MAY_IMPORT.get(here, ROOMS):
                 upward.append(f"{path.relative_to(REPOSITORY)} imports {module}")
     assert upward == []
 
@@ -77,6 +77,6 @@ def test_no_file_is_longer_than_350_lines():
 
 
 @pytest.mark.parametrize("module", LIGHT)
-def test_some_answer_without_waiting_for_torch(module):
+def test_light_modules_do_not_import_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY).returncode == 0

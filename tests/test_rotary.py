@@ -38,7 +38,7 @@ def test_the_table_holds_the_rotations_of_the_definition(theta):
     torch.testing.assert_close(table, expected.to(torch.complex64), atol=5e-5, rtol=0)
 
 
-def test_queries_and_keys_are_turned_as_defined():
+def test_queries_and_keys_are_rotated_by_the_definition():
     q, k = queries_and_keys()
     turned_q, turned_k = apply_rotary_emb(q, k, precompute_pos_cis(6, 7, THETA))
     torch.testing.assert_close(turned_q.double(), turned_by_definition(q, THETA), atol=1e-5, rtol=0)
@@ -78,7 +78,7 @@ def test_an_odd_or_empty_head_is_refused(dim):
 
 @contextmanager
 def bf16_from_constructors():
-    """As `deepspeed.zero.Init`: floating tensors come out of torch's constructors in bf16."""
+    """Make torch's constructors return floating tensors in bf16, as `deepspeed.zero.Init` does."""
 
     def rounded(constructor):
         def construct(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""The verbs of a step; what launches prove is in tests/integration."""
+"""The methods of `Run` that make up a step; tests/integration tests whole launches."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Sequences(PackedDataset):
-    """Random sequences, of which so many of the targets count."""
+    """Random sequences; of sequence i the first `counts[i]` targets count."""
 
     def __init__(self, counts: list[int], every_target_counts: bool = True):
         self.counts, self.seq_len = counts, SEQ_LEN
@@ -43,7 +43,7 @@ class Sequences(PackedDataset):
 
 @pytest.fixture
 def run_of(accelerator, tmp_path):
-    """Makes the Run of a tiny model on such sequences, which begins after step `trained` of 4."""
+    """Makes the Run of a tiny model on `Sequences` that begins after step `trained` of 4."""
     runs = []
 
     def make(counts=ALL, every_target_counts: bool = True, trained: int = 0, **flags) -> Run:
@@ -110,7 +110,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize(("counts", "every_target_counts"), COUNTS)
-def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_is_in(
+def test_every_target_of_a_step_weighs_the_same_in_any_micro_batch(
     run_of, tmp_path, counts, every_target_counts
 ):
     run = run_of(counts, every_target_counts)
@@ -120,7 +120,7 @@ def test_every_target_of_a_step_weighs_the_same_whichever_micro_batch_it_is_in(
     (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     run.model.zero_grad()
     tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
-    loss = run.model(tokens, targets).loss  # of all micro-batches at once
+    loss = run.model(tokens, targets).loss  # all micro-batches as one batch
     loss.backward()
     torch.testing.assert_close(accumulated, gradients(run), rtol=1e-4, atol=1e-7)
     assert any(gradient.any() for gradient in accumulated)
@@ -151,7 +151,7 @@ def batches_of(rank: int, processes: int, counts: list[int], accumulation: int, 
 
 @pytest.mark.parametrize("counts", [[8] * 12, [8, 1, 0, 3, 8, 2] * 2])
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 1), (1, 4), (2, 3), (3, 1)])
-def test_a_step_has_the_same_samples_and_weights_however_it_is_shared(
+def test_a_step_has_the_same_samples_and_weights_however_it_is_divided(
     counts, processes, accumulation
 ):
     whole = batches_of(0, 1, counts, 1)
@@ -171,14 +171,14 @@ def test_a_step_has_the_same_samples_and_weights_however_it_is_shared(
 
 
 @pytest.mark.parametrize(("trained", "steps"), [(0, [1, 2, 3, 4]), (2, [3, 4]), (4, [])])
-def test_steps_go_from_the_first_one_of_this_start_to_the_last(run_of, trained, steps):
+def test_steps_go_from_the_first_untrained_step_to_the_last(run_of, trained, steps):
     run = run_of(trained=trained)
     run.model.eval()
     assert list(run.steps()) == steps
     assert run.model.training
 
 
-def test_a_step_takes_its_learning_rate_and_begins_a_new_gradient(run_of):
+def test_a_step_sets_its_learning_rate_and_clears_the_gradient(run_of):
     run = run_of()
     for step in (1, 2):
         before = [p.detach().clone() for p in run.model.parameters()]
@@ -191,9 +191,7 @@ def test_a_step_takes_its_learning_rate_and_begins_a_new_gradient(run_of):
 
 
 @pytest.mark.parametrize(("grad_clip", "clipped"), [(1e-3, True), (0.0, False)])
-def test_a_gradient_is_clipped_to_the_norm_that_was_asked_for_and_by_0_not_at_all(
-    run_of, grad_clip, clipped
-):
+def test_a_gradient_is_clipped_to_grad_clip_and_not_at_all_with_0(run_of, grad_clip, clipped):
     run = run_of(grad_clip=grad_clip)
     take(run, 1)
     norm = norm_of(gradients(run))
@@ -223,7 +221,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(run_of, optimizer, bad):
 
 
 class OnGPU(torch.Tensor):
-    """A number that nobody may ask for yet."""
+    """A tensor whose value must not be read, because that would wait for the GPU."""
 
     is_cuda = True
 
@@ -242,8 +240,8 @@ def test_a_step_does_not_wait_for_the_norm_of_the_gradient(run_of, monkeypatch):
     assert isinstance(update(run), OnGPU)
 
 
-def test_every_interval_and_the_end_have_what_was_asked_for(run_of, monkeypatch):
-    """A validation that is the best is saved too."""
+def test_samples_and_checkpoints_are_written_at_their_intervals_and_at_the_end(run_of, monkeypatch):
+    """A checkpoint is also saved after the best validation so far."""
     run, done = run_of(sample_interval=3, eval_interval=1, save_interval=3), []
     losses = iter((3.0, 3.0, 3.5, None))
     monkeypatch.setattr(run, "write_sample", lambda step: done.append(("sample", step)))
@@ -259,7 +257,7 @@ def test_every_interval_and_the_end_have_what_was_asked_for(run_of, monkeypatch)
     assert done == [("save", 1), ("sample", 3), ("save", 3), ("save", 4)]
 
 
-def test_a_run_that_is_told_to_stop_is_saved(run_of, monkeypatch, capsys):
+def test_a_stopped_run_is_saved(run_of, monkeypatch, capsys):
     run, saved = run_of(), []
     monkeypatch.setattr(run_module, "end_stopped", lambda engines, saved: None)
     monkeypatch.setattr(run.checkpointer, "save", lambda step, val_loss: saved.append(step))
@@ -289,6 +287,6 @@ def test_another_rank_or_seed_draws_other_numbers():
     assert len(draws) == 4
 
 
-def test_ddp_is_told_to_leave_pos_cis_alone(run_of):
+def test_ddp_does_not_broadcast_pos_cis(run_of):
     ignored = run_of().model._ddp_params_and_buffers_to_ignore
     assert list(ignored) == ["pos_cis"]

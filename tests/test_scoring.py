@@ -1,4 +1,4 @@
-"""How rows are scored, and what text and conversations become as rows."""
+"""Rows get the right scores, and texts and conversations become the right rows."""
 
 import json
 import math
@@ -50,8 +50,8 @@ def random_rows(n: int) -> list[Row]:
     return rows
 
 
-def alone(model: Transformer, row: Row) -> list[float]:
-    """The score of a row by a loop over its positions, nothing padded, no batch."""
+def naive_score(model: Transformer, row: Row) -> list[float]:
+    """The score of a row by a loop over its positions, without padding and batches."""
     nll = hits = n = 0
     with torch.no_grad():
         for t, target in enumerate(row.targets.tolist()):
@@ -65,7 +65,7 @@ def alone(model: Transformer, row: Row) -> list[float]:
 
 
 @pytest.mark.parametrize("n", [1, 13])
-def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, n):
+def test_rows_in_blocks_get_the_scores_of_each_row_alone_grouped_by_unit(scorer, monkeypatch, n):
     """Blocks of 5 rows end inside a unit of 3."""
     monkeypatch.setattr(scoring, "BLOCK_ROWS", 5)
     rows, read = random_rows(n), []
@@ -78,11 +78,11 @@ def test_rows_score_as_each_does_alone_in_units_and_blocks(scorer, monkeypatch, 
     ]
     scores = [score for _, scores in scored for score in scores]
     for row, score in zip(rows, scores, strict=True):
-        assert score.tolist() == pytest.approx(alone(scorer.model, row), rel=1e-5)
+        assert score.tolist() == pytest.approx(naive_score(scorer.model, row), rel=1e-5)
     assert scorer.accelerator._dataloaders == []  # no block stays in memory
 
 
-def test_bfloat16_is_close_but_not_equal(scorer):
+def test_bfloat16_scores_are_close_but_not_equal(scorer):
     exact, rounded = (
         sum(scores[:, 0].sum() for _, scores in replace(scorer, dtype=dtype).units(random_rows(12)))
         for dtype in (torch.float32, torch.bfloat16)
@@ -102,7 +102,7 @@ def naive_nll(model, ids: list[int], stride: int) -> float:
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16])
-def test_documents_score_as_they_do_one_token_at_a_time(scorer, tokenizer, stride):
+def test_document_scores_equal_those_of_scoring_one_token_at_a_time(scorer, tokenizer, stride):
     texts = list(filter(None, TEXTS))
     ids = [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     assert len(ids[0]) > 2 * SEQ_LEN
@@ -140,9 +140,9 @@ def test_a_conversation_is_cut_after_the_last_answer_that_fits(tokenizer):
         assert row.tokens[1:][row.targets[:-1] != IGNORE_INDEX].tolist() == said[:-1]
 
 
-def test_the_interval_of_a_ratio_by_hand():
+def test_the_interval_of_a_ratio_equals_a_count_by_hand():
     tops, bottoms = np.array([(2.0, 4), (9, 10), (3, 3), (5, 8)]).T
-    r = 19 / 25  # of the totals, not the mean of ratios
+    r = 19 / 25  # the ratio of the totals, not the mean of ratios
     half = 1.96 * math.sqrt(4 / 3 * sum((tops - r * bottoms) ** 2)) / 25
     expected = {"value": r, "low": r - half, "high": r + half}
     scaled = {name: math.exp(end) for name, end in expected.items()}

@@ -1,4 +1,4 @@
-"""A server, asked as people do: by the openai package, by hand, and wrongly."""
+"""The server answers the openai package and plain HTTP, and refuses wrong requests."""
 
 import http.client
 import json
@@ -16,7 +16,7 @@ from inference.server.app import Served, make_app
 from inference.server.requests import CompletionRequest
 from scripts.serve import LOCAL
 
-LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, a question fills the second
+LONG, SHORT = 1 << 16, 100  # contexts: no text fills the first, a question fills the second
 HELLO = [{"role": "user", "content": "1 + 1"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -46,36 +46,36 @@ def client(server):
 
 OPENAIS = {"temperature": 1.8, "top_p": 0.9, "seed": 11}
 VLLMS = {"top_k": 0, "min_p": 0.01, "repetition_penalty": 1.2}
-ASKED = {"model": "long", "messages": HELLO, "extra_body": VLLMS, **OPENAIS}
+REQUEST = {"model": "long", "messages": HELLO, "extra_body": VLLMS, **OPENAIS}
 
 
 @pytest.fixture(scope="module")
 def expected(server) -> str:
-    return server.continues(server.asked("1 + 1"), 20, **OPENAIS, **VLLMS)
+    return server.continues(server.prompt_ids("1 + 1"), 20, **OPENAIS, **VLLMS)
 
 
-def test_a_chat_answer_is_what_the_model_says_after_the_template(client, server, expected):
+def test_a_chat_answer_is_the_continuation_of_the_template(client, server, expected):
     idle = {"n": 1, "logprobs": False, "presence_penalty": 0.0, "stop": None, "user": "me"}
-    answer = client.chat.completions.create(**ASKED, max_tokens=20, tools=[], **idle)
+    answer = client.chat.completions.create(**REQUEST, max_tokens=20, tools=[], **idle)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", expected)
     assert choice.finish_reason == "length"
     parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1"}]
-    in_parts = ASKED | {"messages": [{"role": "user", "content": parts}], "max_tokens": 20}
+    in_parts = REQUEST | {"messages": [{"role": "user", "content": parts}], "max_tokens": 20}
     again = client.chat.completions.create(**in_parts)
     assert again.choices[0].message.content == expected
-    usage, n = answer.usage, len(server.asked("1 + 1"))
+    usage, n = answer.usage, len(server.prompt_ids("1 + 1"))
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (n, 20, n + 20)
     assert answer.model == "long"
-    free = ASKED | {"seed": None, "max_tokens": 20}
+    free = REQUEST | {"seed": None, "max_tokens": 20}
     drawn = {client.chat.completions.create(**free).choices[0].message.content for _ in range(4)}
     assert len(drawn) > 1  # a seed of its own each time
 
 
-def test_it_streams_the_same_in_pieces(client, expected):
+def test_a_streamed_answer_is_the_same_text_in_pieces(client, expected):
     streamed = {"max_completion_tokens": 20, "stream": True}
     usage = {"include_usage": True}
-    *texts, last = client.chat.completions.create(**ASKED, **streamed, stream_options=usage)
+    *texts, last = client.chat.completions.create(**REQUEST, **streamed, stream_options=usage)
     pieces = [chunk.choices[0].delta.content or "" for chunk in texts]
     assert "".join(pieces) == expected
     assert sum(map(bool, pieces)) > 5
@@ -88,23 +88,23 @@ def test_it_streams_the_same_in_pieces(client, expected):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_is_completed_up_to_a_stop_string(client, server, stream):
     ids, next_ids = server.tokenizer.encode_prompt("sum 1: ")
-    whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # which the prompt has
+    whole = server.continues(ids, 20, next_ids).removeprefix(" ")  # the prompt ends with this space
     stop = whole[6:9]
-    asked = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
-    answer = client.completions.create(**asked, stop=[stop, "not there"], stream=stream)
+    request = {"model": "long", "prompt": ["sum 1: "], "temperature": 0, "max_tokens": 30}
+    answer = client.completions.create(**request, stop=[stop, "not there"], stream=stream)
     choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
     assert "".join(choice.text for choice in choices) == whole.partition(stop)[0]
     assert choices[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_its_work(client, server, stream):
+def test_a_client_that_disconnects_cancels_its_answer(client, server, stream):
     body = json.dumps({"messages": HELLO, "stream": stream}).encode()
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(server.address) as leaving:
         leaving.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         wait_until(lambda: server.n_running == 1)
-    # The clock is another answer, of half as many tokens: the one that was left would outlast it.
+    # The clock is another answer with half as many tokens: an uncancelled answer would outlast it.
     clock = client.completions.create(
         model="long", prompt="1", max_tokens=LONG // 2, temperature=0, stream=True
     )
@@ -176,8 +176,9 @@ def test_large_texts_are_encoded_two_at_a_time(lone, monkeypatch):
     body = b'{"prompt": "1", "max_tokens": 2}'
     request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     clients = [opened(lone, request) for _ in range(4)]
-    cycles = [each.cycle for each in lone.server.server_state.connections]
-    wait_until(lambda: len(waiting) == 2 and not any(cycle.more_body for cycle in cycles))
+    connections = lone.server.server_state.connections
+    wait_until(lambda: all(each.cycle and not each.cycle.more_body for each in list(connections)))
+    wait_until(lambda: len(waiting) == 2)
     for client in clients[2:]:  # they leave before their turn
         client.close()
     wait_until(lambda: len(lone.server.server_state.connections) == 2)
@@ -205,7 +206,7 @@ def test_at_the_end_all_who_wait_are_told_why(packed, capsys):
 
 
 def post(server: LiveServer, path: str, body, **headers: str) -> tuple[int, dict]:
-    """A request made by hand: status and JSON of the answer."""
+    """Send a plain HTTP request; return the status and the JSON of the answer."""
     connection = http.client.HTTPConnection(*server.address)
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -241,7 +242,7 @@ REFUSED = [  # path, body, status, the parameter to blame, a word of the message
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
+def test_a_wrong_request_is_refused_with_an_error_in_openais_form(servers, case):
     path, body, status, param, word = REFUSED[case]
     code, answer = post(servers["short"], path, body)
     error = answer["error"]
@@ -250,8 +251,8 @@ def test_what_cannot_be_answered_is_refused_in_openais_form(servers, case):
     assert error["type"] == "invalid_request_error"
 
 
-def test_a_form_on_a_strangers_page_cannot_ask(servers):
-    """A form can send any body from a browser, but not with this Content-Type."""
+def test_an_html_form_of_another_site_is_refused(servers):
+    """A form can send any body, but not with the Content-Type application/json."""
     body = {"messages": [TURN], "max_tokens": 2}
     assert post(servers["short"], CHAT, body, **{"Content-Type": "text/plain"})[0] == 400
     assert post(servers["short"], CHAT, body)[0] == 200
@@ -269,7 +270,7 @@ def test_the_openai_package_understands_the_errors(servers):
 
 
 @pytest.mark.parametrize("hosts", [LOCAL, ("*",)])
-def test_a_server_of_this_machine_alone_answers_to_no_other_name(hosts):
+def test_a_local_server_refuses_other_host_names(hosts):
     settings = {"worker": None, "tokenizer": None, "context": 8, "sampling": Sampling()}
     client = TestClient(make_app(Served(**settings, name="a", max_bytes=9, hosts=hosts)))
     strangers = ("evil.example:8000", "localhost.evil.example")

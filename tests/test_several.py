@@ -1,4 +1,4 @@
-"""Which models may be trained side by side, and the step that they go on from."""
+"""Which models may be trained together, and the step from which they resume."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from training.arguments import TrainingArguments, parse_arguments
 
 @pytest.fixture
 def models_of(tmp_path):
-    """Writes a file for each model; returns what they are trained with."""
+    """Writes a file of flags for each model; returns the arguments and settings of each model."""
 
     def models_of(*flags: str, **models: dict | str) -> list[tuple[TrainingArguments, dict]]:
         words = list(flags)
@@ -29,7 +29,7 @@ def models_of(tmp_path):
     return models_of
 
 
-def test_a_model_has_the_flags_of_its_file_and_those_of_all(models_of):
+def test_a_model_has_the_flags_of_its_file_and_the_shared_flags(models_of):
     first = {"dim": 64, "learning_rate": 1e-3, "tie_embeddings": False, "compile": "off"}
     second = {"run_name": "mine", "n_layers": 3}
     shared = ["--batch_size", "4", "--lr_schedule", "wsd", "--n_layers", "2"]
@@ -65,7 +65,7 @@ def test_models_that_cannot_be_trained_together_are_refused(models_of, models, f
 
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
-    """Makes runs with checkpoints after some steps; returns the steps that they go on from.
+    """Makes runs with checkpoints after some steps; returns the steps from which they resume.
 
     Args:
         damaged: runs and steps whose checkpoint is damaged, such as small/20.
@@ -90,13 +90,13 @@ def resume(tmp_path, monkeypatch):
     return resume
 
 
-def test_all_go_on_from_the_newest_step_of_which_all_have_a_sound_checkpoint(resume, capsys):
+def test_all_models_resume_from_the_newest_step_that_is_sound_for_all(resume, capsys):
     assert resume(small=[10, 20, 30], large=[10, 20], other=[5, 10, 20, 40]) == ["20"] * 3
     assert resume(("b/2",), a=[1, 2], b=[1, 2]) == ["1"] * 2
     said = capsys.readouterr().out
     assert "step-00000002: weights.safetensors is not what it was; trying the step before" in said
-    for asked in ("auto", None):  # new runs
-        assert resume(c=[], d=[], resume=asked) == [asked] * 2
+    for resume_flag in ("auto", None):  # new runs
+        assert resume(c=[], d=[], resume=resume_flag) == [resume_flag] * 2
     for damaged, steps in (
         ((), {"e": [10, 20], "new": []}),
         ((), {"f": [10], "g": [30]}),
@@ -107,7 +107,7 @@ def test_all_go_on_from_the_newest_step_of_which_all_have_a_sound_checkpoint(res
 
 
 class FakeRun:
-    """As much of a Run as `Runs` asks for at the end of a step."""
+    """Has the attributes of a Run that `Runs` uses at the end of a step."""
 
     def __init__(self):
         self.engine = SimpleNamespace(is_main=False)
@@ -126,7 +126,7 @@ class FakeRun:
         return True
 
 
-def test_all_save_where_it_is_time_for_one_or_to_stop(monkeypatch):
+def test_all_models_save_when_one_is_due_or_a_stop_is_requested(monkeypatch):
     ended = []
     monkeypatch.setattr(several, "end_stopped", lambda engines, saved: ended.append(saved))
     stop = SimpleNamespace(reason=lambda: None, time_to_save=False, saved=lambda: None)

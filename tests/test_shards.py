@@ -67,7 +67,7 @@ def test_a_folder_without_description_is_refused_with_the_command_that_makes_one
         (lambda d: d["splits"]["val"]["shards"][0].update(tokens=7), "has .* bytes, not 14"),
     ],
 )
-def test_a_description_that_contradicts_itself_is_refused_with_how(copied, edit, expected):
+def test_a_damaged_description_is_refused_with_the_reason(copied, edit, expected):
     path = copied / "dataset.json"
     description = json.loads(path.read_text(encoding="utf-8"))
     assert read_description(copied) == description

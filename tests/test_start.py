@@ -1,5 +1,5 @@
-"""The start block and its warnings, by figures that a test chooses; main(argv) as a function of a
-program that lives on."""
+"""The warnings at the start, with memory that a test chooses; main(argv) called as a function that
+leaves the process as it was."""
 
 import os
 import re
@@ -67,9 +67,7 @@ def enough_for(run) -> int:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(
-    run_of, device, offload
-):
+def test_too_little_memory_is_warned_of_with_the_flags_that_help(run_of, device, offload):
     run = run_of(device=device, offload=offload)
     enough = enough_for(run)
     assert start.warnings(run_of(None, device, offload)) == []
@@ -77,18 +75,18 @@ def test_a_run_that_needs_more_than_there_is_is_warned_of_and_told_the_flags(
     (line,) = start.warnings(run_of(enough - 2, device, offload))
     assert line.startswith("WARNING: a process may need ")
     assert f" and can have {(enough - 2) / GIB:.2f} GiB: a smaller --batch_size" in line
-    # Offloading spares the memory of a GPU alone.
+    # Offloading saves memory only on a GPU.
     spares = offload and device == "cuda"
     assert (enough < enough_for(run_of(device=device))) == spares
 
 
-def test_the_process_with_the_least_counts(run_of, monkeypatch):
+def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
     enough = enough_for(run_of())
     monkeypatch.setattr(Engine, "largest", lambda self, mine, *how: max(mine, -(enough - 2)))
     assert len(start.warnings(run_of(2 * enough))) == 1
 
 
-def test_a_teacher_is_counted(run_of):
+def test_the_memory_of_a_teacher_is_counted(run_of):
     shapes = shapes_of(LMConfig(dim=128, n_layers=2), TrainingArguments())
     teacher = SimpleNamespace(beside=Beside(shapes, DDP))
     needed = enough_for(run_of(teacher=teacher))
@@ -124,7 +122,7 @@ def test_a_folder_that_other_machines_do_not_see_is_warned_of(run_of, monkeypatc
 
 @pytest.fixture
 def flags(packed, tmp_path):
-    """Flags of a tiny run into a folder of this name."""
+    """Returns the flags of a tiny run called `name`."""
 
     def of(name: str, *more: str) -> list[str]:
         where = ("--data", str(packed), "--out_dir", str(tmp_path), "--run_name", name)
@@ -137,10 +135,10 @@ def saved_steps(run: Path) -> int:
     return read_state(max((run / "checkpoints").glob("step-*[0-9]")))["step"]
 
 
-def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_path, capsys):
+def test_main_can_be_called_again_and_restores_the_process(flags, tmp_path, capsys):
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     command, environ = list(sys.argv), os.environ.copy()
-    Accelerator(mixed_precision="no", cpu=True)  # made by others in the process
+    Accelerator(mixed_precision="no", cpu=True)  # made by other code in the process
     main(flags("a", "--dtype", "bfloat16"))
     with pytest.raises(SystemExit) as ended:
         main(flags("b", "--dim", "33"))
@@ -151,7 +149,7 @@ def test_runs_follow_each_other_in_a_process_that_stays_as_it_was(flags, tmp_pat
     main(flags("a", "--resume", str(tmp_path / "a"), "--max_steps", "3"))
     assert saved_steps(tmp_path / "a") == 3
     assert (tmp_path / "b" / "weights").exists()
-    lock(tmp_path / "a" / "lock")  # by others, once it is over
+    lock(tmp_path / "a" / "lock")  # the run has released its lock
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert (sys.argv, os.environ) == (command, environ)
     settings = (tmp_path / "a" / "settings.json").read_text(encoding="utf-8")
@@ -172,7 +170,7 @@ def test_a_run_from_one_with_an_adapter_says_what_becomes_of_the_adapter(flags, 
     assert said == {"b": True, "c": True, "d": False}
 
 
-def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
+def test_compiled_code_of_one_call_is_dropped_before_the_next():
     compiled = []
 
     def backend(graph, inputs):
@@ -188,7 +186,7 @@ def test_compiled_code_does_not_pile_up_until_torch_stops_compiling():
     assert len(compiled) == 2
 
 
-def test_an_interrupt_saves_returns_and_names_the_command_that_goes_on(
+def test_an_interrupt_saves_returns_and_prints_the_command_that_resumes(
     flags, tmp_path, capsys, monkeypatch
 ):
     run, steps, clip = tmp_path / "a", [], Run.clip_gradients

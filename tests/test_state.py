@@ -1,5 +1,5 @@
-"""The state of a run without an engine, and DeepSpeed's loss scale; for more of DeepSpeed and for
-DDP it takes launches, see tests/integration."""
+"""The training state of a single process, and DeepSpeed's loss scale. tests/integration tests the
+state under DDP and DeepSpeed."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ class Trainee:
 
 
 @pytest.mark.parametrize("args", [ADAMW, MUON])
-def test_a_run_goes_on_from_its_state_to_the_bit(args, accelerator):
+def test_a_run_continues_from_its_state_to_the_bit(args, accelerator):
     one = Trainee(accelerator, args)
     for seed in (1, 2):
         one.step(seed)
@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_its_state_to_the_bit(args, accelerator):
     assert other.state.scalars() == {"optimizer_step": 4, "loss_scale": None}
 
 
-def test_a_run_that_is_given_weights_is_one_that_drew_them(accelerator):
+def test_training_from_loaded_weights_equals_training_from_initial_ones(accelerator):
     one, other = Trainee(accelerator, MUON), Trainee(accelerator, MUON, seed=5)
     other.state.load_weights(one.state.weights(), "weights")
     for seed in (1, 2):
@@ -72,7 +72,7 @@ def test_a_run_that_is_given_weights_is_one_that_drew_them(accelerator):
 
 @pytest.mark.parametrize("only_lora", [True, False])
 @pytest.mark.parametrize("args", [ADAMW, MUON])
-def test_with_adapters_state_is_what_is_trained_and_goes_on_to_the_bit(
+def test_the_state_with_adapters_has_only_trained_weights_and_continues_to_the_bit(
     args, only_lora, accelerator
 ):
     lora = {"dim": 4, "alpha": 8.0, "only_lora": only_lora}
@@ -108,7 +108,7 @@ def test_adapters_of_another_shape_are_named(accelerator):
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_what_is_kept_of_a_parameter_depends_on_who_steps_it(stepped, accelerator):
+def test_the_moments_of_a_parameter_depend_on_its_optimizer(stepped, accelerator):
     trainee = Trainee(accelerator, MUON)
     if stepped:
         trainee.step(1)
@@ -127,8 +127,8 @@ def test_what_is_kept_of_a_parameter_depends_on_who_steps_it(stepped, accelerato
         trainee.state.load(trainee.state.weights(), moments, trainee.state.scalars(), "checkpoint")
 
 
-def test_the_loss_scale_of_fp16_comes_back():
-    """DeepSpeed's scaler, in which a scale that has come down stays down."""
+def test_the_loss_scale_of_fp16_is_restored():
+    """With DeepSpeed's scaler: a scale that was lowered stays lowered."""
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
     def state(scaler) -> TrainingState:

@@ -50,7 +50,7 @@ def engine(accelerator) -> Engine:
 
 @pytest.fixture
 def build(weights, engine):
-    """The teacher in a single process."""
+    """Builds the teacher in a single process."""
 
     def build(dtype: str, folder: Path = weights) -> Teacher:
         torch.manual_seed(1)
@@ -60,24 +60,24 @@ def build(weights, engine):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_has_the_weights_in_the_precision_of_training(build, dtype):
+def test_a_teacher_has_its_weights_in_the_training_precision(build, dtype):
     teacher, expected = build(dtype), opinionated(400, SEQ_LEN).to(getattr(torch, dtype))
     parameters = dict(teacher.model.named_parameters())
-    assert len(parameters) == len(list(expected.parameters()))  # weights that are tied are one
+    assert len(parameters) == len(list(expected.parameters()))  # tied weights count once
     for name, parameter in expected.named_parameters():
         assert parameters[name].dtype == parameter.dtype
         assert torch.equal(parameters[name], parameter)
     assert torch.equal(teacher(TOKENS), expected(TOKENS).logits)
 
 
-def test_a_llama_of_hugging_faces_teaches_as_it_lies(build, tmp_path):
+def test_a_hugging_face_llama_teaches_without_an_import(build, tmp_path):
     llama = write_llama(tmp_path / "llama")
     model = LlamaForCausalLM.from_pretrained(llama)
     (llama / "model.safetensors").unlink()
     model.save_pretrained(llama, max_shard_size="40KB")
     assert len(list(llama.glob("*.safetensors"))) > 2
     teacher, tokens = build("float32", llama), torch.arange(64)[None]
-    teacher.model.double()  # rounding in fp32 comes to 1e-5 by itself
+    teacher.model.double()  # rounding in fp32 alone makes a difference of 1e-5
     with torch.no_grad():
         expected = model.double()(tokens).logits
     torch.testing.assert_close(teacher.model(tokens).logits, expected, atol=1e-5, rtol=0)
@@ -86,17 +86,17 @@ def test_a_llama_of_hugging_faces_teaches_as_it_lies(build, tmp_path):
     assert digest == teacher.found.source.sha256()
 
 
-def test_room_for_more_pieces_than_the_tokenizer_has_is_left_out(
-    build, data, engine, packed, tmp_path
-):
-    """As models of others often have it, for a round number."""
+def test_logits_beyond_the_tokenizer_are_left_out(build, data, engine, packed, tmp_path):
+    """Many models have a rounded vocabulary that is larger than their tokenizer."""
     model = opinionated(448, SEQ_LEN)
     folder = save(tmp_path / "roomy", model, packed)
     find(folder).require_fit(data, engine)
     assert torch.equal(build("float32", folder)(TOKENS), model(TOKENS).logits[..., :400])
 
 
-def test_a_student_must_read_what_its_teacher_does(weights, data, engine, packed, tmp_path):
+def test_a_teacher_with_a_shorter_context_or_another_tokenizer_is_refused(
+    weights, data, engine, packed, tmp_path
+):
     def refused(folder: Path, data: PackedDataset, **flags) -> str:
         with pytest.raises(UsageError) as error:
             find(folder, **flags).require_fit(data, engine)
@@ -124,7 +124,7 @@ def test_a_student_must_read_what_its_teacher_does(weights, data, engine, packed
     find(weights, **divided).require_fit(data, engine=None)  # before a launch
 
 
-def test_weights_that_cannot_teach_are_one_line(weights, tmp_path):
+def test_weights_that_cannot_teach_are_refused(weights, tmp_path):
     with pytest.raises(UsageError, match="no such folder"):
         find(weights / "none")
     foreign = Path(shutil.copytree(weights, tmp_path / "foreign"))

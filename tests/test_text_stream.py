@@ -21,7 +21,7 @@ def tokenizer(packed) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def foreign(packed, tmp_path_factory) -> Tokenizer:
-    """One that writes a space before every text and drops it when decoding, as Llama's does."""
+    """A tokenizer that puts a space before a text and drops it when decoding, as Llama's does."""
     model = ModelProto.FromString((packed / "tokenizer.model").read_bytes())
     model.normalizer_spec.add_dummy_prefix = True
     path = tmp_path_factory.mktemp("foreign") / "t.model"
@@ -54,7 +54,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
+def test_the_pieces_are_whole_characters_and_join_to_the_text(tokenizer, text):
     first, *ids = tokenizer.encode(text)
     beyond = [first, tokenizer.vocab_size + 7, *ids, tokenizer.vocab_size]  # a rounded vocabulary
     for parts in (streamed(tokenizer, [first, *ids]), streamed(tokenizer, beyond)):
@@ -62,7 +62,7 @@ def test_the_parts_are_whole_characters_and_together_the_text(tokenizer, text):
         assert not any("\ufffd" in part for part in parts)
 
 
-def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokenizer):
+def test_a_character_is_given_once_it_is_complete_or_cannot_become_complete(tokenizer):
     ids = tokenizer.encode("🤗!")
     assert streamed(tokenizer, ids) == ["", "", "", "🤗", "!"]
     broken = tokenizer.decode(ids[:2])
@@ -71,7 +71,7 @@ def test_a_character_comes_with_its_last_byte_and_a_broken_one_at_the_end(tokeni
 
 
 @pytest.mark.parametrize("which", ["tokenizer", "foreign"])
-def test_random_ids_give_what_decoding_all_of_them_gives(which, request):
+def test_streaming_random_ids_gives_the_text_of_decoding_them_all(which, request):
     tokenizer, draw = request.getfixturevalue(which), random.Random(0)
     prompt = [1, *tokenizer.encode("sum x")]
     for _ in range(300):
@@ -86,12 +86,12 @@ STOPS = {("2 = 4", "3;"): "sum 3: 1 + 2 = ", (" = 3", " + "): "sum 3: 1", ("m", 
 
 
 @pytest.mark.parametrize(("stop", "expected"), STOPS.items())
-def test_a_stop_string_ends_the_text_and_is_not_given(tokenizer, stop, expected):
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it(tokenizer, stop, expected):
     pieces, reason = write(tokenizer, tokenizer.encode(SUM), 99, stop=stop)
     assert ("".join(pieces), reason) == (expected, "stop")
 
 
-def test_a_text_ends_with_its_length_or_the_end_piece(tokenizer):
+def test_a_text_ends_at_max_new_tokens_or_at_the_end_token(tokenizer):
     ids, eos = tokenizer.encode(SUM), tokenizer.eos_id
     for tokens, reason in ((ids, None), ([*ids, eos, 5], "stop")):
         pieces, ended = write(tokenizer, tokens, len(ids) + 1, stop=("nothing of it", ""))
@@ -99,14 +99,14 @@ def test_a_text_ends_with_its_length_or_the_end_piece(tokenizer):
     assert write(tokenizer, [*ids, 5, 5], len(ids))[1] == "length"
 
 
-def test_the_beginning_of_a_stop_string_is_held_back_until_the_rest_does_not_come(tokenizer):
+def test_the_beginning_of_a_stop_string_is_held_back_until_it_cannot_continue(tokenizer):
     ids, stop = tokenizer.encode("2 = 3; "), ("3; x",)
     assert "".join(write(tokenizer, ids, 99, stop=stop)[0]) == "2 = "
     for most, tokens in ((99, [*ids, tokenizer.eos_id]), (len(ids), ids)):
         assert "".join(write(tokenizer, tokens, most, stop=stop)[0]) == "2 = 3; "
 
 
-def test_the_space_at_a_prompts_end_is_not_given_again_and_is_in_no_stop_string(tokenizer):
+def test_the_space_at_the_end_of_a_prompt_is_not_repeated_and_matches_no_stop_string(tokenizer):
     ids = tokenizer.encode(" 3: 1 3")
     pieces, _ = write(tokenizer, ids, 99, stop=(" 3",), next_ids=tokenizer.ids_with_space)
     assert "".join(pieces) == "3: 1"

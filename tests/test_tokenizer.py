@@ -64,7 +64,7 @@ def test_ids_without_a_piece_and_cut_characters_can_be_decoded(tokenizer):
     assert tokenizer.decode([400, *ids, 10_000]) == "龘"
 
 
-def test_pieces_that_begin_with_a_space_are_those_that_decode_to_one(tokenizer):
+def test_ids_with_space_are_the_pieces_that_decode_to_a_leading_space(tokenizer):
     one = tokenizer.encode("1")
     decoded = {id: tokenizer.decode([*one, id]) for id in range(3, 400)}
     spaced = [id for id, text in decoded.items() if text.startswith("1 ")]

@@ -21,7 +21,7 @@ KINDS = ModelProto.SentencePiece
 
 @pytest.fixture(scope="module", params=["Python", "Chinese", "dummy prefix"])
 def pair(request, tmp_path_factory) -> tuple[Tokenizer, tokenizers.Tokenizer]:
-    """A tokenizer, and what became of it by way of a file."""
+    """A tokenizer, and its tokenizer.json saved and loaded."""
     path = tmp_path_factory.mktemp("pair") / "t.model"
     texts, vocab_size = (PYTHON, 1000) if request.param != "Chinese" else (MANY_CHINESE, 2000)
     train_tokenizer(texts, vocab_size, path, may_shrink=True)
@@ -68,7 +68,7 @@ def assert_equal(pair, texts: list[str]) -> None:
         assert converted.decode(ours) == tokenizer.decode(ours), repr(text)
 
 
-def test_nasty_and_random_text_has_equal_ids_and_comes_back(pair):
+def test_nasty_and_random_text_has_equal_ids_and_equal_decoded_text(pair):
     chooser = random.Random(1)
     ranges = [(0, 128), (0, 0x3000), (0x2580, 0x2584), (0x4E00, 0x9FFF), (0xE000, 0x110000)]
     ranges += [(0x1F300, 0x1FA00), (0x590, 0x700), (0x300, 0x370)]
@@ -84,7 +84,7 @@ def test_nasty_and_random_text_has_equal_ids_and_comes_back(pair):
 
 
 def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
-    """A piece is only ever joined from one pair, even in vocabularies that no training gives."""
+    """Each piece is joined from one pair only, even in vocabularies that no training gives."""
     chooser = random.Random(4)
     for _ in range(100):
         n_words = chooser.randrange(2, 40)
@@ -102,7 +102,7 @@ def test_pieces_with_any_scores_have_equal_ids(model, tmp_path):
         assert_equal(pair, [*texts, *("a" * n for n in range(1, 60))])
 
 
-def test_spaces_are_spaces_and_a_tokenizer_without_one_has_equal_ids(model, tmp_path):
+def test_spaces_stay_spaces_and_a_model_without_a_space_piece_has_equal_ids(model, tmp_path):
     def rewrite(copy):
         kept = [piece for piece in copy.pieces if "\u2581" not in piece.piece]
         del copy.pieces[:]
@@ -130,10 +130,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_a_model_that_has_no_exact_equal_is_refused_with_the_reason(model, tmp_path, reason):
+def test_a_model_that_cannot_be_converted_exactly_is_refused_with_the_reason(
+    model, tmp_path, reason
+):
     path = changed(model, tmp_path / "t.model", lambda copy: None)
     tokenizer = Tokenizer(path)
-    changed(model, path, REFUSED[reason])  # some of these SentencePiece itself would not open
+    changed(model, path, REFUSED[reason])  # SentencePiece would not open some of these
     with pytest.raises(DataError, match=reason) as error:
         convert(tokenizer)
     assert str(path) in str(error.value)

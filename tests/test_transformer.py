@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from formats.hugging_face import llama_config, to_llama
 from model import IGNORE_INDEX, LMConfig, Transformer, precompute_pos_cis
 
-# Of the four rotations of a head of 8 one stays, one is in between, two are slowed down.
+# A head of 8 has four rotations: one is kept, one is in between, two are slowed down.
 SCALING = {"factor": 8.0, "low_freq_factor": 0.5, "high_freq_factor": 4.0}
 SCALING |= {"original_max_seq_len": 200}
 KERNELS = pytest.mark.parametrize("use_flash_attn", [False, True], ids=["plain", "flash"])
@@ -24,7 +24,7 @@ def tiny(**changes) -> LMConfig:
 
 
 def transformer(seed=0, **changes) -> Transformer:
-    """In evaluation mode, with norm weights that are not all one."""
+    """A tiny model in evaluation mode, with norm weights that are not all one."""
     torch.manual_seed(seed)
     model = Transformer(tiny(**changes)).eval()
     for name, parameter in model.named_parameters():
@@ -68,7 +68,7 @@ def test_logits_equal_those_of_transformers_llama(use_flash_attn, tie_embeddings
 
 @KERNELS
 @pytest.mark.parametrize("changes", [{"head_dim": 12}, {"rope_scaling": SCALING}])
-def test_heads_and_rotations_of_its_own_are_those_of_transformers_llama(changes, use_flash_attn):
+def test_head_dim_and_rope_scaling_give_the_logits_of_transformers_llama(changes, use_flash_attn):
     model = transformer(use_flash_attn=use_flash_attn, **changes)
     tokens = some_tokens(40)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_a_sequence_longer_than_the_context_is_refused():
         model(some_tokens(seq_len=41))
 
 
-def test_dropout_acts_in_training_alone():
+def test_dropout_acts_only_in_training():
     model, plain = transformer(dropout=0.5), transformer()
     tokens = some_tokens()
     torch.testing.assert_close(model(tokens).logits, plain(tokens).logits)
@@ -158,7 +158,7 @@ def test_the_documented_shapes_have_the_documented_number_of_parameters(changes,
     config = LMConfig(**changes)
     with torch.device("meta"):
         model = Transformer(config)
-    attention = 2 * config.dim**2 + 2 * config.dim * config.dim // 4  # 2 of 8 heads have keys
+    attention = 2 * config.dim**2 + 2 * config.dim * config.dim // 4  # 2 key heads for 8 heads
     block = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
     expected = config.vocab_size * config.dim + config.n_layers * block + config.dim
     assert model.num_parameters() == expected
@@ -174,7 +174,7 @@ def test_parameter_names_are_those_of_llamas_release():
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False], ids=["tied", "untied"])
-def test_weights_start_normal_and_residual_outputs_smaller_with_depth(tie_embeddings):
+def test_initial_weights_are_normal_and_residual_outputs_smaller_with_depth(tie_embeddings):
     torch.manual_seed(0)
     config = tiny(
         dim=256, n_layers=8, vocab_size=600, tie_embeddings=tie_embeddings, hidden_dim=512
@@ -217,7 +217,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
-def test_pos_cis_survives(cast):
+def test_pos_cis_survives_casts(cast):
     assert_rotations_are_whole(cast(transformer()))
 
 

@@ -14,7 +14,7 @@ SEQ_LEN = 16
 
 
 class Lines(Dataset):
-    """Sequences of which only the targets given count."""
+    """Sequences with these targets."""
 
     lengths = None
 
@@ -29,7 +29,7 @@ class Lines(Dataset):
 
 
 class LossIsTheTarget(nn.Module):
-    """0 where the target is ignored, as the real model's is."""
+    """A model whose loss is the target, and 0 where the target is ignored."""
 
     def forward(self, tokens, targets, reduction):
         assert reduction == "none"
@@ -40,14 +40,14 @@ class LossIsTheTarget(nn.Module):
     ("n", "most", "expected"),
     [(10, 0, [*range(10)]), (10, 1024, [*range(10)]), (101, 5, [0, 25, 50, 75, 100])],
 )
-def test_the_samples_are_spread_over_the_split(accelerator, n, most, expected):
+def test_validation_samples_are_spread_over_the_split(accelerator, n, most, expected):
     loader = validation_loader(Lines([[i] * 4 for i in range(n)]), 4, most, accelerator)
     for _ in range(2):  # every validation reads the same
         assert [i for tokens, _ in loader for i in tokens[:, 0].tolist()] == expected
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_ignored_targets_count_for_nothing_wherever_they_are(accelerator, batch_size):
+def test_ignored_targets_do_not_count_anywhere(accelerator, batch_size):
     out = IGNORE_INDEX
     lines = Lines([[1, 2, 3, 4], [out, out, 5, 6], [out, out, out, 7], [out, out, out, out]])
     loader = validation_loader(lines, batch_size, 0, accelerator)
@@ -62,10 +62,10 @@ def test_ignored_targets_count_for_nothing_wherever_they_are(accelerator, batch_
 
 
 @pytest.mark.parametrize("batch_size", [1, 64])
-def test_where_every_target_counts_it_is_the_mean_of_the_samples_means_to_the_bit(
+def test_validation_without_ignored_targets_is_the_mean_over_samples_to_the_bit(
     packed, accelerator, batch_size
 ):
-    """With dropout off meanwhile, without gradients, and without a random number drawn."""
+    """Validation switches dropout off, computes no gradients and draws no random number."""
     dataset = PackedDataset(packed, "val", SEQ_LEN)
     torch.manual_seed(0)
     shape = {"dim": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": SEQ_LEN, "dropout": 0.5}

@@ -48,14 +48,14 @@ def run(tmp_path, packed) -> Path:
 
 @pytest.fixture
 def weights(run, packed) -> Path:
-    """The same, finished: its weights are those of seed 30."""
+    """The weights of the same run once it is finished: those of seed 30."""
     save_portable(run / "weights", LMConfig(**SHAPE), weights_of(model_of(30)))
     shutil.copy(packed / "tokenizer.model", run / "weights")
     return run / "weights"
 
 
 def seed_of(name: str | Path) -> int:
-    """Of the model that was opened."""
+    """Return the seed of the model that `load_trained` opens."""
     trained = load_trained(str(name))
     assert not trained.model.training
     assert trained.tokenizer.vocab_size == VOCAB_SIZE
@@ -64,17 +64,17 @@ def seed_of(name: str | Path) -> int:
     return next(s for s in seeds if torch.equal(model_of(s).tok_embeddings.weight, embedding))
 
 
-def test_of_a_run_under_way_it_is_the_newest_checkpoint(run):
+def test_a_run_under_way_opens_its_newest_checkpoint(run):
     assert seed_of(run) == 20
     assert seed_of(run / "checkpoints" / "step-00000010") == 10
 
 
-def test_of_a_finished_run_it_is_the_weights_which_are_enough(run, weights, tmp_path):
+def test_a_finished_run_opens_its_weights_which_also_work_alone(run, weights, tmp_path):
     assert seed_of(run) == seed_of(weights) == 30
-    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # really called so
+    assert seed_of(weights.rename(tmp_path / "elsewhere@best")) == 30  # the real name of the folder
 
 
-def test_it_has_the_name_of_its_run_and_says_where_it_comes_from(run, weights, tmp_path):
+def test_an_opened_model_has_the_name_of_its_run_and_its_folder(run, weights, tmp_path):
     trained = load_trained(str(run))
     assert (trained.name, trained.folder) == ("mine", weights)
     assert load_trained(str(weights.rename(tmp_path / "other"))).name == "other"
@@ -83,7 +83,7 @@ def test_it_has_the_name_of_its_run_and_says_where_it_comes_from(run, weights, t
     assert (trained.name, trained.folder) == ("mine@step-00000020", checkpoint)
 
 
-def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, monkeypatch):
+def test_run_at_best_opens_the_checkpoint_of_the_lowest_validation_loss(run, monkeypatch):
     with pytest.raises(UsageError, match="no checkpoint of this run was saved at a validation"):
         load_trained(f"{run}@best")
     for step, loss in ((10, 2.5), (20, 2.6), (30, None)):
@@ -94,7 +94,7 @@ def test_a_run_at_its_best_is_the_checkpoint_of_its_lowest_validation(run, monke
     assert seed_of("auto@best") == 10
 
 
-def test_a_damaged_checkpoint_is_passed_over_but_refused_when_named(run):
+def test_a_damaged_checkpoint_is_skipped_but_refused_when_named(run):
     newest = run / "checkpoints" / "step-00000020"
     (newest / "weights.safetensors").write_bytes(b"cut")
     assert seed_of(run) == 10
@@ -123,7 +123,7 @@ def config_with(weights: Path, **values) -> None:
         (lambda w: config_with(w, model_type="llama"), UsageError, "first run .*import_weights"),
     ],
 )
-def test_damaged_weights_are_not_passed_over_for_a_checkpoint(run, weights, harm, error, says):
+def test_damaged_weights_are_refused_even_if_a_checkpoint_is_sound(run, weights, harm, error, says):
     harm(weights)
     for name in (run, weights):
         with pytest.raises(error, match=says):

@@ -1,4 +1,4 @@
-"""One thread writes for several: who joins, waits, leaves, and what fails."""
+"""One thread writes all texts: texts join, wait, are cancelled, and fail."""
 
 import threading
 
@@ -57,7 +57,7 @@ def happens(event: threading.Event) -> bool:
     return event.wait(SAFETY_NET_SECONDS)
 
 
-def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, monkeypatch):
+def test_a_text_cancelled_while_it_waits_is_never_read(worker, ask, decoder, monkeypatch):
     read, really = [], decoder.read
     monkeypatch.setattr(decoder, "read", lambda new: read.append(new) or really(new))
     first, left, last = ask(), ask(3), ask(4)
@@ -78,7 +78,7 @@ def test_a_text_that_leaves_while_it_waits_costs_nothing(worker, ask, decoder, m
 
 
 @pytest.mark.parametrize("where", ["read", "step"])
-def test_a_failure_is_told_to_those_it_concerns_and_others_can_come(
+def test_a_failure_ends_the_running_text_and_a_later_text_works(
     worker, ask, decoder, monkeypatch, capsys, where
 ):
     def fail(*_):
@@ -97,7 +97,7 @@ def test_a_failure_is_told_to_those_it_concerns_and_others_can_come(
     assert "no memory left" in capsys.readouterr().err
 
 
-def test_closing_ends_the_thread_and_tells_all(worker, ask, decoder):
+def test_closing_ends_the_thread_and_all_texts_with_an_error(worker, ask, decoder):
     running, waiting, late = ask(), ask(3), ask(3)
     worker.submit(running)
     assert happens(running.begun)

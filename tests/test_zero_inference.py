@@ -9,7 +9,7 @@ from training.engine.zero_inference import ZeroInference
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """As a launcher with this "zero_optimization" in a DeepSpeed file."""
+    """Returns the ZeroInference of a launcher whose file has this "zero_optimization"."""
 
     def launch(device=None, **zero) -> ZeroInference | None:
         path = tmp_path / "ds.json"
@@ -22,14 +22,14 @@ def launched(monkeypatch, tmp_path):
     return launch
 
 
-def test_weights_are_divided_where_the_launcher_asks_for_zero_3_alone(launched, monkeypatch):
+def test_weights_are_divided_only_if_the_launcher_has_zero_3(launched, monkeypatch):
     assert launched(stage=2) is None
     assert launched(stage=3) is not None
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
     assert ZeroInference.of_launch(None, None) is None
 
 
-def test_of_the_configuration_there_stays_what_is_not_about_training(launched):
+def test_the_configuration_keeps_only_settings_for_inference(launched):
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_param": offload, "stage3_prefetch_bucket_size": 1000}
     training = {"offload_optimizer": offload, "reduce_bucket_size": "auto"}
@@ -42,11 +42,11 @@ def test_of_the_configuration_there_stays_what_is_not_about_training(launched):
     [
         ("cuda:1", {}, "--device cuda:1: ZeRO-3 takes cpu here, leave it out"),
         (None, {"offload_param": {"device": "nvme"}}, "only training keeps"),
-        # As in training.
+        # Training refuses these too.
         (None, {"offload_parm": {"device": "cpu"}}, "DeepSpeed rejects .*offload_parm"),
         (None, {"zero_quantized_weights": True}, 'remove "zero_optimization.zero_quant'),
     ],
 )
-def test_what_cannot_be_is_one_line(launched, device, zero, line):
+def test_settings_that_cannot_work_are_refused(launched, device, zero, line):
     with pytest.raises(UsageError, match=line):
         launched(device, stage=3, **zero)

@@ -2,9 +2,9 @@
 
 A helper process imports PyTorch, DeepSpeed and the like once and is forked for every program. A
 fork is set up as a fresh interpreter is. The launchers of Accelerate, PyTorch and DeepSpeed run as
-they are, but the Python processes that they start are forks too. They differ from fresh ones in
-three ways: modules are there before they are imported, sets have the same order in all processes,
-and /proc has the helper's environment.
+they are, but the Python processes that they start are forks too. A fork differs from a fresh
+interpreter in three ways: modules are there before they are imported, sets have the same order in
+all processes, and /proc has the helper's environment.
 """
 
 import atexit
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 LAUNCHERS = ("accelerate.commands", "torch.distributed.run", "deepspeed.launcher")
-# Imports of the programs that take time.
+# Modules whose import takes time.
 MODULES = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.profiler"),
     *("torch.distributed.run", "torch.utils.tensorboard", "torch.utils.cpp_extension"),
@@ -34,7 +34,7 @@ MODULES = (
 )
 PROGRAMS = ("train_pretrain_accelerate", "scripts.evaluate", "scripts.prepare_data")
 POLL_SECONDS = 0.01
-PR_SET_PDEATHSIG = 1  # of sys/prctl.h
+PR_SET_PDEATHSIG = 1  # from sys/prctl.h
 
 
 def without_launcher(environ: dict[str, str]) -> dict[str, str]:
@@ -46,7 +46,7 @@ def without_launcher(environ: dict[str, str]) -> dict[str, str]:
 
 
 class WarmProcess:
-    """A program that the helper has started, to be used as a subprocess.Popen is."""
+    """A program that the helper has started; it is used like a subprocess.Popen."""
 
     def __init__(self, helper: "Helper", pid: int):
         self._helper, self.pid = helper, pid
@@ -74,7 +74,7 @@ class WarmProcess:
 
 
 class Helper:
-    """The process that forks. What it has forked ends with it at the latest.
+    """The process that forks. When it ends, its forks end too.
 
     Args:
         before: words before its command line, which start it in other namespaces.
@@ -91,7 +91,7 @@ class Helper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C at the terminal is for the tests
+            start_new_session=True,  # Ctrl-C at the terminal must reach only the tests
             text=True,
         )
         atexit.register(self.close)
@@ -143,7 +143,7 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
     """Run a program as if this process had just been started with it, and exit.
 
     Args:
-        words: of the command line after "python".
+        words: the command line after "python".
         search: a fresh interpreter's sys.path without its first entry.
         output: the file for stdout and stderr, if they change.
     """
@@ -167,12 +167,12 @@ def become(words: list[str], environ: dict, search: list[str], cwd: str, output:
             run_program(list(words), search)
             code = 0
         except (Exception, KeyboardInterrupt):
-            sys.excepthook(*sys.exc_info())  # which may exit with a code of its own
+            sys.excepthook(*sys.exc_info())  # it may exit with its own code
     except SystemExit as exit:
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
-    finally:  # as a Python that ends
+    finally:  # what Python does at its end
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -186,7 +186,7 @@ def run_program(words: list[str], search: list[str]) -> None:
 
     np.random.seed()
     torch.default_generator.seed()
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # the library has read it long ago
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # OpenMP read it before the fork
         torch.set_num_threads(int(threads))
     if words[0] == "-u":
         sys.stdout.reconfigure(line_buffering=True)
@@ -229,9 +229,9 @@ def import_everything() -> list[str]:
 
 
 def serve() -> None:
-    """Answer each line of stdin by one of stdout."""
+    """Answer each line of stdin with one line of stdout."""
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is imported may print
+    os.dup2(2, 1)  # imports may print
     search, started = import_everything(), {}
     for line in requests:
         what, *facts = json.loads(line)

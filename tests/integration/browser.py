@@ -8,27 +8,27 @@ import subprocess
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SILENCE_SECONDS = 600  # after which it is taken to hang
+SILENCE_SECONDS = 600  # after which the browser is taken to hang
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run")
 
 
 def find_browser() -> str | None:
-    """Chromium by any of its names, or what the variable CHROMIUM gives."""
+    """Return the variable CHROMIUM, or the path of the first of NAMES that is installed."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page of one browser process; `problems` is what its console has complained about.
+    """One page of one browser process; `problems` holds the errors of its console.
 
     Args:
-        executable: of Chromium.
-        profile: an empty folder for what it writes.
+        executable: the path of Chromium.
+        profile: an empty folder for the files of the browser.
     """
 
     def __init__(self, executable: str, profile: Path):
         to_child, self._out = os.pipe()
         self._in, from_child = os.pipe()
-        # DevTools speaks on descriptors 3 and 4; others keep the number they happen to have.
+        # DevTools reads descriptor 3 and writes descriptor 4.
         redirect = f'exec "$@" 3<&{to_child} 4>&{from_child}'
         options = (*FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank")
         self._process = subprocess.Popen(
@@ -47,12 +47,12 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        os.close(self._out)  # the browser ends when nobody talks to it
+        os.close(self._out)  # the browser ends when this pipe is closed
         self._process.wait(timeout=SILENCE_SECONDS)
         os.close(self._in)
 
     def call(self, method: str, **params) -> dict:
-        """A command of the protocol and its result."""
+        """Send a command of the protocol; return its result."""
         self._last_id += 1
         message = {"id": self._last_id, "method": method, "params": params}
         if self._session:
@@ -65,7 +65,7 @@ class Browser:
         return answer["result"]
 
     def open(self, page: Path | str, width: int, dark: bool = False) -> None:
-        """Load a file, or what is at an address, at this width in CSS pixels."""
+        """Load a file or a URL at this width in CSS pixels."""
         scheme = "dark" if dark else "light"
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)

@@ -1,5 +1,5 @@
-"""train_pretrain_accelerate.py on data of which many targets do not count: half of the sequences
-have none, the others as many as their number says. Started by test_equivalence.py."""
+"""train_pretrain_accelerate.py on data with many ignored targets: half of the sequences have only
+ignored targets, the others a different number of targets each. Started by test_equivalence.py."""
 
 import train_pretrain_accelerate
 from data.dataset import PackedDataset
@@ -18,7 +18,7 @@ class MaskedDataset(PackedDataset):
 
 
 if __name__ == "__main__":
-    # More than 100 tokens, of 400 pieces, go through in chunks, as with a large vocabulary.
+    # Chunks of 100 tokens with 400 logits each, as with a large vocabulary.
     loss.LARGE_VOCABULARY, loss.CHUNK_LOGITS = 0, 100 * 400
     TrainingArguments.dataset = MaskedDataset
     train_pretrain_accelerate.main()

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a start, it ends in one line that says so, and exit code 2."""
+"""A program that cannot work prints one line with the reason and exits with code 2."""
 
 import os
 import re
@@ -17,7 +17,7 @@ SCRIPT = "train_pretrain_accelerate.py"
 
 @pytest.fixture
 def refused(packed, tmp_path):
-    """Starts the script, or another, by itself with bad flags; returns what it says."""
+    """Starts a script without a launcher, with flags that it refuses; returns its error line."""
 
     def refused(flags: str, data: Path = packed, script: str = SCRIPT, **environ: str) -> str:
         command = [sys.executable, script, *TINY, "--data", str(data), "--out_dir"]
@@ -48,7 +48,7 @@ DS = {"ACCELERATE_USE_DEEPSPEED": "true"}
         ),
     ],
 )
-def test_settings_that_cannot_work(refused, tmp_path, flags, says, environ):
+def test_a_setting_that_cannot_work_is_refused_in_one_line(refused, tmp_path, flags, says, environ):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "metrics.jsonl").touch()
     (tmp_path / "file").write_text("{'stage': 2}", encoding="utf-8")
@@ -57,7 +57,7 @@ def test_settings_that_cannot_work(refused, tmp_path, flags, says, environ):
     assert re.search(says, refused(flags, **environ))
 
 
-def test_damaged_data(refused, packed, tmp_path):
+def test_damaged_data_is_refused_in_one_line(refused, packed, tmp_path):
     folder = shutil.copytree(packed, tmp_path / "damaged")
     shard = next(folder.glob("train-*.bin"))
     content = bytearray(shard.read_bytes())
@@ -70,7 +70,7 @@ def test_damaged_data(refused, packed, tmp_path):
     assert "dataset.json" in refused("--run_name third", data=folder)
 
 
-def test_a_port_that_is_in_use(refused):
+def test_a_port_in_use_is_an_error_of_one_line(refused):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -80,12 +80,12 @@ def test_a_port_that_is_in_use(refused):
     assert f"127.0.0.1:{port}" in line
 
 
-def test_a_full_disk_while_training(refused, small_disk):
+def test_a_full_disk_ends_training_in_one_line(refused, small_disk):
     disk = small_disk("300k")
     assert "no space left" in refused(f"--max_steps 1 --dim 64 --out_dir {disk}")
 
 
-def test_a_full_disk_while_preparing(tmp_path, small_disk):
+def test_a_full_disk_ends_preparing_in_one_line(tmp_path, small_disk):
     disk, text = small_disk("24k"), write_corpus(tmp_path / "text.jsonl")
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", str(text), "--out"]
     ended = run_warm([*command, str(disk / "out"), "--vocab_size", "400"])

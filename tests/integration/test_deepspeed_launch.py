@@ -1,5 +1,5 @@
-"""DeepSpeed's launcher, torchrun and none start the engines of this project's and others' files,
-with the losses of `accelerate launch`."""
+"""DeepSpeed's launcher, torchrun, or no launcher starts DeepSpeed from our files and from files of
+other projects, with the losses of `accelerate launch`."""
 
 import json
 import re
@@ -19,7 +19,7 @@ FIXTURES = REPOSITORY / "tests" / "fixtures" / "deepspeed"
 
 @pytest.fixture(scope="module")
 def accelerate(packed, tmp_path_factory) -> dict[str, Trained]:
-    """Two processes of `accelerate launch`, by engine."""
+    """Runs of two processes by `accelerate launch`, by engine."""
     folder = tmp_path_factory.mktemp("accelerate")
     engines = {"ddp": "ddp", "zero2": "zero2", "zero3": "configs/zero3.yaml"}
     return {
@@ -29,13 +29,13 @@ def accelerate(packed, tmp_path_factory) -> dict[str, Trained]:
 
 DEEPSPEED = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh", "--node_rank", "0"]
 DEEPSPEED += ["--master_addr", "127.0.0.1"]
-# It makes GPUs visible by their number, and none has these: this runs on a CPU everywhere.
+# No machine has GPUs 64 and 65, and the launcher hides all others: the tests run on a CPU.
 DEEPSPEED += ["--include", "localhost:64,65"]
 
 
 @pytest.fixture
 def deepspeed(tmp_path, packed):
-    """Trains on two processes by the launcher of DeepSpeed, with its flags for a script."""
+    """Trains on two processes by DeepSpeed's launcher; `flags` are flags of the script."""
 
     def deepspeed(*flags: str) -> Trained:
         hostfile = tmp_path / "hostfile"
@@ -53,21 +53,25 @@ def engine(trained: Trained) -> str:
     return re.search(r"^ *engine: (.*)$", trained.out, re.MULTILINE)[1]
 
 
-def test_the_deepspeed_launcher_trains_as_accelerates_does(accelerate, deepspeed):
+def test_deepspeeds_launcher_gives_the_losses_of_accelerate_launch(accelerate, deepspeed):
     trained = deepspeed("--deepspeed", "--deepspeed_config", "ds_config.json")
     assert engine(trained) == "DeepSpeed ZeRO-2"
     assert re.search(r"processes: 2 \(gloo\)", trained.out)
     assert trained.column("loss") == accelerate["zero2"].column("loss")
 
 
-def test_without_a_file_it_starts_ddp_and_says_which_flag_gives_deepspeed(accelerate, deepspeed):
+def test_deepspeeds_launcher_without_a_file_starts_ddp_and_names_the_flag_for_deepspeed(
+    accelerate, deepspeed
+):
     trained = deepspeed()
     assert engine(trained).startswith("DDP, not DeepSpeed")
     assert "--deepspeed ds_config.json" in engine(trained)
     assert trained.column("loss") == accelerate["ddp"].column("loss")
 
 
-def test_torchrun_starts_deepspeed_as_well(accelerate, packed, tmp_path):
+def test_torchrun_starts_deepspeed_with_the_losses_of_accelerate_launch(
+    accelerate, packed, tmp_path
+):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc_per_node", "2", SCRIPT, "--deepspeed", "ds_config.json"]
     trained = train(torchrun, 2, packed, tmp_path / "run", FLAGS)
@@ -79,8 +83,10 @@ def test_torchrun_starts_deepspeed_as_well(accelerate, packed, tmp_path):
     ("name", "stage"),  # the first has a scheduler with "auto"
     [("accelerate_zero2_student", 2), ("hugging_face_zero3", 3)],
 )
-def test_a_template_of_others_trains_as_our_own_file(accelerate, deepspeed, tmp_path, name, stage):
-    """Once what it is told has been changed in it; no compiler is needed then."""
+def test_a_template_of_another_project_gives_the_losses_of_our_file(
+    accelerate, deepspeed, tmp_path, name, stage
+):
+    """Of the template for stage 3, the scheduler contradicts FLAGS and is removed."""
     config = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))
     if stage == 3:
         del config["scheduler"]
@@ -94,8 +100,8 @@ def test_a_template_of_others_trains_as_our_own_file(accelerate, deepspeed, tmp_
     assert trained.column("loss") == pytest.approx(losses, abs=1e-5)
 
 
-def test_a_debugger_steps_through_one_deepspeed_process(packed, tmp_path):
-    """launch.json of docs/engines.md: its program with its arguments, and without the debugger."""
+def test_the_debuggers_launch_json_trains_one_deepspeed_process(packed, tmp_path):
+    """The program and arguments of launch.json in docs/engines.md, run without a debugger."""
     page = (REPOSITORY / "docs/engines.md").read_text(encoding="utf-8")
     launch = json.loads(re.search(r"```json\n(.*?)```", page, re.DOTALL)[1])
     (configuration,) = launch["configurations"]

@@ -1,5 +1,5 @@
-"""train_distillation_accelerate.py: the losses are those of a loop by hand, whoever computes; the
-teacher stays as it is; runs go on to the bit."""
+"""train_distillation_accelerate.py: every engine gives the losses of a plain PyTorch loop, and a
+resumed run is equal to the bit."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def save(folder: Path, model: Transformer, tokenizer: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def teacher(packed, tmp_path_factory) -> Path:
-    """Weights of a model that mostly expects the same token again, as a new one does."""
+    """Weights of a model that mostly predicts the current token again, as an untrained one does."""
     model = opinionated(400, SHAPE["max_seq_len"])
     model.norm.weight.data.fill_(2.0)
     return save(tmp_path_factory.mktemp("teacher") / "weights", model, packed)
@@ -64,7 +64,7 @@ def by_hand(
     teacher: Transformer,
     kl: str = "forward",
 ) -> list[dict]:
-    """Both models whole in one process, and every global batch at once."""
+    """Return the rows of a run in one process, with whole models and undivided global batches."""
     torch.manual_seed(TrainingArguments.seed)
     student = Transformer(LMConfig(**SHAPE, vocab_size=data.vocab_size))
     groups = parameter_groups(student, TrainingArguments.weight_decay)
@@ -98,13 +98,13 @@ def by_hand(
     return rows
 
 
-# How a global batch of 8 is divided: engine of the student, the teacher's file, --batch_size,
-# --accumulation_steps, and what else.
+# Ways to divide a global batch of 8: the student's engine, the teacher's DeepSpeed file,
+# --batch_size, --accumulation_steps, and what differs from a forward KL on text.
 PAIRS = {
     "ZeRO-2 and ZeRO-3": ("zero2", "divided", 1, 4, ""),
-    "ZeRO-2 and ZeRO-3 of answers": ("zero2", "divided", 1, 4, "of answers"),
+    "ZeRO-2 and ZeRO-3, answers": ("zero2", "divided", 1, 4, "answers"),
     "DDP and ZeRO-3, reverse": ("ddp", "divided", 2, 2, "reverse"),
-    "ZeRO-2 and a whole one": ("zero2", None, 4, 1, ""),
+    "ZeRO-2 and a whole teacher": ("zero2", None, 4, 1, ""),
     "ZeRO-3 twice": ("configs/zero3.yaml", "divided", 4, 1, ""),
 }
 IN_BF16 = "--dtype bfloat16 --dropout 0.1 --log_interval 4 --save_interval 3 --max_steps 6"
@@ -116,7 +116,7 @@ def distil(packed, conversations, teacher, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     file = json.loads((REPOSITORY / "configs" / "zero3_inference.json").read_text())
     zero = file["zero_optimization"]
-    # This teacher is so small that of ours nothing would be let go of.
+    # With our file's limits ZeRO-3 would never release the weights of so small a teacher.
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 1000}
     (folder / "divided.json").write_text(json.dumps(file))
 
@@ -126,7 +126,7 @@ def distil(packed, conversations, teacher, tmp_path_factory):
         flags += f" --accumulation_steps {accumulation}"
         flags += f" --teacher_config {folder / config}.json" if config else ""
         flags += " --kl reverse" if what == "reverse" else ""
-        data = conversations if what == "of answers" else packed
+        data = conversations if what == "answers" else packed
         command = [*launch_command(student, 2)[:-1], DISTIL]
         return train(command, 2, data, path or folder / name, flags)
 
@@ -141,7 +141,7 @@ def expected(packed, conversations, teacher) -> dict[str, list[dict]]:
     return {
         "": by_hand(text, model),
         "reverse": by_hand(text, model, "reverse"),
-        "of answers": by_hand(answers, model),
+        "answers": by_hand(answers, model),
     }
 
 
@@ -152,7 +152,7 @@ def assert_the_same(run: Trained, expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses_are_those_of_a_loop_by_hand(distil, teacher, expected, name):
+def test_losses_equal_those_of_a_plain_loop(distil, teacher, expected, name):
     run = distil(name)
     assert_the_same(run, expected[PAIRS[name][-1]])
     held = re.search(r"teacher: .*?([\d.]+) MB of weights per process", run.out)[1]
@@ -160,8 +160,8 @@ def test_losses_are_those_of_a_loop_by_hand(distil, teacher, expected, name):
     assert float(held) == pytest.approx(size / 1e6 / (2 if PAIRS[name][1] else 1), abs=0.051)
 
 
-def test_a_run_goes_on_to_the_bit(distil, tmp_path):
-    """With dropout, from the middle of a log line."""
+def test_a_resumed_run_is_equal_to_the_bit(distil, tmp_path):
+    """With dropout, and resumed between two log lines."""
     pair = "ZeRO-2 and ZeRO-3"
     whole = distil(pair, tmp_path / "whole", IN_BF16)
     path = whole.stopped_after(3, tmp_path / "stopped")
@@ -176,13 +176,13 @@ def test_a_run_goes_on_to_the_bit(distil, tmp_path):
 
 @pytest.fixture(scope="module")
 def distilled(packed, teacher, tmp_path_factory) -> Trained:
-    """One process, 8 sequences at once."""
+    """A run of one process with micro-batches of 8 sequences."""
     path = tmp_path_factory.mktemp("distilled") / "run"
     flags = f"{FLAGS} --teacher {teacher} --batch_size {BATCH}"
     return train([sys.executable, DISTIL], 1, packed, path, flags)
 
 
-def test_one_process_has_the_same_losses_and_leaves_a_model(distilled, expected, teacher):
+def test_one_process_gives_the_same_losses_and_saves_the_student(distilled, expected, teacher):
     assert_the_same(distilled, expected[""])
     student = load_trained(str(distilled.path)).model
     assert student.config.shape() == LMConfig(**SHAPE, vocab_size=400).shape()

@@ -9,10 +9,10 @@ from conftest import LAUNCH, REPOSITORY, Trained, run_warm, train
 pytestmark = pytest.mark.slow
 
 PROCESSES = 2
-ALONE = [sys.executable]
+ONE_PROCESS = [sys.executable]
 DIVIDED = [*LAUNCH, "--num_processes", str(PROCESSES)]
 DIVIDED += ["--config_file", "configs/zero3_offload.yaml"]
-# A process writes what it holds, and how many elements were together at a time, to TOLD/rank.
+# Each process writes to a file how many elements it holds and how many were gathered at a time.
 HOLDS = """
 import json, os, sys, torch
 from inference.decoder import Decoder
@@ -33,7 +33,7 @@ facts = {
     "share": sum(share.numel() for share in shares),
 }
 Decoder(model, torch.float32, divided=True).read([[1, 2, 3]])
-facts["most together"] = max(whole)
+facts["most gathered"] = max(whole)
 with open(sys.argv[2] + os.environ["RANK"], "w") as file:
     json.dump(facts, file)
 """
@@ -51,9 +51,11 @@ def said(launcher: list[str], *command: str) -> str:
     return ended.out
 
 
-def test_evaluation_gives_the_numbers_of_one_process_that_has_the_model(trained, corpus, tmp_path):
+def test_evaluate_gives_equal_numbers_with_divided_and_with_whole_weights(
+    trained, corpus, tmp_path
+):
     results = []
-    for name, launcher in (("whole", ALONE), ("divided", DIVIDED)):
+    for name, launcher in (("whole", ONE_PROCESS), ("divided", DIVIDED)):
         path = tmp_path / f"{name}.json"
         flags = ("--data", str(corpus), "--limit", "33", "--batch_size", "8", "--json", str(path))
         out = said(launcher, "-m", "scripts.evaluate", str(trained.path), *flags)
@@ -66,12 +68,12 @@ def test_evaluation_gives_the_numbers_of_one_process_that_has_the_model(trained,
         assert divided["metrics"][name] == pytest.approx(metric, rel=1e-6), name
 
 
-def test_the_same_texts_are_written_once(trained):
-    """One is at its end sooner than the others."""
+def test_generate_prints_equal_texts_once_with_divided_and_with_whole_weights(trained):
+    """One of the texts ends earlier than the others."""
     flags = ["--prompt", "sum 1", "--prompt", "第", "--num_samples", "2", "--batch_size", "3"]
     flags += ["--max_new_tokens", "20", "--stop", ";", "--jsonl"]
     texts = []
-    for launcher in (ALONE, DIVIDED):
+    for launcher in (ONE_PROCESS, DIVIDED):
         out = said(launcher, "-m", "scripts.generate", str(trained.path), *flags)
         texts.append([line for line in out.splitlines() if line.startswith('{"prompt"')])
     assert texts[0] == texts[1]
@@ -79,12 +81,12 @@ def test_the_same_texts_are_written_once(trained):
     assert len({len(line) for line in texts[0]}) > 1
 
 
-def test_a_process_has_its_share_and_a_block_at_a_time(trained, tmp_path):
+def test_a_process_holds_its_share_of_the_weights_and_gathers_them_in_parts(trained, tmp_path):
     script = tmp_path / "holds.py"
     script.write_text(HOLDS)
     said(DIVIDED, str(script), str(trained.path), f"{tmp_path}/")
     facts = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(PROCESSES)]
     for each in facts:
         assert each["held"] == 0
-        assert each["most together"] < each["parameters"]
+        assert each["most gathered"] < each["parameters"]
     assert sum(each["share"] for each in facts) == pytest.approx(facts[0]["parameters"], rel=0.01)

@@ -1,4 +1,4 @@
-"""Every engine of configs/ trains, and goes on from the checkpoint of another one."""
+"""Every engine of configs/ trains, and resumes from the checkpoint of another engine."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ TOLERANCE = 1e-4
 AIO = all(map(shutil.which, ("ninja", "c++"))) and find_library("aio") is not None
 
 
-# Engine and number of processes, one after the other in one run: 8 sequences each step.
+# The engine and the number of processes of each step of one run; a step has 8 sequences.
 RELAY = [("zero3", 2), ("ddp", 2), ("zero3_offload", 1)]
 RELAY += [("zero1", 2), ("zero2_offload", 2), ("zero2", 1)]
 NAMES = {
@@ -31,7 +31,7 @@ FLAGS = "--dtype float32 --learning_rate 1e-2 --warmup_steps 0 --lr_schedule con
 
 @pytest.fixture(scope="module")
 def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
-    """A run that every engine takes one step further, validating and writing a sample."""
+    """One run that each engine resumes for one step, with a validation and a sample."""
     path, runs = tmp_path_factory.mktemp("relay") / "run", []
     for step, (engine, processes) in enumerate(RELAY, start=1):
         flags = f"{FLAGS} --batch_size {8 // processes} --max_steps {step} --resume auto"
@@ -43,19 +43,19 @@ def relay(packed, tmp_path_factory, path_without_compilers) -> list[Trained]:
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory) -> Trained:
-    """The same run by a single process without engine."""
+    """The same run on a single process without DDP or DeepSpeed."""
     path = tmp_path_factory.mktemp("whole") / "run"
     flags = f"{FLAGS} --batch_size 8 --max_steps {len(RELAY)} --eval_interval 1 --eval_samples 17"
     return train("plain", 1, packed, path, f"{flags} --save_interval 1 --sample_interval 1")
 
 
-def test_every_file_of_configs_is_launched(relay):
+def test_each_config_file_starts_its_engine(relay):
     for (engine, _), run in zip(RELAY, relay, strict=True):
         assert f"engine: {NAMES[engine]}" in run.out
     assert NAMES.keys() == {engine for engine, _ in RELAY}
 
 
-def test_a_run_that_passes_through_all_engines_is_that_of_one_process(relay, whole):
+def test_a_run_through_all_engines_equals_the_run_of_one_process(relay, whole):
     last = relay[-1]
     assert last.column("step") == list(range(1, len(RELAY) + 1))
     for key in ("loss", "grad_norm"):
@@ -69,7 +69,7 @@ def test_a_run_that_passes_through_all_engines_is_that_of_one_process(relay, who
             assert (here - expected).abs().max() <= 10 * TOLERANCE * expected.abs().max(), name
 
 
-def test_samples_are_written_whoever_has_the_weights(relay, whole):
+def test_every_engine_writes_the_same_samples(relay, whole):
     lines = (relay[-1].path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(RELAY) + 1))
     assert lines == (whole.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
@@ -79,8 +79,8 @@ def test_samples_are_written_whoever_has_the_weights(relay, whole):
 
 @pytest.mark.variant
 @pytest.mark.skipif(not AIO, reason="needs libaio and a compiler")
-def test_on_nvme_a_run_goes_on_to_the_bit_and_leaves_nothing_in_memory(packed, tmp_path):
-    # Partitions below 1 MiB stay in memory: most of this model's are larger, and more than buffers.
+def test_a_run_resumed_with_nvme_is_equal_to_the_bit_and_the_state_is_on_the_disk(packed, tmp_path):
+    # Partitions below 1 MiB stay in memory. Most of these are larger, and outnumber the buffers.
     flags = f"{FLAGS} --dim 512 --n_layers 3 --batch_size 2 --max_steps 4 --save_interval 2"
     config = json.loads((REPOSITORY / "configs" / "zero_infinity.json").read_text())
     offloads = [config["zero_optimization"][f"offload_{what}"] for what in ("optimizer", "param")]

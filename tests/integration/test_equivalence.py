@@ -1,4 +1,4 @@
-"""The same global batch gives the same run, whoever computes it: as plain PyTorch does."""
+"""The same global batch gives the same run on every engine and in plain PyTorch."""
 
 import math
 from pathlib import Path
@@ -51,7 +51,7 @@ class Reference(NamedTuple):
 
 @torch.no_grad()
 def step_by_muon(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
-    """By hand, from https://kellerjordan.github.io/posts/muon/."""
+    """Take the step of Muon as https://kellerjordan.github.io/posts/muon/ defines it."""
     momentum.mul_(0.95).add_(matrix.grad, alpha=0.05)
     update = 0.05 * matrix.grad + 0.95 * momentum
     rows, cols = matrix.shape
@@ -117,7 +117,7 @@ def by_hand(packed) -> dict[str, Reference]:
 
 
 def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trained:
-    """Train in a way that is tested, shared out among processes and micro-batches."""
+    """Train `how` with the engine, processes and micro-batches of SHARED_OUT[name]."""
     engine, processes, batch_size, accumulation_steps = SHARED_OUT[name]
     if engine == "round robin":
         engine = deepspeed_file(path.parent / "ds.json", round_robin_gradients=True)
@@ -136,7 +136,7 @@ def start(how: str, name: str, packed: Path, path: Path, more: str = "") -> Trai
 
 @pytest.fixture(scope="module")
 def runs(packed, tmp_path_factory):
-    """Runs, each of them launched once, when it is first asked for."""
+    """Returns the run of `how` and `name`; launches it at the first call only."""
     out_dir, done = tmp_path_factory.mktemp("runs"), {}
 
     def get(how: str, name: str) -> Trained:
@@ -181,8 +181,8 @@ def test_every_engine_trains_as_plain_pytorch_does(how, name, runs, by_hand):
     assert_same_end(run, reference)
 
 
-def test_every_way_was_at_work(by_hand, packed):
-    """Otherwise less would have been proven."""
+def test_clipping_muon_and_masking_have_an_effect(by_hand, packed):
+    """Without an effect the tests here would prove less."""
     clipped, muon = (by_hand[how] for how in ("clipped", "muon"))
     assert min(*clipped.grad_norms, *muon.grad_norms) > 2 * CLIPPED
     assert muon.losses[-1] < clipped.losses[-1] - 0.02
@@ -199,8 +199,8 @@ def test_every_way_was_at_work(by_hand, packed):
 @pytest.mark.parametrize(
     ("how", "dataset"), [("clipped", PackedDataset), ("masked", MaskedDataset)]
 )
-def test_validation_is_the_mean_over_every_target_whoever_shares_it(how, dataset, runs, packed):
-    """Its samples are an odd number, so that one of two processes has fewer."""
+def test_validation_is_the_mean_over_all_targets_on_every_engine(how, dataset, runs, packed):
+    """The number of samples is odd, so that one of two processes has one sample fewer."""
     val_set = dataset(packed, "val", SEQ_LEN)
     assert len(val_set) % 2 == 1
     samples = [val_set[i] for i in range(len(val_set))]
@@ -218,7 +218,7 @@ def test_validation_is_the_mean_over_every_target_whoever_shares_it(how, dataset
     ("how", "before", "after"),
     [("clipped", ZERO_2, PLAIN), ("clipped", PLAIN, ZERO_2), ("muon", PLAIN, "round robin")],
 )
-def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
+def test_a_run_resumes_with_another_engine_and_number_of_processes(
     how, before, after, runs, by_hand, packed, tmp_path
 ):
     path = runs(how, before).stopped_after(3, tmp_path / "stopped")
@@ -234,7 +234,7 @@ def test_a_checkpoint_goes_on_with_another_engine_and_number_of_processes(
         ("muon", ZERO_2, "blocks"),
     ],
 )
-def test_recomputing_goes_on_with_a_run_that_did_not_bit_for_bit(
+def test_a_run_resumed_with_recomputation_is_equal_to_the_bit(
     how, name, what, runs, packed, tmp_path
 ):
     whole = runs(how, name)

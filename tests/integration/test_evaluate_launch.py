@@ -1,4 +1,4 @@
-"""scripts.evaluate after a run, alone and on two processes."""
+"""scripts.evaluate after a run, on one process and on two."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> d
     command = [*launcher, "-m", "scripts.evaluate", str(source), "--batch_size", "8", *flags]
     ended = run_warm([*command, "--json", str(path)])
     assert ended.code == 0, ended.out
-    assert ended.out.count("interval:") == 1  # one process speaks for all
+    assert ended.out.count("interval:") == 1  # only one process prints the result
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -47,7 +47,7 @@ def result(launcher: list[str], source: Path, flags: list[str], path: Path) -> d
     ("kind", "launcher"),
     [
         ("packed", ["--multi_gpu"]),
-        ("choice", ["--config_file", "accelerate_config.yaml"]),  # that of training
+        ("choice", ["--config_file", "accelerate_config.yaml"]),  # the file that training uses
     ],
 )
 def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, launcher):
@@ -59,7 +59,7 @@ def test_two_processes_give_the_numbers_of_one(trained, data, tmp_path, kind, la
         assert two["metrics"][name] == pytest.approx(metric, rel=1e-6), name
 
 
-def test_a_checkpoint_has_the_last_validation_loss_of_the_run(trained, tmp_path):
+def test_the_score_of_the_last_checkpoint_is_the_last_validation_loss_of_the_run(trained, tmp_path):
     last, flags = trained.rows("val_loss")[-1], ["--limit", "50"]
     found = result([sys.executable], trained.checkpoint(), flags, tmp_path / "result.json")
     assert found["sequences"] == last["val_samples"]
@@ -69,7 +69,7 @@ def test_a_checkpoint_has_the_last_validation_loss_of_the_run(trained, tmp_path)
 
 def test_a_launcher_that_starts_one_process_for_two_is_refused(trained):
     """Without --multi_gpu, or with --cpu, accelerate launch ignores --num_processes on a CPU, and
-    leaves this environment."""
+    sets these variables."""
     environ = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
     ended = run_warm([sys.executable, "-m", "scripts.evaluate", str(trained.path)], **environ)
     assert ended.code != 0

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show; `pytest -m gpu` runs these alone."""
+"""Tests that need a CUDA device; `pytest -m gpu` runs only tests of this kind."""
 
 import re
 
@@ -50,7 +50,7 @@ def test_fused_kernels_give_the_output_and_gradients_of_plain_fp32(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_cache_that_grows_has_no_plan_for_each_length(dtype):
+def test_decoding_runs_no_cudnn_kernel(dtype):
     shape = {"dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
     decoder = Decoder(Transformer(LMConfig(**shape)).cuda(), dtype)
     with torch.profiler.profile() as profile:
@@ -66,7 +66,7 @@ def test_grouped_heads_in_fp32_run_on_the_memory_efficient_kernel(head_dim):
     qkv = [x.requires_grad_() for x in qkv]
     results = []
     for attend in (plain_attention, fast_attention):
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # an error where it refuses
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # an error if this kernel refuses
             out = attend(*qkv, 0.0)
             results.append([out, *torch.autograd.grad(out, qkv, gradient)])
     for reference, ours in zip(*results, strict=True):
@@ -90,7 +90,7 @@ def test_compiled_blocks_give_the_loss_and_gradients_of_eager_plain_fp32():
 
 
 @pytest.mark.parametrize(("found_inf", "steps"), [(0.0, 2), (1.0, 1)])
-def test_fused_adamw_is_told_on_the_device_to_leave_out_a_step(found_inf, steps):
+def test_fused_adamw_skips_a_step_whose_found_inf_is_set(found_inf, steps):
     weight = torch.nn.Parameter(torch.ones(9, device="cuda"))
     optimizer = torch.optim.AdamW([weight], fused=True)
     for value in (0.0, found_inf):
@@ -104,9 +104,7 @@ def test_fused_adamw_is_told_on_the_device_to_leave_out_a_step(found_inf, steps)
 
 
 @pytest.mark.parametrize(("compiled", "optimizer"), [("off", "adamw"), ("on", "muon")])
-def test_zero2_over_nccl_trains_in_bf16_and_goes_on_where_it_was(
-    packed, tmp_path, compiled, optimizer
-):
+def test_zero2_over_nccl_trains_in_bf16_and_resumes(packed, tmp_path, compiled, optimizer):
     # Plain attention: the backward pass of the fused kernels adds in any order.
     flags = f"--compile {compiled} --optimizer {optimizer} --no-use_flash_attn --max_steps 6"
     whole = train_on_gpu("zero2", packed, tmp_path / "run", f"{flags} --save_interval 3")

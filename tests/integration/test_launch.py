@@ -1,4 +1,4 @@
-"""The launches of the README: which engine they start, what it says, what a run leaves."""
+"""The launches of the README: the engine that starts, the start block, and the files of a run."""
 
 import re
 
@@ -10,7 +10,7 @@ from formats.portable import load_portable
 pytestmark = pytest.mark.slow
 
 STEPS, PROFILE_INTERVAL = 100, 50
-LEARNED = 3.0  # a run begins at 6.0
+LEARNED = 3.0  # the loss of an untrained model is 6.0
 
 
 FLAGS = (
@@ -22,7 +22,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def zero2(packed, tmp_path_factory) -> Trained:
-    """Method 1 in new processes: ZeRO-2 on two of them in bf16, until something is learned."""
+    """A run of Method 1: ZeRO-2 in bf16 on two new processes, until the model has learned."""
     path = tmp_path_factory.mktemp("zero2") / "run"
     reports = f" --log_with tensorboard --profile --profile_interval {PROFILE_INTERVAL}"
     return train("zero2", 2, packed, path, FLAGS + reports, start=run)
@@ -33,7 +33,7 @@ def said(run: Trained, fact: str) -> str:
     return re.search(rf"^ *{fact}: (.*)$", run.out, re.MULTILINE)[1]
 
 
-def test_the_start_block_says_what_is_in_use(zero2, packed):
+def test_the_start_block_names_engine_processes_precision_data_and_global_batch(zero2, packed):
     assert said(zero2, "engine") == "DeepSpeed ZeRO-2"
     assert said(zero2, "processes").startswith("2 ")
     assert said(zero2, "precision") == "bf16"
@@ -54,8 +54,10 @@ FILE = ["--deepspeed_config_file", "ds_config.json"]
         (["--multi_gpu", *TWO, *FILE], "DDP, not DeepSpeed.*--deepspeed ds_config.json"),
     ],
 )
-def test_flags_of_the_launcher_start_the_engine_that_is_said(packed, tmp_path, flags, says):
-    """Method 2: without a configuration file."""
+def test_flags_of_the_launcher_start_the_engine_that_the_start_block_names(
+    packed, tmp_path, flags, says
+):
+    """Method 2: `accelerate launch` without a configuration file."""
     command = [*LAUNCH, *flags, "train_pretrain_accelerate.py"]
     trained = train(command, 2, packed, tmp_path / "run", "--max_steps 2")
     assert re.match(says, said(trained, "engine"))
@@ -65,19 +67,19 @@ def test_flags_of_the_launcher_start_the_engine_that_is_said(packed, tmp_path, f
 
 def test_the_model_learns(zero2):
     losses = zero2.column("loss")
-    assert losses[0] == pytest.approx(6.0, abs=0.2)  # ln 400: nothing known
+    assert losses[0] == pytest.approx(6.0, abs=0.2)  # ln 400: all tokens equally likely
     assert sum(losses[-10:]) / 10 < LEARNED
     assert zero2.rows("val_loss")[-1]["val_loss"] < LEARNED
     assert zero2.column("step") == list(range(1, STEPS + 1))
     assert [row["step"] for row in zero2.rows("val_loss")] == [50, STEPS]
 
 
-def test_checkpoints_are_whole_and_none_is_half_written(zero2):
+def test_only_complete_checkpoints_are_left(zero2):
     names = sorted(path.name for path in (zero2.path / "checkpoints").iterdir())
     assert names == ["latest", "step-00000050", "step-00000100"]
 
 
-def test_weights_a_picture_and_a_sample_are_left(zero2):
+def test_a_run_leaves_weights_a_picture_of_losses_and_a_sample(zero2):
     assert (zero2.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     sample = (zero2.path / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith("sum")
@@ -87,7 +89,7 @@ def test_weights_a_picture_and_a_sample_are_left(zero2):
         assert parameter.equal(zero2.tensors()[name])
 
 
-def test_traces_and_times_of_the_phases_are_left(zero2):
+def test_profiling_leaves_traces_and_the_seconds_of_each_phase(zero2):
     traces = sorted(path.name for path in (zero2.path / "profile").glob("*.gz"))
     steps = (PROFILE_INTERVAL, STEPS)
     assert traces == [f"step-{step:08d}-rank{rank}.json.gz" for step in steps for rank in (0, 1)]

@@ -21,7 +21,7 @@ STEPS = 30
 RESULTS = "print(json.dumps({'run': str(run), 'exported': str(exported), 'texts': [ours, theirs]}))"
 
 
-def test_the_notebook_is_valid_and_comes_without_outputs():
+def test_the_notebook_is_valid_and_has_no_outputs():
     notebook = nbformat.read(REPOSITORY / NOTEBOOK, as_version=4)
     assert list(nbformat.validator.iter_validate(notebook)) == []
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -30,10 +30,10 @@ def test_the_notebook_is_valid_and_comes_without_outputs():
     assert tagged == [code[0]]
 
 
-@pytest.mark.variant  # of test_notebook_run.py, and of the commands in its cells
+@pytest.mark.variant  # other tests run the commands in its cells
 def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
-    """On a small text with a few steps, its parameters set as papermill does: by a cell after
-    theirs."""
+    """With a small text and few steps. A cell after the cell of the parameters changes them, as
+    papermill does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = copy_repository(tmp_path / "clone")

@@ -1,5 +1,5 @@
-"""From a model of others to one trained on, and back: an SmolLM2 in all but its size, with random
-weights and a tokenizer.json."""
+"""Import a model of another project, train it and export it: an SmolLM2 in all but its size, with
+random weights and a tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from scripts import export_hf, generate, import_weights, prepare_data
 
 pytestmark = pytest.mark.slow
 
-# SmolLM2-135M's, but for 2 of its 30 layers, 520 of its 49,152 pieces, and 64 of 8,192 positions.
+# SmolLM2-135M's settings, except 2 of 30 layers, 520 of 49,152 pieces and 64 of 8,192 positions.
 SMOLLM2 = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -31,28 +31,28 @@ SMOLLM2 = {
 
 
 @pytest.fixture(scope="module")
-def somebodys(corpus, tmp_path_factory) -> Path:
-    """As it comes from the Hub."""
+def hub_folder(corpus, tmp_path_factory) -> Path:
+    """A folder like that of SmolLM2 on the Hub."""
     folder = tmp_path_factory.mktemp("hub") / "SmolLM2-135M"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(folder)
     texts = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
-    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # fewer than the model has
+    return write_tokenizer(folder, "smollm2", texts, vocab_size=500)  # the model has 520
 
 
 @pytest.fixture(scope="module")
-def imported(somebodys, tmp_path_factory) -> Path:
+def imported(hub_folder, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("imported") / "smol"
-    import_weights.main([str(somebodys), str(out)])
+    import_weights.main([str(hub_folder), str(out)])
     return out
 
 
 @pytest.fixture(scope="module")
-def data(somebodys, corpus, tmp_path_factory) -> Path:
-    """Prepared with the tokenizer of the folder from the Hub, not of the one imported from it."""
+def data(hub_folder, corpus, tmp_path_factory) -> Path:
+    """Data prepared with the tokenizer of the folder from the Hub, not with the imported one."""
     out = tmp_path_factory.mktemp("data") / "sums"
     flags = ["--out", str(out), "--val_fraction", "0.1", "--workers", "1"]
-    prepare_data.main(["--data", str(corpus), "--tokenizer", str(somebodys), *flags])
+    prepare_data.main(["--data", str(corpus), "--tokenizer", str(hub_folder), *flags])
     return out
 
 
@@ -72,7 +72,7 @@ def train_whole(command: list[str], data: Path, path: Path, weights: Path, flags
     return Trained(path, ended.out)
 
 
-def test_it_trains_on(trained, imported, data):
+def test_an_imported_model_trains_on_with_its_tokenizer(trained, imported, data):
     losses = trained.column("loss")
     assert losses[0] == pytest.approx(6.3, abs=0.3)  # ln 520
     assert losses[-1] < losses[0] - 0.1
@@ -84,11 +84,13 @@ def test_it_trains_on(trained, imported, data):
         assert copied == (imported / "tokenizer.json").read_bytes()
 
 
-def test_what_was_trained_goes_back_and_writes_the_same(trained, somebodys, tmp_path, capsys):
+def test_the_exported_model_generates_the_same_text_in_transformers(
+    trained, hub_folder, tmp_path, capsys
+):
     out = tmp_path / "hf"
     export_hf.main([str(trained.path), str(out)])
     capsys.readouterr()
-    assert (out / "tokenizer.json").read_bytes() == (somebodys / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (hub_folder / "tokenizer.json").read_bytes()
     prompts = ["sum 1: 1 +", "第"]
     flags = [part for prompt in prompts for part in ("--prompt", prompt)]
     flags += ["--greedy", "--max_new_tokens", "12", "--jsonl", "--dtype", "float32"]

@@ -30,7 +30,7 @@ from training.interruption import python
 pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
-ENDLESS = "--max_steps 1000000 --compile off"  # so long a run would be compiled
+ENDLESS = "--max_steps 1000000 --compile off"  # by default so long a run is compiled
 
 
 class Trainer:
@@ -49,7 +49,7 @@ class Trainer:
         return run_warm(self.command(name, flags, script))
 
     def start(self, name: str, flags: str = "", script: str = SCRIPT, **environ: str):
-        """A process whose words go to NAME.log."""
+        """Start a process whose output goes to NAME.log."""
         with open(self.out / f"{name}.log", "a") as log:
             return start_warm(self.command(name, flags, script), log, **environ)
 
@@ -57,7 +57,7 @@ class Trainer:
         return (self.out / f"{name}.log").read_text()
 
     def rows(self, name: str) -> list[dict]:
-        """metrics.jsonl without what the clock decides."""
+        """The rows of metrics.jsonl without the columns that depend on the clock."""
         timed = ("tokens_per_second", "step_seconds", "memory_gib", "mfu")
         lines = (self.out / name / "metrics.jsonl").read_text().splitlines()
         return [{k: v for k, v in json.loads(x).items() if k not in timed} for x in lines]
@@ -68,14 +68,14 @@ def ranks(launcher: WarmProcess) -> list[psutil.Process]:
     return sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.pid)
 
 
-# Where a run can be told to stand still: what it is about to call, and how often it calls it in
-# three saves or so. A checkpoint is three files of tensors, and five files and a folder are forced
-# to the disk before it has its name, which is forced too, and then a file that names it.
+# Functions before whose n-th call a run can stand still, and values of n from about three saves.
+# A save writes three files of tensors. It syncs five files and a folder before the folder gets its
+# name, then it syncs the name, and then a file that names the checkpoint.
 PLACES = {
     "forward": ("model.transformer.Transformer", "forward", range(5, 13)),
     "write a file of a checkpoint": ("formats.portable", "save_tensors", range(4, 10)),
-    "force it to the disk": ("common.atomic", "sync", range(12, 30)),
-    "delete what is not needed": ("shutil", "rmtree", range(3, 10)),
+    "sync a file to the disk": ("common.atomic", "sync", range(12, 30)),
+    "delete an old folder": ("shutil", "rmtree", range(3, 10)),
 }
 STANDS_STILL = """
 import os, sys, time
@@ -99,7 +99,7 @@ main()
 
 
 def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_path):
-    """SIGKILL to launcher and ranks, in the middle of each thing that a run does."""
+    """Launcher and ranks get SIGKILL at each of PLACES, and once at a random moment."""
     kills = len(PLACES)
     steps = 16 * kills
     flags = f"--max_steps {steps} --save_interval 4 --dropout 0.1 --batch_size 4 --log_interval 3"
@@ -118,7 +118,7 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
         kill_all(process)
         if place == "write a file of a checkpoint":
             assert list(folder.glob("*.partial"))
-    # And once wherever it may be.
+    # And once at a random moment.
     before = set(folder.glob("step-*"))
     process = trainer.start("killed", "--resume auto")
     wait_for(lambda: set(folder.glob("step-*")) - before, process)
@@ -136,7 +136,7 @@ def test_killed_runs_end_with_the_weights_of_the_uninterrupted_run(packed, tmp_p
     ("engine", "processes", "name"),
     [("plain", 1, "SIGINT"), ("zero2", 2, "SIGTERM"), ("zero2", 2, "SIGUSR1")],
 )
-def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resumes(
+def test_a_signal_to_one_rank_saves_on_all_and_prints_the_command_that_resumes(
     packed, tmp_path, engine, processes, name
 ):
     trainer = Trainer(tmp_path, packed, engine, processes, ENDLESS)
@@ -155,8 +155,8 @@ def test_a_signal_to_one_rank_saves_on_all_and_exits_with_the_command_that_resum
     assert command == [*typed, "--resume", str(tmp_path / "run")]
 
 
-def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
-    """By the launcher, and torchrun under it."""
+def test_when_a_rank_dies_the_others_stop_and_the_launcher_names_it(packed, tmp_path):
+    """Accelerate's launcher runs torchrun, which writes the report."""
     trainer = Trainer(tmp_path, packed, "zero2", 2, ENDLESS)
     process = trainer.start("run")
     wait_for(lambda: "step 5/" in trainer.said("run"), process)
@@ -169,9 +169,9 @@ def test_when_a_rank_dies_the_others_stop_and_it_is_named(packed, tmp_path):
 
 
 def injected(tmp_path: Path, statements: str) -> str:
-    """A script that trains, but follows each training forward by statements.
+    """Write a script that trains and executes statements after each forward of training.
 
-    In them, `calls` counts the forwards from 1 and `out` is what one returned.
+    The statements see `calls`, the number of forwards so far, and `out`, the model's output.
     """
     script = tmp_path / "train_injected.py"
     script.write_text(
@@ -195,7 +195,7 @@ main()
     return str(script)
 
 
-def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, tmp_path):
+def test_a_rank_that_runs_out_of_memory_says_so_and_no_rank_waits(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "zero2", 2, "--max_steps 9 --batch_size 4")
     too_much = "import torch; torch.empty(2**43, dtype=torch.uint8)"
     script = injected(tmp_path, f"if calls == 3 and os.environ['RANK'] == '1': {too_much}")
@@ -207,7 +207,7 @@ def test_where_one_rank_runs_out_of_memory_it_says_so_and_nobody_waits(packed, t
         f"{SCRIPT} (rank 1): error: out of memory with --batch_size 4 --accumulation_steps 1: "
         "a smaller --batch_size"
     )
-    # The other one, if the launcher has not ended it before.
+    # The other rank fails too, unless the launcher ends it first.
     assert all("error: another process has ended" in line for line in lines[1:])
 
 
@@ -228,8 +228,8 @@ def test_a_nan_never_reaches_the_weights_and_is_counted(packed, tmp_path):
     assert json.loads((run.checkpoint() / "state.json").read_text())["optimizer_step"] == 5
 
 
-def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, tmp_path):
-    """A file where a folder should be refuses; its removal makes room again."""
+def test_a_failed_save_does_not_stop_training_and_the_next_save_works(packed, tmp_path):
+    """A file in the place of the folder makes saves fail until the file is deleted."""
     trainer = Trainer(tmp_path, packed, "plain", 1, "--max_steps 40 --save_interval 10")
     obstacle = tmp_path / "run" / "checkpoints"
     obstacle.parent.mkdir()
@@ -242,7 +242,7 @@ def test_a_disk_that_refuses_does_not_stop_training_and_is_tried_again(packed, t
     assert sorted(path.name[-2:] for path in obstacle.glob("step-*")) == ["30", "40"]
 
 
-def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path):
+def test_data_that_is_moved_away_does_not_change_a_run(packed, tmp_path):
     flags = "--max_steps 6 --eval_interval 4 --sample_interval 4 --num_workers 1"
     whole = Trainer(tmp_path, packed, "plain", 1, flags)
     assert whole.finish("whole").code == 0
@@ -256,7 +256,7 @@ def test_data_that_is_moved_away_costs_a_run_nothing(packed, tmp_path):
     assert rows == whole.rows("whole")
 
 
-def test_a_stop_that_could_not_save_is_no_good_end(packed, tmp_path):
+def test_a_stop_that_cannot_save_exits_with_code_1(packed, tmp_path):
     trainer = Trainer(tmp_path, packed, "plain", 1, ENDLESS + " --time_limit 0.02")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")

@@ -13,7 +13,7 @@ LONG_NAME = "a-name-without-spaces-" + "x" * 80
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [375, 1280])
-def test_two_runs_fit_the_window(browser, tmp_path, width, dark):
+def test_a_report_of_two_runs_fits_the_window(browser, tmp_path, width, dark):
     for name in (LONG_NAME, "唐詩"):
         (tmp_path / name).mkdir()
         rows = [{"step": i, "tokens": 8 * i, "loss": 9 / i, "grad_norm": 0.5} for i in range(1, 99)]

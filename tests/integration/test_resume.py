@@ -22,9 +22,9 @@ ENGINES = {
     "ZeRO-2": ("zero2", 2, ""),
     "ZeRO-3": ("configs/zero3.yaml", 2, ""),
     "ZeRO-3 on the CPU": ("configs/zero3_offload.yaml", 2, ""),
-    # With fp32 gradients, which is a class of DeepSpeed's own.
+    # With fp32 gradients DeepSpeed uses another optimizer class.
     "ZeRO-1, Muon": ("zero1.json", 2, " --optimizer muon"),
-    # "auto" would leave so short a run alone, but keeps to what the run did.
+    # "auto" does not compile so short a run, but a resume compiles if the run did.
     "compiled": ("plain", 1, " --dropout 0 --compile on"),
 }
 NO_COMPILER = not (
@@ -43,7 +43,7 @@ def start(name: str, packed: Path, path: Path, more: str = "") -> Trained:
 
 @pytest.fixture(scope="module")
 def whole(packed, tmp_path_factory):
-    """Runs without a stop, by engine, each launched once."""
+    """Returns the run of an engine without a stop; launches it at the first call only."""
     out_dir, done = tmp_path_factory.mktemp("whole"), {}
 
     def get(name: str) -> Trained:
@@ -69,7 +69,7 @@ def whole(packed, tmp_path_factory):
         ),
     ],
 )
-def test_resuming_continues_bit_for_bit(
+def test_a_resumed_run_is_equal_to_the_bit(
     name, step, resume, whole, packed, tmp_path, monkeypatch, path_without_compilers
 ):
     if name != "compiled":  # DeepSpeed would compile its AdamW for the CPU
@@ -88,11 +88,11 @@ def test_resuming_continues_bit_for_bit(
     if name == "plain":  # dropout was at work: equal bits say that random states are restored
         first, last = (before.tensors("random", step)["0.cpu"] for step in (FIRST, STEPS))
         assert not torch.equal(first, last)
-    weights = resumed.tensors().values()  # stepped in fp32, whatever is computed with
+    weights = resumed.tensors().values()  # they are fp32 while the run computes in bf16
     assert not all(torch.equal(w, w.bfloat16().float()) for w in weights)
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_aloud_and_the_end_is_the_same(
+def test_a_damaged_newest_checkpoint_is_reported_and_skipped_and_the_end_is_the_same(
     whole, packed, tmp_path
 ):
     before = whole("plain")

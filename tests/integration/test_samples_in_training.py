@@ -1,5 +1,5 @@
-"""--sample_interval in whole runs: training is the same to the bit, files and TensorBoard have the
-samples, and the report says that the run is finished."""
+"""--sample_interval in whole runs: training is the same to the bit, each sample is logged once, and
+the report says that the run is finished."""
 
 import json
 
@@ -15,7 +15,7 @@ FLAGS = (
 SAMPLES = " --sample_interval 2 --sample_prompt sum --log_with tensorboard"
 
 
-def test_training_with_samples_is_training_without_to_the_bit(packed, tmp_path):
+def test_writing_samples_changes_no_bit_of_training(packed, tmp_path):
     without = train("zero2", 2, packed, tmp_path / "without", FLAGS)
     sampling = train("zero2", 2, packed, tmp_path / "with", FLAGS + SAMPLES)
     assert without.column("loss") == sampling.column("loss")
@@ -34,7 +34,7 @@ def resumed(packed, tmp_path_factory) -> Trained:
     return train("plain", 1, packed, path, flags + " --resume auto")
 
 
-def test_a_resumed_run_has_each_sample_and_number_once(resumed):
+def test_a_resumed_run_logs_each_sample_and_number_once(resumed):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert "starts from: step-00000004" in resumed.out

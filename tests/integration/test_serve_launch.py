@@ -1,4 +1,4 @@
-"""The page in a browser, and a server in a process of its own that is stopped."""
+"""The chat page in a browser, and a server process that Ctrl-C stops."""
 
 import json
 import re
@@ -20,14 +20,14 @@ from inference.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
-LONG, SHORT = 1 << 16, 100  # contexts: no text ends in the first, questions fill the second
+LONG, SHORT = 1 << 16, 100  # contexts: no text fills the first, questions fill the second
 LONG_TEXT = "1 + 1 = 2; " * 60
 HELLO = [{"role": "user", "content": "1 + 1"}]
 
 
 @pytest.fixture
 def server(packed, request):
-    """A server of the parameter's context, greedy unless a request says otherwise."""
+    """A server with the context of the test's parameter; greedy unless a request sets sampling."""
     greedy = Sampling(temperature=0)
     started = LiveServer("mine", packed / "tokenizer.model", request.param, greedy)
     yield started
@@ -51,7 +51,7 @@ def is_busy(browser: Browser) -> bool:
 @pytest.mark.parametrize("server", [LONG], indirect=True)
 @pytest.mark.parametrize(("width", "dark"), [(375, True), (1280, False)])
 def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, dark):
-    expected = server.continues(server.asked("1 + 1"), 20)
+    expected = server.continues(server.prompt_ids("1 + 1"), 20)
     browser.open(server.url, width, dark)
     paper = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(paper.partition("(")[2].partition(",")[0]) < 128) == dark
@@ -66,13 +66,13 @@ def test_the_page_streams_an_answer_until_it_is_stopped(browser, server, width, 
     assert texts(browser, "user") == ["1 + 1"]
     assert texts(browser, "note") == ["Stopped."]
     place = "document.querySelector('.note').getBoundingClientRect().bottom"
-    assert browser.run(f"{place} < innerHeight")  # the end is what one sees
+    assert browser.run(f"{place} < innerHeight")  # the end of the answer is visible
     wait_until(lambda: server.n_running == 0)
 
 
 @pytest.mark.parametrize("server", [SHORT], indirect=True)
-def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, server):
-    ids = server.asked("1 + 1")
+def test_the_page_says_when_the_context_is_full_and_drops_the_oldest_messages(browser, server):
+    ids = server.prompt_ids("1 + 1")
     says = server.continues(ids, SHORT - len(ids))
     browser.open(server.url, 375)
     said = [*HELLO, {"role": "assistant", "content": LONG_TEXT}]
@@ -90,7 +90,7 @@ def test_the_page_says_when_the_context_is_full_and_forgets_the_oldest(browser, 
     assert [problem for problem in browser.problems if "400" not in problem] == []
 
 
-def test_ctrl_c_ends_the_server_and_tells_whoever_waits(packed, tmp_path):
+def test_ctrl_c_ends_the_server_and_a_waiting_client_gets_an_error(packed, tmp_path):
     model, weights = opinionated(VOCAB_SIZE, LONG), tmp_path / "mine" / "weights"
     model.output.weight.data[EOS_ID] = 0  # never the likeliest: the answer does not end by itself
     weights.mkdir(parents=True)
@@ -106,8 +106,8 @@ def test_ctrl_c_ends_the_server_and_tells_whoever_waits(packed, tmp_path):
         assert (taken.code, taken.out.count("\n")) == (2, 1)
         assert "Address already in use" in taken.out
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        asked = {"model": "mine", "prompt": "1", "temperature": 0}
-        answer = client.completions.create(**asked, stream=True)
+        request = {"model": "mine", "prompt": "1", "temperature": 0}
+        answer = client.completions.create(**request, stream=True)
         next(answer)
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="the server is shutting down"):

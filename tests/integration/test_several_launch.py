@@ -1,4 +1,4 @@
-"""train_several_accelerate.py: models side by side have the batches and losses of each alone."""
+"""train_several_accelerate.py: models trained together get the batches and losses of each alone."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SHARED = (
     *("--keep_last", "0", "--dtype", "float32", "--sample_interval", "3"),
     *("--batch_size", "2", "--accumulation_steps", "2"),
 )
-# One width for all would hide what is mixed up.
+# The models differ in width: with one width, mixed-up tensors would not be noticed.
 MODELS = {
     "deepspeed": {
         "divided": {"deepspeed": "configs/zero3.json", "dropout": 0.1, "learning_rate": 3e-3},
@@ -36,7 +36,7 @@ EACH = [(engine, name) for engine, models in MODELS.items() for name in models]
 
 
 def files(folder: Path, **models: dict) -> list[str]:
-    """Return words that name a file for each model."""
+    """Write a file of flags for each model; return the --model words of the command."""
     words = []
     for name, flags in models.items():
         (folder / f"{name}.json").write_text(json.dumps(flags))
@@ -46,7 +46,7 @@ def files(folder: Path, **models: dict) -> list[str]:
 
 @pytest.fixture(scope="module")
 def done(packed, tmp_path_factory) -> Path:
-    """The folder of all runs: two processes, the models together and each alone."""
+    """The folder of all runs on two processes: the models together, and each alone."""
     folder = tmp_path_factory.mktemp("several")
 
     def said_by(script: str, *flags: str) -> str:
@@ -72,7 +72,7 @@ def done(packed, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("engine", "name"), EACH)
-def test_losses_are_those_of_the_model_alone_on_the_same_batches(done, engine, name):
+def test_a_model_trained_with_others_has_the_losses_of_training_alone(done, engine, name):
     together, alone = (Trained(done / engine / how / name, "") for how in ("together", "alone"))
     assert together.column("step") == list(range(1, STEPS + 1))
     for key in ("tokens", "epoch", "learning_rate"):
@@ -89,7 +89,7 @@ def test_losses_are_those_of_the_model_alone_on_the_same_batches(done, engine, n
     assert all(ours[key].allclose(theirs[key], atol=1e-4) for key in ours)
 
 
-def test_the_models_are_on_engines_of_their_own_and_not_alike(done):
+def test_each_model_has_its_own_engine_and_its_own_losses(done):
     engines = {
         name: json.loads((done / "deepspeed/together" / name / "settings.json").read_text())
         for name in MODELS["deepspeed"]
@@ -101,7 +101,7 @@ def test_the_models_are_on_engines_of_their_own_and_not_alike(done):
 
 
 @pytest.mark.parametrize("engine", MODELS)
-def test_it_stops_with_all_saved_and_ends_with_one_report(done, engine):
+def test_a_stop_saves_all_models_and_the_end_writes_one_report(done, engine):
     said = json.loads((done / "said.json").read_text())[engine]
     out, names = done / engine / "together", MODELS[engine]
     assert "stopped by the time limit after step 1, saved; to go on:\n" in said["stopped"]
@@ -115,7 +115,7 @@ def test_it_stops_with_all_saved_and_ends_with_one_report(done, engine):
     assert all(name in page for name in names)
 
 
-def test_a_model_that_gives_up_ends_all_of_them(packed, tmp_path):
+def test_a_model_that_gives_up_ends_the_training_of_all(packed, tmp_path):
     hopeless = {"learning_rate": 1e30, "warmup_steps": 0, "max_bad_steps": 2}
     words = files(tmp_path, hopeless=hopeless, good={})
     where = ["--data", str(packed), "--out_dir", str(tmp_path), "--max_steps", "5"]
@@ -124,7 +124,7 @@ def test_a_model_that_gives_up_ends_all_of_them(packed, tmp_path):
     assert "had a non-finite gradient: lower --learning_rate" in ended.out
 
 
-def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, capsys):
+def test_if_one_model_cannot_resume_the_files_of_the_others_do_not_change(packed, tmp_path, capsys):
     first = tmp_path / "first"
 
     def two(*more: str, **second) -> None:
@@ -148,6 +148,6 @@ def test_where_one_is_refused_nothing_of_the_others_changes(packed, tmp_path, ca
     assert list((first / "checkpoints").glob("step-00000003.aside-*"))
     rows = (first / "samples.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
-    # Each of them can be trained on alone.
+    # Each model can be trained on alone.
     resumed = train("plain", 1, packed, first, f"--resume {first} --max_steps 4 --keep_last 0")
     assert resumed.column("step") == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""train_sft_accelerate.py: answers get likelier, whoever computes; runs go on to the bit."""
+"""train_sft_accelerate.py: answers get likelier on every engine; resumed runs are equal."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ FLAGS = "--dtype float32 --lr_schedule constant --warmup_steps 0 --learning_rate
 
 @pytest.fixture(scope="module")
 def base(packed, tmp_path_factory) -> Trained:
-    """A run that has read sums, and has never been asked."""
+    """A run that was pretrained on sums, without conversations."""
     path = tmp_path_factory.mktemp("base") / "run"
     return train("plain", 1, packed, path, "--max_steps 40 --batch_size 8 --learning_rate 1e-2")
 
@@ -68,7 +68,7 @@ def sft(base, data):
     return sft
 
 
-def test_answers_get_likelier_and_the_end_shows_both(sft, base, tmp_path):
+def test_answers_get_likelier_and_the_log_has_the_loss_before_training(sft, base, tmp_path):
     tuned = sft("plain", 1, tmp_path / "run", "--batch_size 8 --epochs 4")
     before, *_, after = tuned.rows("val_loss")
     assert before["step"] == 0
@@ -96,7 +96,7 @@ MUON = f"{ADAPTERS} --optimizer muon"
 
 @pytest.fixture(scope="module")
 def reference(base, data, tmp_path_factory):
-    """A global batch of 8 conversations as one micro-batch, launched once for each flags."""
+    """Returns a run with one micro-batch of 8 conversations per step; one launch per `more`."""
     out_dir, done = tmp_path_factory.mktemp("reference"), {}
 
     def get(more: str) -> Trained:
@@ -117,13 +117,15 @@ def reference(base, data, tmp_path_factory):
         ("ZeRO-2 2 x 1 x 4 accumulation", MUON),
     ],
 )
-def test_every_token_of_an_answer_weighs_the_same(sft, reference, tmp_path, name, more):
-    """In losses and gradients of all weights, or of adapters alone."""
+def test_every_token_of_an_answer_weighs_the_same_on_every_engine(
+    sft, reference, tmp_path, name, more
+):
+    """Losses and gradients of all weights, or of adapters only, equal those of one micro-batch."""
     expected = reference(more)
     engine, processes, batch_size, accumulation = SHARED_OUT[name]
     flags = f"--max_steps 6 --batch_size {batch_size} --accumulation_steps {accumulation} {more}"
     tuned = sft(engine, processes, tmp_path / "run", flags)
-    # Newton and Schulz make much of the smallest singular values, rounding errors among them.
+    # Newton-Schulz iterations magnify the smallest singular values and rounding errors in them.
     tolerance = 1e-3 if more == MUON else 1e-5
     for key in ("loss", "grad_norm"):
         assert tuned.column(key) == pytest.approx(expected.column(key), rel=tolerance, abs=1e-5)
@@ -140,7 +142,7 @@ LORA_AND_OTHERS = " --lora_dim 4 --lora_alpha 32 --dtype bfloat16"
     ("engine", "processes", "more"),
     [("plain", 1, ""), ("zero2", 2, LORA), ("configs/zero3.yaml", 2, LORA_AND_OTHERS)],
 )
-def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
+def test_a_resumed_run_is_equal_to_the_bit_after_its_base_was_deleted(
     sft, base, tmp_path, engine, processes, more
 ):
     start = Path(shutil.copytree(base.path, tmp_path / "base"))
@@ -161,7 +163,7 @@ def test_a_run_goes_on_to_the_bit_though_its_base_is_gone(
 
 
 def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
-    """What a run with adapters leaves: what it began with, what it trained, and both added up."""
+    """Check the files of a run with adapters: its base, its adapter, and the merged weights."""
     begun, kept, left, under_way = (
         dict(load_trained(str(path)).model.named_parameters())
         for path in (base.path, run.path / "base", run.path, run.checkpoint())
@@ -175,7 +177,7 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     names = set(run.tensors())
     assert adapter.keys() == names
     factors = [name for name in names if is_adapter(name)]
-    assert len(factors) == 2 * 7 * 2  # of layers and blocks
+    assert len(factors) == 2 * 7 * 2  # 2 factors for 7 layers in 2 blocks
     assert ("tok_embeddings.weight" in names) != only_lora
     changed = {name for name in begun if not torch.equal(left[name], begun[name])}
     assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}
@@ -184,7 +186,7 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     assert said in run.out
 
 
-def test_mistakes_are_one_line(base, data, packed, tmp_path):
+def test_data_that_does_not_fit_the_program_is_refused_in_one_line(base, data, packed, tmp_path):
     out = f"--out_dir {tmp_path}"
     given = f"{out} --init_from {base.path} --data {data}"
     missing = tmp_path / "none.jsonl"

@@ -40,7 +40,7 @@ def by_hand(clone, corpus) -> Path:
 
 
 def settings(text: Path, **environ: str) -> dict[str, str]:
-    """The variables that run_accelerate.sh is started with."""
+    """The environment variables for run_accelerate.sh."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {"PATH": path, "DATA": str(text), "NUM_PROCESSES": "1"} | environ
 
@@ -71,7 +71,9 @@ def run_accelerate(clone: Path, text: Path, flags: str, **environ: str) -> Finis
         ("", {"NUM_MACHINES": "2", "MASTER_ADDR": "localhost"}, "1 cannot be divided among 2"),
     ],
 )
-def test_a_mistake_is_one_line_before_anything_is_launched(clone, by_hand, flags, environ, says):
+def test_a_mistake_is_refused_in_one_line_before_anything_is_launched(
+    clone, by_hand, flags, environ, says
+):
     assert says in run_accelerate(clone, by_hand, flags, **environ).error("run_accelerate.sh")
     assert not (clone / "out" / "runs").exists()
     assert not (clone / ".venv").exists()
@@ -88,22 +90,22 @@ def pretrained(clone, tmp_path_factory, path_without_compilers) -> Path:
     return clone / "out" / "runs" / "mine"
 
 
-def test_without_a_compiler_it_prepares_trains_and_leaves_a_model(clone, pretrained):
+def test_the_script_prepares_trains_and_leaves_a_model_without_a_compiler(clone, pretrained):
     assert (clone / "out" / "data" / "short" / "dataset.json").is_file()
     assert (pretrained / "weights" / "model.safetensors").is_file()
-    # Typed flags override the script's flags.
+    # Typed flags override those of the script.
     written = json.loads((pretrained / "settings.json").read_text(encoding="utf-8"))
     assert (written["arguments"]["max_steps"], written["model"]["dim"]) == (2, 32)
-    # The environment that was active was used as it is.
+    # The script used the active environment and created none.
     assert not (clone / ".venv").exists()
 
 
-def test_the_next_stage_goes_on_from_the_newest_run_and_stops_when_told(
+def test_the_next_stage_starts_from_the_newest_run_and_a_signal_stops_it(
     clone, pretrained, tmp_path
 ):
     chat = tmp_path / "chat.jsonl"
-    asked = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
-    chat.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
+    rows = [{"prompt": f"{i}?", "response": "very little"} for i in range(40)]
+    chat.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     typed = ["bash", "run_accelerate.sh", "--max_steps", "100000", "--max_seq_len", "64"]
     typed += ["--sample_tokens", "4", "--log_interval", "1", "--run_name", "tuned"]
     with socket.socket() as free:

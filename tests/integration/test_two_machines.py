@@ -1,4 +1,4 @@
-"""Two machines, namespaces of this one, and what is started on each of them by itself."""
+"""Runs on two machines, which are namespaces of this one; each machine starts its own processes."""
 
 import os
 import shlex
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = "train_pretrain_accelerate.py"
 CUT_SECONDS = 20
-# The schedule must not know where a part of a run ends.
+# With this schedule the learning rate does not depend on --max_steps.
 FLAGS = (
     "--n_layers 1 --dtype float32 --batch_size 2 --lr_schedule constant --warmup_steps 0 "
     "--learning_rate 1e-3 --eval_interval 0 --compile off"
@@ -45,7 +45,7 @@ def machines(tmp_path_factory):
 
 
 def rows_of(run: Path) -> list[dict]:
-    """Return what has been logged of its steps so far."""
+    """Return the rows of the steps that a run has logged so far."""
     return Trained(run, "").rows() if (run / "metrics.jsonl").exists() else []
 
 
@@ -55,7 +55,7 @@ def errors(said: str) -> list[str]:
 
 @pytest.fixture
 def start(machines, packed, tmp_path):
-    """Starts a run on both machines by `accelerate launch`, as docs/engines.md has it."""
+    """Starts a run on both machines by `accelerate launch`, as docs/engines.md shows."""
 
     def start(flags: str) -> list[subprocess.Popen]:
         launch = [*LAUNCH[:-2], "--config_file", "configs/multi_node.yaml", "--num_processes", "2"]
@@ -72,11 +72,11 @@ def start(machines, packed, tmp_path):
     return start
 
 
-@pytest.mark.variant  # the job below joins two machines too, and a loss is in test_reliability.py
-def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
+@pytest.mark.variant  # of the job below, and of the dead rank in test_reliability.py
+def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     machines, start, packed, tmp_path
 ):
-    """To the losses of one launch with as many processes."""
+    """The losses are those of one machine with the same number of processes."""
     run = tmp_path / "run"
     here, there = start("--max_steps 1000000 --save_interval 5")
     try:
@@ -93,7 +93,7 @@ def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
         for process in (here, there):
             if process.poll() is None:
                 kill_all(process)
-    assert during <= before + 2  # one step under way, and one about to be written down
+    assert during <= before + 2  # one step under way, and one about to be logged
     assert code == 1  # the launcher's
     (line,) = errors((tmp_path / f"{NAMES[0]}.log").read_text())
     assert line.startswith(f"{SCRIPT}: error: another process has ended, see its output (")
@@ -112,10 +112,10 @@ def test_a_cut_network_is_waited_for_and_after_a_machines_death_both_go_on(
     assert one.ends_as(Trained(run, ""), ("weights",))
 
 
-def test_a_slurm_job_prepares_once_meets_and_saves_when_one_machine_is_told_to_stop(
+def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal(
     machines, tmp_path
 ):
-    """SLURM's srun starts a command on each machine: this one's does nothing else."""
+    """The test's own srun starts the command on each machine, as SLURM's does."""
     (tmp_path / "clone").mkdir()
     clone = copy_repository(tmp_path / "clone")
     text = write_corpus(tmp_path / "sums.jsonl", documents=1000)
@@ -174,9 +174,9 @@ def test_a_slurm_job_prepares_once_meets_and_saves_when_one_machine_is_told_to_s
 
 @pytest.fixture
 def both(machines, tmp_path):
-    """Trains on both, without launchers; returns exit codes and what was said.
+    """Trains on both machines without a launcher; returns the exit codes and the outputs.
 
-    Data is in tmp_path/data, runs are in tmp_path/runs, unless the second machine has other flags.
+    Data is in tmp_path/data and runs are in tmp_path/runs, unless `on_the_second` changes that.
     """
     ports = iter(range(29600, 29700))
 
@@ -203,7 +203,7 @@ def data(packed, tmp_path) -> Path:
 
 
 def the_error_of_both(ended: tuple[list[int], list[str]]) -> str:
-    """Which each says once, and ends with."""
+    """Return the error line of both machines; each prints it once and exits with code 2."""
     codes, said = ended
     assert codes == [2, 2], said
     assert not any("Traceback" in words for words in said), said
@@ -214,14 +214,14 @@ def the_error_of_both(ended: tuple[list[int], list[str]]) -> str:
     return first
 
 
-def test_data_that_one_machine_does_not_have_is_one_line_on_both(both, data, machines):
+def test_data_missing_on_one_machine_is_one_error_line_on_both(both, data, machines):
     machines[1].hide(data)
     line = the_error_of_both(both("--max_steps 2"))
     assert f"{data}: no prepared data here" in line
     assert f"(only rank 1 on {NAMES[1]} of 2 processes: " in line
 
 
-def test_other_data_or_flags_on_one_machine_are_one_line_on_both(both, data, tmp_path):
+def test_other_data_or_flags_on_one_machine_are_one_error_line_on_both(both, data, tmp_path):
     other = tmp_path / "other"
     options = PackingOptions(400, val_fraction=0.1, workers=1, skip_bad_lines=False)
     text = write_corpus(tmp_path / "other.jsonl", documents=200)
@@ -231,7 +231,7 @@ def test_other_data_or_flags_on_one_machine_are_one_line_on_both(both, data, tmp
     assert ", data " in line
 
 
-def test_runs_that_one_machine_does_not_see_can_be_made_but_not_resumed(
+def test_a_run_folder_that_one_machine_cannot_see_allows_a_new_run_but_no_resume(
     both, data, tmp_path, machines
 ):
     (tmp_path / "runs").mkdir()

@@ -1,4 +1,4 @@
-"""A forked program finds what a fresh interpreter does."""
+"""A forked program sees the same environment as a program in a fresh interpreter."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from conftest import REPOSITORY, launch_command, run, run_warm
 
 pytestmark = pytest.mark.slow
 
-TELLS = r"""
+PROGRAM = r"""
 import json, os, signal, sys, warnings
 signals = {n: str(signal.getsignal(n)).split(" at ")[0] for n in signal.valid_signals()}
 facts = {"folder": os.getcwd(), "command line": sys.argv, "search path": sys.path}
@@ -21,30 +21,30 @@ facts |= {
     "threads": torch.get_num_threads(),
     "numbers": [torch.rand(1).item(), numpy.random.rand(), random.random()],
 }
-with open(os.environ["TOLD"] + os.environ.get("RANK", "0"), "w") as file:
+with open(os.environ["FACTS_TO"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(facts, file)
 """
-# A port that was free, torchrun's files, what an import of the launcher sets, where facts go.
-DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTORCH_NVML_BASED_CUDA_CHECK", "TOLD")
+# A free port, torchrun's files, a variable that importing the launcher sets, the output file.
+DIFFERENT = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "PYTORCH_NVML_BASED_CUDA_CHECK", "FACTS_TO")
 
 
 @pytest.mark.parametrize("engine", ["plain", "zero2"])
-def test_a_forked_program_finds_what_a_fresh_interpreter_does(engine, tmp_path):
-    script, told, numbers = tmp_path / "tells.py", [], []
-    script.write_text(TELLS)
+def test_a_forked_program_sees_what_a_fresh_interpreter_sees(engine, tmp_path):
+    script, all_facts, numbers = tmp_path / "program.py", [], []
+    script.write_text(PROGRAM)
     for start in (run, run_warm):
         search = f"{script.parent}{os.pathsep}{REPOSITORY}"
-        more = {"TOLD": f"{tmp_path}/{start.__name__}-", "PYTHONPATH": search, "OTHER": "x y"}
+        more = {"FACTS_TO": f"{tmp_path}/{start.__name__}-", "PYTHONPATH": search, "OTHER": "x y"}
         command = [*launch_command(engine, 2)[:-1], str(script), "a b", "--flag", ""]
         ended = start(command, **more)
         assert ended.code == 0, ended.out
         files = sorted(tmp_path.glob(f"{start.__name__}-*"))
-        told.append([json.loads(file.read_text()) for file in files])
-        for facts in told[-1]:
+        all_facts.append([json.loads(file.read_text()) for file in files])
+        for facts in all_facts[-1]:
             numbers += facts.pop("numbers")
             for key in DIFFERENT:
                 facts["environment"].pop(key, None)
-    fresh, forked = told
+    fresh, forked = all_facts
     assert forked == fresh
     assert len(forked) == (1 if engine == "plain" else 2)
-    assert len(set(numbers)) == len(numbers)  # nobody has seeded anything
+    assert len(set(numbers)) == len(numbers)  # all numbers differ: nothing is seeded
