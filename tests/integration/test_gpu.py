@@ -54,9 +54,9 @@ def test_decoding_runs_no_cudnn_kernel(dtype):
     shape = {"dim": 128, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 50}
     decoder = Decoder(Transformer(LMConfig(**shape)).cuda(), dtype)
     with torch.profiler.profile() as profile:
-        decoder.read([[1, 2, 3], [4]], 9)  # of different lengths: with a mask
+        cache, _ = decoder.read([[1, 2, 3], [4]])  # of different lengths: with a mask
         for _ in range(3):
-            decoder.step(torch.tensor([5, 6], device="cuda"))
+            decoder.step(torch.tensor([[5], [6]], device="cuda"), cache)
     assert [event.key for event in profile.key_averages() if "cudnn" in event.key.lower()] == []
 
 
