@@ -1,4 +1,4 @@
-"""Distil a model: train a smaller one to predict the probabilities of a trained one, its teacher.
+"""Train a small model, the student, to predict the probabilities of a trained model, the teacher.
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
@@ -25,10 +25,11 @@ def train(run: Run) -> None:
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
-                theirs = run.teacher(batch.tokens)
-                ours = run.model(batch.tokens).logits
-                losses = distillation_loss(ours, theirs, batch.targets, args, vocab_size, compiled)
-                loss, hard, soft, agreement = losses
+                teacher_logits = run.teacher(batch.tokens)
+                student_logits = run.model(batch.tokens).logits
+                loss, hard, soft, agreement = distillation_loss(
+                    student_logits, teacher_logits, batch.targets, args, vocab_size, compiled
+                )
                 run.backward(loss, batch, hard_loss=hard, soft_loss=soft, agreement=agreement)
         grad_norm = run.clip_gradients()
         run.optimizer.step()

@@ -89,7 +89,7 @@ def train(runs: "Runs") -> None:
 
 
 def set_up(args: SeveralArguments, model_settings: dict) -> "Runs | None":
-    """Return the runs to train; None if all are finished. Raises UsageError or ConfigError."""
+    """Return the unfinished runs or None. Raises UsageError or ConfigError if one cannot train."""
     models = read_models(args, model_settings)
     folders = [RunFolder(Path(args.out_dir, args.run_name)) for args, _ in models]
     runs = set_up_together(models, partial(resumed_together, folders, args.resume))
@@ -133,7 +133,7 @@ class Runs:
 
     def finish(self) -> None:
         """Write the results of each run and a report of all runs; after a stop request, print how
-        to resume them instead. Raises UsageError, see `Run.write_results`."""
+        to resume them instead. Raises UsageError as `Run.write_results` does."""
         if self.first.stopped:
             each_saved = [run.close() for run in self.all]
             if self.first.engine.is_main:
@@ -161,7 +161,7 @@ class Runs:
 
 def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[TrainingArguments, dict]]:
     """Return the training arguments and model settings of each model. Raises UsageError or
-    ConfigError: a file has invalid flags, or two models have the same name."""
+    ConfigError if a file has invalid flags, or if two models have the same name."""
     models, flags_of_all = [], vars(shared) | settings
     for file in flags_of_all.pop("model"):
         try:
@@ -182,8 +182,8 @@ def read_models(shared: SeveralArguments, settings: dict) -> list[tuple[Training
 
 
 def resumed_together(runs: list[RunFolder], resume: str | None) -> list[str | None]:
-    """Return each run's checkpoint of the newest step at which all runs have an undamaged one. If
-    there are no checkpoints, `resume`. Raises UsageError if there is no such step."""
+    """Return each run's checkpoint of the newest step at which all runs have an undamaged one; if
+    there are no checkpoints, `resume` for each. Raises UsageError if there is no such step."""
     steps = [{step_of(path) for path in run.all_checkpoints()} for run in runs]
     if resume is None or not any(steps):
         return [resume] * len(runs)

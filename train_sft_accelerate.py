@@ -25,7 +25,7 @@ def train(run: Run) -> None:
         run.begin(step)  # learning rate
         for batch in run.micro_batches():
             with run.accumulate():
-                loss = run.model(batch.tokens, batch.targets).loss  # of the answers only
+                loss = run.model(batch.tokens, batch.targets).loss  # only answers count
                 run.backward(loss, batch)
         grad_norm = run.clip_gradients()
         run.optimizer.step()

@@ -99,7 +99,7 @@ def all_contenders(processes: int, has_gpu: bool) -> list[Contender]:
 def select(contenders: list[Contender], text: str) -> list[Contender]:
     """Return the contenders that are selected by a name or a group in `text`.
 
-    Raises UsageError: an unknown word; the message lists the known words.
+    Raises UsageError if a word is unknown; the message lists the known words.
     """
     known = sorted(set().union(*(contender.words for contender in contenders)))
     words = {word.strip() for word in text.split(",")}
@@ -172,7 +172,7 @@ class Team:
     def take(self, steps: int) -> list[dict]:
         """Let all ranks take this number of steps; return their answers, see `take_steps`.
 
-        Raises TeamError: a process failed or ended. All other processes are ended too.
+        Raises TeamError if a process failed or ended. All other processes are then ended too.
         """
         answers = {}
         for connection in self._ranks:
@@ -229,7 +229,7 @@ def serve(connection: Connection, contender: Contender, work: Work, log: Path) -
 def build(contender: Contender, work: Work):
     """Return an OurStep or a PeerStep after its first step.
 
-    Raises ValueError: the engine or the first loss is not as expected.
+    Raises ValueError if the engine or the first loss is not as expected.
     """
     if contender.family == "ours":
         task = OurStep([*work.flags(), *contender.flags()])

@@ -88,7 +88,7 @@ def preparation_row(source: str, out: Path, workers: int) -> dict[str, str]:
     """Run scripts.prepare_data on a corpus into the folder out.
 
     "tokenizer" is the time in seconds until the command wrote the tokenizer. MB are 10^6 bytes of
-    UTF-8 text, without the JSON around it. Raises DataError: the command refused the text.
+    UTF-8 text, without the JSON around it. Raises DataError if the command refused the text.
     """
     source = source if source == BUILTIN else os.path.abspath(source)
     command = [sys.executable, "-m", "scripts.prepare_data", "--data", source, "--out", str(out)]

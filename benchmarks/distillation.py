@@ -139,7 +139,7 @@ def train(kind: str, data: Path, flags: list[str], seed: int, stage: str = "pret
     Args:
         flags: strings of several flags; the last string is printed.
 
-    Raises UsageError: the training program failed.
+    Raises UsageError if the training program failed.
     """
     description = (data / DESCRIPTION_FILE).read_text(encoding="utf-8")
     inputs = "\0".join([str(data.resolve()), description, QUIET, *flags])

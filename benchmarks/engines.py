@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_options(argv: list[str] | None) -> tuple[argparse.Namespace, Work]:
-    """Return the flags and the work. Raises ConfigError: the shape of the model is invalid."""
+    """Return the flags and the work. Raises ConfigError if the shape of the model is invalid."""
     parser = new_parser(PROGRAM, __doc__)
     add = parser.add_argument
     processes = torch.cuda.device_count() or 2
@@ -91,7 +91,7 @@ def counts_traffic() -> bool:
 
 
 def measure(name: str, work: Work, options: argparse.Namespace) -> dict:
-    """Return the results that `take_steps` writes. Raises UsageError: the engine failed."""
+    """Return the results that `take_steps` writes. Raises UsageError if the engine failed."""
     say(f"{name}: {options.steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"

@@ -24,7 +24,7 @@ def start_run(flags: list[str]) -> Run:
     Args:
         flags: of the training script.
 
-    Raises UsageError, ConfigError, DataError: the flags or the data are invalid.
+    Raises UsageError, ConfigError or DataError if the flags or the data are invalid.
     """
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = set_up(*parse_arguments(["--out_dir", folder, *QUIET.split(), *flags]))
@@ -62,7 +62,7 @@ class OurStep:
     def loss(self) -> float:
         """Return the loss of the last micro-batch, after waiting for the device.
 
-        Raises FloatingPointError: the last gradient was not finite, so the step was skipped.
+        Raises FloatingPointError if the last gradient was not finite, so that the step was skipped.
         """
         if not math.isfinite(self._norm):
             raise FloatingPointError(f"the gradient's norm is {float(self._norm)}")

@@ -102,7 +102,7 @@ class PeerStep:
         peer: a key of PEERS.
         our_allocator: keep freed memory, as the training script does.
 
-    Raises RuntimeError: `our_allocator`, but the C library is not glibc.
+    Raises RuntimeError if `our_allocator` is True, but the C library is not glibc.
     """
 
     engine = "single process"

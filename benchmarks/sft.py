@@ -76,7 +76,7 @@ class Program:
             )
 
     def take(self, steps: int) -> float:
-        """Return the seconds of this number of steps. Raises UsageError: the program ended."""
+        """Return the seconds of this number of steps. Raises UsageError if the program ended."""
         self._signal(signal.SIGCONT)
         started = time.perf_counter()
         for _ in range(steps):
@@ -150,7 +150,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def choose(source: str, tokenizer: Tokenizer, number: int, context: int) -> tuple[str, int]:
     """Return `number` conversations that fit into the context, spread evenly, as JSON lines, and
-    their number of tokens. Raises DataError: a bad conversation. UsageError: too few."""
+    their number of tokens. Raises DataError if one is bad, UsageError if there are too few."""
     records = conversation_records(find_files(source, SUFFIXES))
     found = [parse_conversation(load_json(record), record.place) for record in records]
     lengths = [len(encode_conversation(tokenizer, turns)[0]) for turns in found]
@@ -201,7 +201,7 @@ def programs(args: argparse.Namespace, run: Path, out: Path) -> list[Program]:
 def race(racing: list[Program], steps: int, rounds: int) -> None:
     """Let each program take a warm-up pass of this many steps, and then `rounds` passes in turns.
 
-    Raises UsageError: a program failed.
+    Raises UsageError if a program failed.
     """
     with ExitStack() as started:
         for program in racing:

@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     """Return the flags, with the chosen Contenders, and `works`, a Work by size.
 
-    Raises UsageError: a value that cannot work.
+    Raises UsageError if a value cannot work.
     """
     n_gpus = torch.cuda.device_count()
     parser = new_parser(PROGRAM, __doc__)

@@ -61,8 +61,8 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def new_folder(
     out: Path, what: str, is_one: Callable[[Path], bool], overwrite: bool
 ) -> Iterator[Path]:
-    """Call `whole_folder` for an output folder that the user has named. Raises UsageError: `out` is
-    not empty, and either `is_one` returns False (it is no `what`) or `overwrite` is False."""
+    """Call `whole_folder` for an output folder that the user has named. Raises UsageError if `out`
+    is not empty, unless `overwrite` and `is_one(out)` are True. `what` is for messages."""
     out = out.resolve()
     if out.is_file() or (out.exists() and any(out.iterdir())):
         if out.is_file() or not is_one(out):
@@ -92,7 +92,7 @@ def try_lock(file: IO | int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        print(f"this file system has no locks ({error.strerror}): do not start this twice at once")
+        print(f"this file system has no locks ({error.strerror}): do not start this program twice")
     return True
 
 

@@ -37,7 +37,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):
         values, unknown = self.parse_known_args(args, namespace)
-        # Report unknown flags without the words behind them, which are their values.
+        # Report unknown flags, but not the words after them, which are their values.
         wrong = [word for word in unknown if word.startswith("-")] or unknown
         flags = {flag[2:] for flag in self._option_string_actions if flag.startswith("--")}
         for i, word in enumerate(wrong):

@@ -9,7 +9,7 @@ Each conversation is one JSON object. Its keys tell the form:
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-An answer with "weight": 0 does not count in the loss; neither does one in a list under "prompt".
+An answer with "weight": 0 does not count in the loss, nor does one in a list under "prompt".
 A content may be a list of parts {"type": "text", "text": "…"}. A prompt that begins with
 "\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf. "rejected" is not read. The built-in
 conversations are made from the docstrings of Python's standard library.
@@ -96,7 +96,7 @@ def check_turns(turns: Iterable[Turn], where: str) -> None:
 
 
 def text_of(content: object) -> object:
-    """Join a list of text parts, or return its first other part; else return `content`."""
+    """Join a list of text parts. If a part is not text, return it. Return any other `content`."""
     with suppress(TypeError, KeyError):
         if isinstance(content, list):
             others = [part for part in content if part["type"] != "text"]
@@ -116,8 +116,8 @@ def _turns(value: dict, where: str) -> list[Turn]:
             return _listed_turns(given[key], where)
     answers = [given[key] for key in ANSWERS if key in given]
     if "prompt" in given and answers and isinstance(answers[0], list):
-        asked = [turn._replace(has_weight=False) for turn in _listed_turns(given["prompt"], where)]
-        return asked + _listed_turns(answers[0], where)
+        prompt = [turn._replace(has_weight=False) for turn in _listed_turns(given["prompt"], where)]
+        return prompt + _listed_turns(answers[0], where)
     if all(isinstance(text, str) for text in given.values()):
         if "prompt" in given and answers:
             return _turns_of_prompt(given["prompt"], answers[0])

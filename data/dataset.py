@@ -76,8 +76,8 @@ class TokenStream(Dataset):
 
 class PackedDataset(TokenStream):
     """Text, cut into sequences of seq_len tokens.
-    Sample i has tokens[i·seq_len : (i+1)·seq_len] of the stream; its targets are one token
-    further. Raises NothingFitsError if the text is shorter than one sample."""
+    Sample i has tokens[i·seq_len : (i+1)·seq_len] of the stream; its targets begin one token later.
+    Raises NothingFitsError if the text is shorter than one sample."""
 
     kind = TEXT
     every_target_counts = True
@@ -176,7 +176,7 @@ class ConversationSet(TokenStream):
 def micro_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or as `collate` pads them.
+    """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or padded by `collate`.
     num_workers processes read ahead; 0 reads in this process."""
     # The loader draws a seed. A draw from the global generator would change the dropout masks.
     loader = DataLoader(

@@ -119,7 +119,7 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # Where answers start and end. append: without line ends, the ids end with an answer.
+    # Where answers start and end. `append` ends an answer at the end of the ids.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
@@ -131,7 +131,7 @@ def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
 @contextmanager
 def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Encoded]]]:
     """Yield a function that takes records and a partial of `encode_batch`, and yields encoded
-    batches. It uses `workers` processes for long texts. Raises DataError if one was killed."""
+    batches. Long texts use `workers` processes. Raises DataError if a process was killed."""
     if n_bytes <= BATCH_BYTES:
         _loaded.cache_clear()  # an earlier tokenizer may have had the same path
         yield lambda records, encode: map(encode, _batches(records))

@@ -97,7 +97,7 @@ class LengthSampler(MicroBatchSampler):
 
     def __post_init__(self):
         # A window that spans two epochs may hold a sample twice. Sorting puts both side by side.
-        # A window of at most a quarter of an epoch seldom spans two.
+        # A window of at most a quarter of an epoch seldom spans two epochs.
         batches = min(WINDOW, max(1, self.n_samples // (4 * self.global_batch)))
         self._shape = batches, self.global_batch
 

@@ -146,7 +146,7 @@ def prepare(
 
 def describe_sources(files: list[str], options: PackingOptions) -> dict:
     """Describe files and settings. Equal descriptions lead to equal shards.
-    Raises DataError if the tokenizer cannot be read, OSError if a file cannot."""
+    Raises DataError if the tokenizer cannot be read, OSError if a file cannot be read."""
     if options.tokenizer is not None:
         open_tokenizer(options.tokenizer)  # refuse a wrong file before any work
     stats = [(os.path.abspath(path), os.stat(path)) for path in files]
@@ -167,8 +167,8 @@ def describe_sources(files: list[str], options: PackingOptions) -> dict:
 
 
 def _sample(files: list[str], options: PackingOptions) -> Iterator[str]:
-    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums. If no
-    document is chosen, yield the first ones."""
+    """Yield about TOKENIZER_SAMPLE_BYTES of documents, chosen by checksums. If no document is
+    chosen, yield the first documents."""
     size = TOKENIZER_SAMPLE_BYTES
     chosen = 2**32 * size / max(text_size(files), 1)
     # The limit of 2 * size is reached if text_size is wrong or documents repeat.

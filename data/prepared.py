@@ -36,9 +36,9 @@ def conversations_out(conversations: str, tokenizer: Path) -> Path:
 def find_prepared(
     out: Path, files: list[str], options: PackingOptions, reuse: bool, overwrite: bool
 ) -> str | None:
-    """Return a sentence if the folder `out` holds these files already, None if it must be written.
+    """Return a sentence if `out` already holds data of these files, None if it must be written.
     `reuse` accepts the same text with other settings. `overwrite` allows other data to be replaced.
-    Raises UsageError if `out` must not be replaced; DataError, OSError: see `describe_sources`."""
+    Raises UsageError if `out` must not be replaced, and errors as `describe_sources` does."""
     source, stored = describe_sources(files, options), {}
     with suppress(DataError, OSError, KeyError):  # `out` is missing or damaged
         description = read_description(out)

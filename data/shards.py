@@ -76,7 +76,7 @@ class ShardWriter:
 
 
 def read_description(folder: str | Path, kind: str = TEXT) -> dict:
-    """Read dataset.json. Raises DataError: damaged, or missing where `kind` is expected."""
+    """Read dataset.json. Raises DataError, with advice for `kind`, if it is missing or damaged."""
     folder = Path(folder)
     path = folder / DESCRIPTION_FILE
     if not path.is_file():

@@ -116,7 +116,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def pieces_of_text(self) -> dict[str, int]:
-        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may cut a character."""
+        """Map every piece, spelled in BYTE_ALPHABET, to its id. A piece may split a character."""
         added = self._model.get_added_tokens_decoder()
         return {text: id for text, id in self._model.get_vocab().items() if id not in added}
 
@@ -158,7 +158,7 @@ def read_markers(path: str | Path) -> dict[str, str]:
 
 
 def tokenizer_files(path: str | Path) -> dict[str, bytes]:
-    """Return the tokenizer's files: name → content. Raises DataError, OSError: one is missing."""
+    """Return name → content of tokenizer files. Raises DataError or OSError if one is missing."""
     path = _file(path)
     if path.suffix != ".json":
         return {TOKENIZER_FILE: path.read_bytes()}

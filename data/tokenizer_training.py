@@ -21,8 +21,8 @@ def train_tokenizer(
     texts: Iterable[str], vocab_size: int, path: str | Path, *, may_shrink: bool = False
 ) -> None:
     """Train a BPE tokenizer on texts and write it to `path`. At most half of the pieces are single
-    characters; rarer ones are spelled in bytes. With may_shrink, a short text gets fewer pieces.
-    Raises DataError if vocab_size is too small for the bytes or too large for the texts."""
+    characters; rarer characters are spelled in bytes. With may_shrink, a short text gets fewer
+    pieces. Raises DataError if vocab_size is too small for the bytes or too large for the texts."""
     texts = list(texts)
     if not any(texts):
         raise DataError("there is no text in these files")

@@ -21,7 +21,7 @@ FORM = '{"question": text, "choices": [two or more texts], "answer": number from
 
 
 def parse_question(record: Record) -> tuple[str, list[str], int]:
-    """Return question, choices, index of the answer. Raises DataError: not a question."""
+    """Return question, choices, index of the answer. Raises DataError if this is no question."""
     fields = load_json(record)
     text, choices, right = (fields.get(key) for key in ("question", "choices", "answer"))
     if isinstance(right, str) and len(right) == 1:
@@ -49,7 +49,7 @@ def encode_choices(
         return [(ids[: n + sum(said)], n) for (ids, said), n in zip(encoded, starts, strict=True)]
     encoded = tokenizer.encode_batch([text, *(text + delimiter + choice for choice in choices)])
     equal = takewhile(lambda column: len(set(column)) == 1, zip(*encoded, strict=False))
-    n_context = 1 + len(list(equal))  # with <s>
+    n_context = 1 + len(list(equal))  # <s> counts too
     return [([tokenizer.bos_id, *ids], n_context) for ids in encoded[1:]]
 
 
@@ -59,7 +59,7 @@ def question_rows(
     """Yield one row per choice; a question is a unit.
 
     The unit is (place, index of the right choice, True if the context cuts off the beginning).
-    Raises DataError: a line is not a question, or a choice has no token or exceeds the context.
+    Raises DataError if a line is no question, or a choice has no token or exceeds the context.
     """
     for record in records:
         text, choices, right = parse_question(record)

@@ -21,7 +21,7 @@ from model import IGNORE_INDEX, Transformer
 from model.cache import without_cudnn
 from training.engine.device import has_bf16, keep_freed_memory, use_all_cores
 
-LEAST_UNITS = 3  # fewer units give no interval
+LEAST_UNITS = 3  # results of fewer units have no interval
 BLOCK_ROWS = 1024  # rows in memory at a time; sorting them by length saves padding
 
 
@@ -49,7 +49,7 @@ class Scorer:
 
         The columns are sums over the targets of a row: negative log-likelihood in nats, number of
         targets that were the most likely token, number of targets, bytes.
-        Raises UsageError: a score is not finite.
+        Raises UsageError if a score is not finite.
         """
         rows = iter(rows)
         blocks = iter(lambda: list(islice(rows, BLOCK_ROWS)), [])  # lists of rows
@@ -65,7 +65,7 @@ class Scorer:
         loader = prepare_data_loader(loader, self.accelerator.device, put_on_device=True)
         is_bf16 = self.dtype == torch.bfloat16
         autocast = torch.autocast(self.accelerator.device.type, torch.bfloat16, is_bf16)
-        sums = []  # of each row, in the order of `order`
+        sums = []  # sums of each row, in the order of `order`
         for tokens, targets in loader:
             with torch.inference_mode(), autocast, without_cudnn():
                 scored = self.model(tokens, targets, "hits")
@@ -95,7 +95,7 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
     Args:
         device: "cpu", "cuda", or "auto" for a GPU if there is one.
         dtype: "float32", "bfloat16", or None: bfloat16 if the GPU supports it.
-    Raises UsageError: there is no such device, or the launcher has the wrong flags.
+    Raises UsageError if there is no such device, or if the launcher has the wrong flags.
     """
     n_gpus, environ = torch.cuda.device_count(), os.environ
     if device == "cuda" and not n_gpus:

@@ -27,7 +27,7 @@ METRICS = {  # name → (number format, explanation)
     "loss": (".4f", "nats per token"),
     "perplexity": (".2f", ""),
     "bits_per_byte": (".4f", ""),
-    "accuracy": (".2%", "of next tokens were the most likely one"),
+    "accuracy": (".2%", "of next tokens were the most likely token"),
     "acc": (".2%", "by log-likelihood of the choice"),
     "acc_norm": (".2%", "by log-likelihood per byte of the choice"),
     "chance": (".2%", "with random answers"),
@@ -76,7 +76,7 @@ def detect_task(data: str, text_column: str | None = None) -> str:
 
 
 def evaluate(args: Namespace, trained: Trained, scorer: Scorer) -> dict:
-    """Score a model; return metrics and settings. Raises UsageError: bad data or weights."""
+    """Score a model; return metrics and settings. Raises UsageError if data or weights are bad."""
     began = time.perf_counter()
     rows, total, facts = to_score(args, trained)
     is_main = scorer.accelerator.is_main_process
@@ -127,7 +127,7 @@ def to_score(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int | No
 
 def prepared(args: Namespace, trained: Trained) -> tuple[Iterator[Row], int, dict]:
     """Return rows, number and facts for the samples that training uses for validation.
-    Raises DataError: the data has another tokenizer, or is shorter than one sequence."""
+    Raises DataError if the data has another tokenizer, or is shorter than one sequence."""
     data, split = args.data, args.split or "val"
     tokenizer = trained.tokenizer.path
     if read_description(data).get("tokenizer_sha256") != tokenizer_hash(tokenizer):

@@ -82,7 +82,7 @@ def llama_name(name: str) -> str:
 
 
 def our_name(name: str, source: str) -> str:
-    """Return our name for a weight of Hugging Face. Raises WeightsError if Llama has none such."""
+    """Return our name for Hugging Face's name. Raises WeightsError if Llama has no such weight."""
     layer = re.fullmatch(r"model\.layers\.(\d+)\..+\.weight", name)
     candidates = [*OUTER, *(f"layers.{layer[1]}.{inner}.weight" for inner in IN_LAYER if layer)]
     for ours in candidates:

@@ -102,7 +102,7 @@ def is_import(folder: Path) -> bool:
 def _read_file(
     path: Path, weights: dict[str, Tensor], settings: dict
 ) -> tuple[LMConfig, dict[str, Tensor]]:
-    """Return settings and weights by our names. Raises UsageError: not a Llama, or no n_heads."""
+    """Return config and our weights. Raises UsageError if n_heads or a weight is missing."""
     if "n_heads" not in settings:
         raise UsageError(f"{path} does not say how many heads it has: pass --n_heads")
     if theirs := any(name in weights for name in OUTER.values()):
@@ -115,7 +115,7 @@ def _read_file(
 
 def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
     """Return the tensors of a file by names without PREFIX, and the settings in the file or in
-    Meta's params.json beside it. Raises WeightsError: not a state dict, or use_scaled_rope."""
+    Meta's params.json beside it. Raises WeightsError if they cannot be used."""
     try:
         if path.suffix == ".safetensors":
             content = load_tensors(path)
@@ -139,7 +139,7 @@ def _state_dict(path: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def _config_from_shapes(weights: dict[str, Tensor], settings: dict, path: Path) -> LMConfig:
-    """Return `settings` and those that follow from shapes. Raises WeightsError: not a Llama."""
+    """Return the config of `settings` and shapes. Raises WeightsError if this is no Llama."""
     in_block = ("attention.wq", "attention.wk", "feed_forward.w1")
     needed = ["tok_embeddings.weight", *(f"layers.0.{name}.weight" for name in in_block)]
     for name in needed:

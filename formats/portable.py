@@ -26,7 +26,7 @@ class WeightsError(UsageError, ConfigError):
 
 
 def save_portable(folder: Path, config: LMConfig, weights: dict[str, Tensor]) -> None:
-    """Write config and weights. Names are as in `named_parameters()`: a tied matrix has one."""
+    """Write config and weights. As in `named_parameters()`, a tied matrix has one name."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(folder / WEIGHTS_FILE, weights)
     write_json(folder / CONFIG_FILE, config.to_dict())
@@ -77,7 +77,7 @@ def load_config(folder: Path) -> LMConfig:
 
 
 def build_config(values: dict, source: Path) -> LMConfig:
-    """Build a config from a dictionary. Raises WeightsError, which names `source`, if it cannot."""
+    """Build a config. Raises WeightsError, which names `source`, if the values are invalid."""
     try:
         return LMConfig.from_dict(values)
     except ConfigError as error:
@@ -91,7 +91,7 @@ def load_portable(folder: Path) -> Transformer:
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
-    require_fit(without_memory(config), weights, source)  # a damaged config may have any size
+    require_fit(without_memory(config), weights, source)  # a damaged config may fit no memory
     model = Transformer(config)
     load_weights(model, weights, source)
     return model.eval()
@@ -130,6 +130,6 @@ def require_fit(model: Transformer, weights: Mapping[str, Tensor], source: str) 
 def require_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], source: str) -> None:
     """Raise WeightsError if a tensor has another shape or is not finite floating point."""
     if (given := tuple(tensor.shape)) != shape:
-        raise WeightsError(f"{source}: {name} is {given}, the model has {shape}")
+        raise WeightsError(f"{source}: {name} has shape {given}, the model needs {shape}")
     if not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise WeightsError(f"{source}: {name} holds NaN, infinity or no floating point numbers")
+        raise WeightsError(f"{source}: {name} contains NaN or infinity, or is not floating point")

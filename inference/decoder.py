@@ -112,8 +112,8 @@ class Decoder:
     """Compute the logits of the next token, for prompts and then token by token.
 
     Args:
-        model: the decoder copies its weights unless it is divided. Make a new one after a change.
-        dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
+        model: the decoder copies its weights if `divided` is False; make a new decoder if they
+        change. dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
         divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):
@@ -135,7 +135,7 @@ class Decoder:
     @without_cudnn()
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Append `tokens`, int64 (B, 1); only `read` appends several. Return the fp32 logits of the
-        next token, (B, vocab_size). Raises ValueError: a sequence has filled the context."""
+        next token, (B, vocab_size). Raises ValueError if a sequence has filled the context."""
         logits = self.forward(tokens, cache=cache).logits.float()
         if self.divided:  # processes that round differently could draw different tokens
             torch.distributed.broadcast(logits, src=0)

@@ -11,7 +11,7 @@ from common.parser import is_text
 
 def read_prompts(given: list[str], path: str | None) -> list[str]:
     """Return `given`, then the prompts of a file: one per line, or JSON lines; "-" means stdin.
-    Raises UsageError: there is no prompt, a prompt is empty, or the file cannot be read."""
+    Raises UsageError if there is no prompt, a prompt is empty, or the file cannot be read."""
     prompts = list(given)
     if path:
         try:
@@ -28,7 +28,7 @@ def read_prompts(given: list[str], path: str | None) -> list[str]:
 
 
 def _prompt_of(line: str) -> str:
-    """Return the field "prompt" of a line of JSON, or its field "text". Raises ValueError."""
+    """Return the field "prompt" or "text" of a line of JSON. Raises ValueError if there is none."""
     try:
         row = json.loads(line)
         prompt = row["prompt"] if "prompt" in row else row["text"]
@@ -40,7 +40,7 @@ def _prompt_of(line: str) -> str:
 
 
 def require_text(prompt: str) -> str:
-    """Return the prompt. Raises UsageError: it is empty, or not valid UTF-8."""
+    """Return the prompt. Raises UsageError if it is empty, or not valid UTF-8."""
     if not prompt or not is_text(prompt):
         raise UsageError(f"prompt {prompt!r} is empty, or not valid UTF-8")
     return prompt
@@ -48,7 +48,7 @@ def require_text(prompt: str) -> str:
 
 def converse(answer: Callable[[str], None]) -> None:
     """Call `answer` with each line until Ctrl-D. Ctrl-C only stops the current answer. Raises
-    UsageError: a line that was not typed is refused."""
+    UsageError if a line is refused and stdin is not a terminal."""
     while True:
         try:
             line = input("\n> " if sys.stdout.isatty() else "")

@@ -22,8 +22,8 @@ def write_continuations(
     prompts: list[str],
     flags: argparse.Namespace,
 ) -> None:
-    """Print continuations of each prompt, and the speed. A batch of one is printed token by token.
-    `flags` are the flags of scripts.generate. Raises UsageError: a prompt is too long."""
+    """Print continuations of each prompt, and the speed. If batches have size 1, print token by
+    token. `flags` are the flags of scripts.generate. Raises UsageError if a prompt is too long."""
     repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
     context = decoder.config.max_seq_len
     size = min(flags.batch_size, len(repeated))
@@ -96,8 +96,8 @@ class Chat:
         converse(self.answer)
 
     def ask(self, question: str) -> list[int]:
-        """Append a question and return the ids of the prompt. Raises UsageError: the question alone
-        is too long. The conversation is then unchanged."""
+        """Append a question and return the ids of the prompt. Raises UsageError if the question
+        alone is too long; the conversation is then unchanged."""
         # Keep a quarter of the context free for the answer.
         reserve = min(self.max_new_tokens or self.context, max(1, self.context // 4))
         before = [Turn("system", self.system)] if self.system else []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """Repeat each key/value head n_rep times, so that query head h uses key/value head h."""
+    """Repeat each key/value head n_rep times, so that query head h uses head h of the result."""
     if n_rep == 1:
         return x
     batch, seq_len, n_kv_heads, head_dim = x.shape
@@ -39,7 +39,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Compute attention by the fastest path. On a CPU with dropout, that is `plain_attention`."""
+    """Compute attention by the fastest path. On a CPU with dropout it is `plain_attention`."""
     if q.device.type == "cpu" and not dropout:
         return row_block_attention(q, k, v)
     attend = plain_attention if q.device.type == "cpu" else fused_attention
@@ -62,7 +62,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 def takes_grouped_heads(dtype: torch.dtype) -> bool:
     """Return whether the GPU kernels of this dtype accept fewer key/value heads than query heads.
 
-    Flash attention and cuDNN do, and always take bf16. For fp32, and for fp16 on old GPUs,
+    Only flash attention and cuDNN do. Both support bf16, but not fp32, nor fp16 on old GPUs: there
     PyTorch would silently compute all T × T scores instead of using a fused kernel."""
     return dtype == torch.bfloat16
 
@@ -86,8 +86,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, pos_cis: Tensor, cache: "LayerCache | None" = None) -> Tensor:
         """Let every position attend to itself and the past: (B, T, dim) → (B, T, dim).
 
-        pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). A cache has the keys
-        and values of the past, and stores the new ones."""
+        pos_cis has the rotations of the positions, (T, D/2) or (B, T, D/2). `cache` holds the keys
+        and values of the past and stores those of x."""
         q, k, v = self.project(x, pos_cis)
         if cache is None:
             out = self.attend(q, k, v, self.dropout if self.training else 0.0)

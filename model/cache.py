@@ -46,7 +46,7 @@ class LayerCache:
 
 class Cache:
     """The cache of all blocks. It grows with its sequences, up to max_seq_len positions. `lengths`
-    has the number of tokens of each prompt. The prompts are read first."""
+    lists the tokens of each prompt. The model must read the prompts first."""
 
     def __init__(
         self, config: LMConfig, lengths: list[int], dtype: torch.dtype, device: torch.device
@@ -66,34 +66,34 @@ class Cache:
         self.lengths = lengths
         self.longest = max(lengths)  # stored tokens of the longest sequence
         self.rows = torch.arange(len(lengths), device=self.device)
-        self.columns = torch.tensor(lengths, device=self.device)  # of each sequence's next token
-        self.even = min(lengths) == self.longest
+        self.columns = torch.tensor(lengths, device=self.device)  # where each next token goes
+        self.equal_lengths = min(lengths) == self.longest
         # (B, 1, 1, stored positions), True where the next token attends; None if lengths are equal
         self.mask: Tensor | None = None
 
     def begin(self, pos_cis: Tensor, seq_len: int) -> Tensor:
         """Make room for the next tokens and return their rotations, (seq_len, head_dim/2), or (B,
-        1, head_dim/2) if the lengths differ. Raises ValueError: a sequence fills the context."""
+        1, head_dim/2) if the lengths differ. Raises ValueError if a sequence fills the context."""
         if self.longest == 0:
             return pos_cis[:seq_len]
         if self.longest == self.room:
             if self.room == self.context:
                 raise ValueError(f"a sequence fills the context of {self.context} tokens")
             self._make_room(min(2 * self.room, self.context))
-        if self.even:
+        if self.equal_lengths:
             return pos_cis[self.longest : self.longest + 1]
         columns = torch.arange(self.longest + 1, device=self.device)
         self.mask = (columns <= self.columns[:, None])[:, None, None]
         return pos_cis[self.columns][:, None]
 
     def end(self, x: Tensor) -> Tensor:
-        """Count the new tokens as stored; return the last of each sequence from x: (B, dim)."""
+        """Count the new tokens as stored; return x of each sequence's last token, (B, dim)."""
         if self.longest == 0:
             self.longest = max(self.lengths)
             return x[self.rows, self.columns - 1]
         self.lengths = [length + 1 for length in self.lengths]
         self.longest += 1
-        if not self.even:
+        if not self.equal_lengths:
             self.columns += 1
         return x[:, 0]
 
@@ -115,7 +115,7 @@ class Cache:
         self._set_lengths(self.lengths + other.lengths)
 
     def _make_room(self, room: int) -> None:
-        padding = (0, 0, 0, room - self.room)  # behind the last position
+        padding = (0, 0, 0, room - self.room)  # after the last position
         for layer in self.layers:
             layer.keys, layer.values = F.pad(layer.keys, padding), F.pad(layer.values, padding)
         self.room = room

@@ -19,7 +19,7 @@ def setting(default, help_text: str, must=None, **metadata):
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's scaling, see `rotary_frequencies`. Raises ConfigError: a value is not positive."""
+    """Llama 3's scaling of `rotary_frequencies`. Raises ConfigError if a value is not positive."""
 
     factor: float  # divides the frequency of pairs with few turns in the original context
     low_freq_factor: float  # up to this number of turns the frequency is divided by factor
@@ -39,8 +39,8 @@ class LMConfig:
     If `hidden_dim` is None, it becomes 2/3 of 4·dim, rounded up to `multiple_of`, as in Llama's
     release. If `head_dim` is None, it becomes dim / n_heads.
 
-    Raises ConfigError: a value is out of range, dim is not divisible by n_heads, or n_heads is not
-    divisible by n_kv_heads."""
+    Raises ConfigError if a value is out of range, if dim is not divisible by n_heads, or if n_heads
+    is not divisible by n_kv_heads."""
 
     dim: int = setting(512, "width of the residual stream")
     n_layers: int = setting(8, "transformer blocks")
@@ -76,7 +76,7 @@ class LMConfig:
             sizes = f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
             raise ConfigError(f"{sizes}: change either")
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} must be even: change dim, n_heads or it")
+            raise ConfigError(f"head_dim {self.head_dim} is odd: change dim, n_heads or head_dim")
         if self.hidden_dim is None:
             two_thirds = int(2 * (4 * self.dim) / 3)
             self.hidden_dim = -(-two_thirds // self.multiple_of) * self.multiple_of
@@ -110,7 +110,7 @@ class LMConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "LMConfig":
-        """Undo `to_dict`. Raises ConfigError: a field is unknown, or a value is not allowed."""
+        """Return the config of a `to_dict`. Raises ConfigError if a field is unknown or invalid."""
         unknown = set(values) - {f.name for f in fields(cls)}
         if unknown:
             raise ConfigError(f"unknown model settings: {', '.join(sorted(unknown))}")

@@ -55,7 +55,7 @@ def add_lora(
     """Add an adapter to each linear layer with `module_name` in its name. Return the same model.
 
     The weights of these layers are frozen. With only_lora, all other parameters are frozen too.
-    Raises ConfigError: a value is out of range, or the layers cannot have adapters."""
+    Raises ConfigError if a value is out of range, or if a layer cannot have an adapter."""
     if not 1 <= dim <= model.config.dim:
         raise ConfigError(f"lora_dim must be from 1 to dim, {model.config.dim}, not {dim}")
     if not 0 < alpha < math.inf:

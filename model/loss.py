@@ -1,7 +1,7 @@
 """Cross-entropy of the next token, without holding all logits of a large vocabulary in memory.
 
 Each logit takes up to 12 bytes with its log-probability and gradient. For 8 sequences of 512 tokens
-and a vocabulary of 49,152 this is 2.4 GB. Above LARGE_VOCABULARY the tokens therefore pass in
+and a vocabulary of 49,152 this is 2.4 GB. Above LARGE_VOCABULARY the loss is therefore computed in
 chunks of about CHUNK_LOGITS logits. Backward computes the logits of a chunk again, which adds a
 third to the matrix products of the output layer.
 """

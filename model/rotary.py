@@ -31,8 +31,8 @@ def rotary_frequencies(dim: int, theta: float, scaling: RopeScaling | None = Non
     """Return the radians per position of each pair of channels, fp32 of shape (dim/2,).
 
     Llama 3.1's scaling depends on how many turns a pair makes within the original context. Pairs
-    with many turns keep their frequency. Pairs with few turns become `factor` times slower. Between
-    the two the frequency is interpolated. Source: `apply_scaling` in
+    with many turns keep their frequency. Pairs with few turns become `factor` times slower. For
+    pairs in between, the frequency is interpolated. Source: `apply_scaling` in
     https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py."""
     exponents = torch.arange(0, dim, 2).to(torch.float32) / dim
     frequencies = torch.pow(float(theta), -exponents)
@@ -56,7 +56,7 @@ def apply_rotary_emb(xq: Tensor, xk: Tensor, pos_cis: Tensor) -> tuple[Tensor, T
     Returns:
         The rotated xq and xk in their own shapes and dtypes, computed in fp32.
 
-    Raises ValueError: pos_cis is not complex, or its shape does not fit xq."""
+    Raises ValueError if pos_cis is not complex, or its shape does not fit xq."""
     if not pos_cis.is_complex():
         raise ValueError(f"pos_cis must be complex: as {pos_cis.dtype} it has no imaginary part")
     if pos_cis.shape[-2:] != (xq.shape[1], xq.shape[-1] // 2):

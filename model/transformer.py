@@ -84,8 +84,8 @@ class Transformer(nn.Module):
     """The decoder. It takes tokens and returns logits or a loss.
 
     Its parameters have the names of Llama's own release. The model does not know how it is trained.
-    The exceptions: on the meta device it computes no values, `forward` follows autocast, blocks
-    have `recompute`, `add_lora` sets `lora`, and `_init_weights` allows deepspeed.zero.Init."""
+    The exceptions: on the meta device no value is computed, `forward` follows autocast, blocks have
+    `recompute`, `add_lora` sets `lora`, and `_init_weights` allows deepspeed.zero.Init."""
 
     lora = None  # settings of the adapters, if the model has any; see model/lora.py
 
@@ -123,12 +123,12 @@ class Transformer(nn.Module):
             targets: (B, T) int64, the next token of each position; IGNORE_INDEX does not count.
             reduction: "mean" over the targets that count, "none" for the loss of each position,
                 (B, T), or "hits" for the loss of each position and `hits`.
-            cache: for generation: it has the keys and values of the past, and stores the new ones.
+            cache: for generation; it holds the keys and values of the past and stores new ones.
                 Only the last token of each sequence then has logits, (B, vocab_size).
 
         Returns: logits, (B, T, vocab_size); or the cross-entropy in nats, fp32, see `reduction`.
 
-        Raises ValueError: the sequence is longer than max_seq_len."""
+        Raises ValueError if the sequence is longer than max_seq_len."""
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
             limit = self.config.max_seq_len

@@ -28,7 +28,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read a run. Raises UsageError: `path` is not a run, or the run has not logged a step."""
+    """Read a run. Raises UsageError if `path` is not a run or has no logged step."""
     folder = RunFolder(path)
     if not folder.metrics.exists():
         raise UsageError(f"{path} has no {folder.metrics.name}: it is not the folder of a run")

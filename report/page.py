@@ -37,7 +37,7 @@ OTHERS = (
 
 
 def write_report(runs: list[Path], out: Path) -> None:
-    """Write the page of these runs to `out`. Raises UsageError: a run has logged nothing yet."""
+    """Write the page of these runs to `out`. Raises UsageError if a run has logged nothing yet."""
     histories = by_name(runs)
     parts = {
         "title": escape(", ".join(histories)),

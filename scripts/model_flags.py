@@ -24,14 +24,14 @@ def add_model_flags(add: Callable) -> None:
 
 
 def at_least_1(typed: str) -> int:
-    """Parse the value of a flag. Raises ArgumentTypeError: it is less than 1."""
+    """Parse the value of a flag. Raises ArgumentTypeError if it is less than 1."""
     if int(typed) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {typed}")
     return int(typed)
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Return the sampling settings of the flags. Raises UsageError: out of range."""
+    """Return the sampling settings of the flags. Raises UsageError if a value is out of range."""
     names = {field.name for field in fields(Sampling)}
     try:
         return Sampling(**{name: value for name, value in vars(args).items() if name in names})
@@ -40,7 +40,7 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
 
 
 def load(args: argparse.Namespace):
-    """Return the Decoder and `Trained`. Raises UsageError: no such device or weights."""
+    """Return the Decoder and `Trained`. Raises UsageError if device or weights cannot be used."""
     import torch
 
     from inference.decoder import Decoder

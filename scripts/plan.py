@@ -14,7 +14,7 @@ from common.numbers import columns, memory
 from model import ConfigError, LMConfig, Transformer
 from scripts.model_flags import at_least_1
 from training.arguments import as_arguments, build_parser
-from training.engine.compilation import pays
+from training.engine.compilation import should_compile
 from training.engine.device import GIB, available_memory, peak_flops
 from training.engine.estimate import OVERHEAD, Workload, engines, estimate, fits, largest_batch
 
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def describe(options: dict) -> str:
-    """Return the table and the advice. Raises UsageError, ConfigError: a value cannot work."""
+    """Return the table and the advice. Raises UsageError or ConfigError if a value cannot work."""
     plan = Namespace(**{name: options.pop(name) for name in PLAN_FLAGS})
     args, model_settings = as_arguments(options)
     processes = plan.num_processes
@@ -57,8 +57,8 @@ def describe(options: dict) -> str:
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
     tokens = plan.tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * total
-    flops = tokens * shapes.flops_per_token(seq_len)  # of the whole training
-    compiled = pays(args.compile, flops / processes, device)
+    flops = tokens * shapes.flops_per_token(seq_len)  # FLOPs of the whole training
+    compiled = should_compile(args.compile, flops / processes, device)
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
     hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"
     rows, advice = [], ""
@@ -75,7 +75,7 @@ def describe(options: dict) -> str:
             "hours": hours,
         }
         rows.append(row)
-        if not advice and fits(kind, work, room):  # in order of preference
+        if not advice and fits(kind, work, room):  # the first engine that fits is preferred
             command = f"ENGINE={kind.config} bash run_accelerate.sh"
             advice = f"Take {kind.name}, the first that fits:\n{command}"
     advice = advice or "No engine fits: take a smaller --batch_size or more memory."

@@ -75,7 +75,7 @@ def _facts_of(path: Path) -> dict:
 
 
 def damage(path: Path) -> str | None:
-    """Describe the damage to a checkpoint or its base; None if both are sound."""
+    """Describe the damage to a checkpoint or its base; None if there is none."""
     try:
         _compare(path, {WEIGHTS, OPTIMIZER, RANDOM, STATE})
         if saved_lora(path):
@@ -96,8 +96,8 @@ def _compare(folder: Path, names: set[str]) -> None:
             raise WeightsError(f"the checksum of {name} is wrong")
 
 
-def newest_sound(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest sound checkpoint or None, and the damage of each newer checkpoint."""
+def newest_undamaged(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
+    """Return the newest undamaged checkpoint or None, and the damage of each newer one."""
     problems = {}
     for checkpoint in reversed(run.all_checkpoints()):
         problem = damage(checkpoint)
@@ -122,9 +122,9 @@ def val_loss(path: Path) -> float | None:
 
 
 def read_state(path: Path) -> dict:
-    """Read state.json of a sound checkpoint, also in the forms of older versions."""
+    """Read state.json of an undamaged checkpoint, also in the forms of older versions."""
     state = portable.read_json(path / STATE)
-    identity = {"optimizer": "adamw"} | state["identity"]  # for older versions
+    identity = {"optimizer": "adamw"} | state["identity"]  # older versions name none
     if "model" not in state:  # older versions keep the shape of the model in "identity"
         fields = [name for name in LMConfig.__dataclass_fields__ if name in identity]
         state["model"] = {name: identity.pop(name) for name in fields}
@@ -138,7 +138,7 @@ def saved_lora(checkpoint: Path) -> LoRA | None:
 
 
 def saved_weights(checkpoint: Path) -> Mapping[str, Tensor]:
-    """Return parameters and adapters of a checkpoint by name. Raises ConfigError: damaged."""
+    """Return a checkpoint's weights and adapters by name. Raises ConfigError if it is damaged."""
     trained = portable.load_tensors(checkpoint / WEIGHTS)
     return with_base(run_of(checkpoint), trained, saved_lora(checkpoint))
 

@@ -12,12 +12,12 @@ DISTILLATION = "train_distillation_accelerate.py"
 BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation loss
 
 
-def newest_first(paths: Iterable[Path], program: str | None, sign: Callable) -> list[RunFolder]:
-    """Return the runs of this training program; the first was written to last.
-    `sign` returns the path in a run whose time of modification is compared."""
+def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
+    """Return the runs of this training program, the newest first. `path_in` returns the path in a
+    run whose time of modification is compared."""
     times = {}
     for run in map(RunFolder, paths):
-        path = sign(run)
+        path = path_in(run)
         if path and path.exists() and program in (None, program_of(run)):
             times[run] = path.stat().st_mtime
     return sorted(times, key=times.get, reverse=True)
@@ -29,7 +29,7 @@ def program_of(run: RunFolder) -> str:
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `out`/`name`; without name, the one that saved last. None: no checkpoint."""
+    """Return the run `out`/`name`, or without name the run that saved last; None if none saved."""
     paths = [out / name] if name else out.glob("*")
     runs = newest_first(paths, program, lambda run: max(run.all_checkpoints(), default=None))
     return runs[0] if runs else None
@@ -37,7 +37,7 @@ def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None
 
 def data_of(name: str) -> str:
     """Return the data folder of a run, or of a checkpoint or weights in a run; 'auto' is the newest
-    pretraining run. Raises UsageError: the run names no data, or the data is gone."""
+    pretraining run. Raises UsageError if the run names no data, or if the data is gone."""
     path = Path(name).resolve()
     if not path.exists():
         path = find_run(name.removesuffix(BEST), program=PRETRAINING).resolve()
@@ -50,7 +50,7 @@ def data_of(name: str) -> str:
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
     """Return the folder with this name; 'auto' is the run of this program that logged last.
-    Raises UsageError: there is no such folder."""
+    Raises UsageError if there is no such folder."""
     folder = Path(names_of(name, runs, program)[0])
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
@@ -58,8 +58,8 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
 
 
 def names_of(name: str, runs: Path, program: str | None) -> list[str]:
-    """Return `name` alone. For 'auto' or 'auto@best' return that of each run of this program; the
-    first logged last. Raises UsageError: there is no such run."""
+    """Return [name]. For 'auto' or 'auto@best' return the name of each run of this program; the run
+    that logged last is first. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
         return [name]
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):

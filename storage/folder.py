@@ -61,9 +61,8 @@ _held: list[int] = []  # file descriptors of the locks that this process holds
 
 
 def lock(path: Path, otherwise: str = "--run_name") -> None:
-    """Lock the folder of this lock file until `release_locks`, or until the process ends.
-
-    Raises UsageError: another process holds the lock. The message suggests another `otherwise`."""
+    """Lock the folder of this lock file until `release_locks` or the end of the process. Raises
+    UsageError, which suggests another `otherwise`, if another process holds the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not try_lock(descriptor):
         os.close(descriptor)

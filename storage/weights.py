@@ -54,12 +54,12 @@ class WeightsFolder:
 
     @classmethod
     def find(cls, name: str, foreign: bool = False) -> "WeightsFolder":
-        """Find the weights of a finished run, or else its newest sound checkpoint.
+        """Find the weights of a finished run, or else its newest undamaged checkpoint.
 
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
             foreign: accept a Hugging Face folder.
-        Raises UsageError: there are no sound weights."""
+        Raises UsageError if there are no undamaged weights."""
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name)
         if at_best:
@@ -83,7 +83,7 @@ class WeightsFolder:
         return (self.path / checkpoint.STATE).exists()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights, with adapters merged. Raises ConfigError: damaged, or not a Llama."""
+        """Return the weights, with adapters merged. Raises ConfigError if they are damaged."""
         if self.is_foreign:
             return read_llama_weights(self.path)
         if self.is_checkpoint:
@@ -92,7 +92,7 @@ class WeightsFolder:
         return portable.load_tensors(self.path / portable.WEIGHTS_FILE)
 
     def config(self) -> LMConfig:
-        """Return the shape of the model. Raises ConfigError: it is damaged or invalid."""
+        """Return the shape of the model. Raises ConfigError if its file is damaged or invalid."""
         if self.is_foreign:
             return read_llama_config(self.path)
         if self.is_checkpoint:
@@ -100,15 +100,15 @@ class WeightsFolder:
             return portable.build_config(state["model"], self.path / checkpoint.STATE)
         return portable.load_config(self.path)
 
-    def sound_tensors(self) -> Mapping[str, Tensor]:
-        """Return `tensors()`. Raises ConfigError: names or shapes do not fit the model."""
+    def checked_tensors(self) -> Mapping[str, Tensor]:
+        """Return `tensors()`. Raises ConfigError if names or shapes do not fit the model."""
         weights = self.tensors()
         portable.require_fit(portable.without_memory(self.config()), weights, str(self.path))
         return weights
 
     def sha256(self) -> str:
         """Return a hash of shape and weights that does not depend on the file format."""
-        weights = self.sound_tensors()
+        weights = self.checked_tensors()
         digest = hashlib.sha256(json.dumps(self.config().shape(), sort_keys=True).encode())
         for name in sorted(weights):
             digest.update(name.encode())
@@ -122,7 +122,7 @@ class WeightsFolder:
 
 def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
     """Load a model and its tokenizer; `name` is as in `WeightsFolder.find`.
-    Raises UsageError, ConfigError: files are missing, damaged, or do not match."""
+    Raises UsageError or ConfigError if files are missing, damaged, or do not match."""
     folder = WeightsFolder.find(name)
     chats = (folder.tokenizer.parent / TEMPLATE_FILE).exists()
     trained = Trained(load(folder), open_tokenizer(folder.tokenizer), folder.path, chats)
@@ -133,13 +133,13 @@ def load_trained(name: str, load: Callable = WeightsFolder.load) -> Trained:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return `path` if it is a checkpoint, or the newest sound checkpoint of the run `path`.
-    Raises UsageError: there is none."""
+    """Return `path` if it is a checkpoint, else the newest undamaged one of the run `path`.
+    Raises UsageError if there is none."""
     if (path / checkpoint.STATE).exists():
         if problem := checkpoint.damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
-    newest, problems = checkpoint.newest_sound(RunFolder(path))
+    newest, problems = checkpoint.newest_undamaged(RunFolder(path))
     if newest:
         return newest
     if problems:

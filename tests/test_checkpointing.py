@@ -193,11 +193,11 @@ def test_a_resumed_run_knows_the_lowest_validation_loss_before_its_checkpoint(ru
     save(run, 1, 2, 3, 4, val_losses={1: 3.0, 2: 2.0, 4: 1.0})
     (run.checkpoint(3) / "state.json").write_text("{")
     checkpointer = checkpointer_of(run, resumed_at=3)
-    assert checkpointer.lowest == 2.0
+    assert checkpointer.lowest_val_loss == 2.0
     for step, (loss, lowest) in enumerate([(2.5, 2.0), (None, 2.0), (1.9, 1.9)], 5):
         checkpointer.save(step, loss)
         checkpointer.wait()
-        assert checkpointer.lowest == lowest
+        assert checkpointer.lowest_val_loss == lowest
 
 
 def test_training_goes_on_while_the_copy_is_being_written(run, monkeypatch):

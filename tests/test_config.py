@@ -39,7 +39,7 @@ def test_values_of_the_wrong_type_are_refused_by_name(names):
         ({"norm_eps": math.nan}, ["norm_eps", "nan"]),
         ({"rope_theta": -1.0}, ["rope_theta", "-1.0"]),
         ({"rope_theta": math.inf}, ["rope_theta", "inf"]),
-        ({"head_dim": 7}, ["head_dim 7", "change dim, n_heads or it"]),
+        ({"head_dim": 7}, ["head_dim 7", "change dim, n_heads or head_dim"]),
         ({"rope_scaling": SCALING | {"factor": 0}}, ["rope_scaling", "factor", "0"]),
         ({"rope_scaling": SCALING | {"factor": "8"}}, ["rope_scaling", "factor", "'8'"]),
         ({"norm_eps": 10**400}, ["norm_eps"]),

@@ -14,7 +14,7 @@ from training.engine.estimate import (
     FILES,
     LARGEST_BATCH,
     OVERHEAD,
-    Beside,
+    TeacherInMemory,
     Workload,
     engines,
     estimate,
@@ -79,9 +79,9 @@ def test_muon_adapters_and_a_teacher_change_the_state():
     lora = workload(device=CPU, lora=LoRA(4, 8.0, "layers", True))
     assert estimate(DDP, lora).held == 2 * plain.total + 16 * lora.trained
     zero3 = kind_of({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    whole = estimate(DDP, replace(plain, teacher=Beside(plain.shapes, DDP)))
+    whole = estimate(DDP, replace(plain, teacher=TeacherInMemory(plain.shapes, DDP)))
     assert whole.teacher == 2 * plain.total
-    on_gpu = workload(processes=2, teacher=Beside(plain.shapes, zero3))
+    on_gpu = workload(processes=2, teacher=TeacherInMemory(plain.shapes, zero3))
     assert estimate(DDP, on_gpu).teacher == 0
     assert estimate(DDP, on_gpu).ram == plain.total
 

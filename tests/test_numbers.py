@@ -16,7 +16,7 @@ def test_counts_and_sizes_are_written_with_their_units():
 
 
 class Clock:
-    """The clock of a progress bar; only tests move it."""
+    """A fake clock for a progress bar: its time changes only when a test changes `now`."""
 
     def __init__(self, bar: tqdm):
         self.now, bar._time = bar.start_t, self
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def test_progress_in_a_file_is_one_line_per_minute_and_none_at_the_end(capsys):
+def test_progress_in_a_file_has_one_line_per_minute_and_no_final_line(capsys):
     with progress_bar(8, "step", "step") as bar:
         clock = Clock(bar)
         for number in range(2):
@@ -34,7 +34,7 @@ def test_progress_in_a_file_is_one_line_per_minute_and_none_at_the_end(capsys):
             bar.update(2)
             clock.now += 11
             bar.update()
-    assert bar.miniters == 1  # else tqdm's thread draws too
+    assert bar.miniters == 1  # with any other value, tqdm's monitor thread prints lines too
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("step 2/8, loss 0.5, ")
     assert second.startswith("step 5/8, loss 1.5, ")

@@ -130,7 +130,7 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a is \(4, 31\), the model has \(4, 32\)"),
+        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a has shape \(4, 31\), the model needs"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
         (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is .*, the model has"),
         (
@@ -157,7 +157,7 @@ def with_settings(folder: Path, **settings) -> None:
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"lora_alpha": "much"}, "no r and lora_alpha"),
-        ({"r": 5}, r"wk.lora_a is \(4, 32\), the model has \(5, 32\)"),
+        ({"r": 5}, r"wk.lora_a has shape \(4, 32\), the model needs \(5, 32\)"),
     ],
 )
 def test_settings_that_are_not_supported_are_named(folder, settings, message):

@@ -143,7 +143,7 @@ def test_auto_reports_damaged_checkpoints_skips_them_and_sets_them_aside(tmp_pat
     assert list(run.checkpoints.glob("step-00000003.aside-*"))
     for step in (1, 2):
         damage_file(run.path, step)
-    assert "--resume auto: no sound checkpoint" in refused(tmp_path, run_name="run", resume="auto")
+    assert "auto: no undamaged checkpoint" in refused(tmp_path, run_name="run", resume="auto")
 
 
 def test_a_damaged_checkpoint_is_refused_when_named_but_its_run_can_be_resumed(tmp_path):

@@ -248,7 +248,7 @@ def test_samples_and_checkpoints_are_written_at_their_intervals_and_at_the_end(r
     monkeypatch.setattr(run, "validate", lambda step: next(losses))
 
     def save(step, val_loss):
-        run.checkpointer.lowest = min(run.checkpointer.lowest, val_loss or INF)
+        run.checkpointer.lowest_val_loss = min(run.checkpointer.lowest_val_loss, val_loss or INF)
         done.append(("save", step))
 
     monkeypatch.setattr(run.checkpointer, "save", save)

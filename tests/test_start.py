@@ -21,7 +21,7 @@ from train_pretrain_accelerate import main
 from training import start
 from training.arguments import SFTArguments, TrainingArguments
 from training.engine.compilation import Compilation
-from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, Beside, estimate
+from training.engine.estimate import DDP, GIB, MARGIN, OVERHEAD, TeacherInMemory, estimate
 from training.engine.launch import Engine
 from training.prepare import Prepared, shapes_of
 from training.resume import StartingPoint
@@ -88,7 +88,7 @@ def test_the_process_with_the_least_memory_decides(run_of, monkeypatch):
 
 def test_the_memory_of_a_teacher_is_counted(run_of):
     shapes = shapes_of(LMConfig(dim=128, n_layers=2), TrainingArguments())
-    teacher = SimpleNamespace(beside=Beside(shapes, DDP))
+    teacher = SimpleNamespace(in_memory=TeacherInMemory(shapes, DDP))
     needed = enough_for(run_of(teacher=teacher))
     assert needed > enough_for(run_of()) + 2 * shapes.num_parameters()
 

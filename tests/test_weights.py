@@ -119,7 +119,7 @@ def config_with(weights: Path, **values) -> None:
             r"no readable config.json \(No such file or directory\)$",
         ),
         (lambda w: (w / "tokenizer.model").unlink(), DataError, "no such tokenizer file"),
-        (lambda w: config_with(w, dim=32), ConfigError, r"is \(.*\), the model has \("),
+        (lambda w: config_with(w, dim=32), ConfigError, r"has shape \(.*\), the model needs \("),
         (lambda w: config_with(w, model_type="llama"), UsageError, "first run .*import_weights"),
     ],
 )

@@ -40,7 +40,7 @@ def test_the_configuration_keeps_only_settings_for_inference(launched):
 @pytest.mark.parametrize(
     ("device", "zero", "line"),
     [
-        ("cuda:1", {}, "--device cuda:1: ZeRO-3 takes cpu here, leave it out"),
+        ("cuda:1", {}, "--device cuda:1: ZeRO-3 runs on cpu here; leave out --device"),
         (None, {"offload_param": {"device": "nvme"}}, "only training keeps"),
         # Training refuses these too.
         (None, {"offload_parm": {"device": "cpu"}}, "DeepSpeed rejects .*offload_parm"),

@@ -138,7 +138,7 @@ class TrainingArguments:
         return self.batch_size * self.accumulation_steps * processes
 
     def adapt(self, model: Transformer) -> None:
-        """Add adapters to a new model before its weights are loaded (only fine-tuning has some)."""
+        """Add adapters to a new model before its weights are loaded; only fine-tuning does."""
 
     @property
     def trackers(self) -> list[str]:
@@ -188,7 +188,7 @@ class SFTArguments(TrainingArguments):
                 raise UsageError(f"--{name} needs adapters: pass --lora_dim too, such as 8")
 
     def adapt(self, model: Transformer) -> None:
-        """Add adapters if --lora_dim is given. Raises ConfigError, see `add_lora`."""
+        """Add adapters if --lora_dim is given. Raises ConfigError as `add_lora` does."""
         if self.lora_dim is None:
             return
         name, only = self.lora_module_name, self.only_optimize_lora
@@ -224,7 +224,7 @@ class DistillationArguments(TrainingArguments):
 
     @property
     def dataset(self) -> type[TokenStream]:
-        """The class that reads --data, text or conversations. Raises DataError without data."""
+        """The class that reads --data. Raises DataError if --data is missing or damaged."""
         kinds = {PackedDataset.kind: PackedDataset, ConversationSet.kind: ConversationSet}
         return kinds[read_description(self.data)["kind"]]
 
@@ -287,14 +287,14 @@ def parse_arguments(
     argv: list[str] | None = None, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
     """Return the training arguments and the model settings that were typed (not checked here).
-    Raises UsageError: unknown flags or invalid values."""
+    Raises UsageError if a flag is unknown or its value is invalid."""
     return as_arguments(vars(build_parser(kind).parse_args(argv)), kind)
 
 
 def as_arguments(
     values: dict, kind: type[TrainingArguments] = TrainingArguments
 ) -> tuple[TrainingArguments, dict]:
-    """Return the same as `parse_arguments`, from parsed flags; removes entries of `values`."""
+    """Return the same as `parse_arguments`, from parsed flags. This removes entries of `values`."""
     values.pop("local_rank")
     names = [item.name for item, _ in flags_of(LMConfig)]
     model_settings = {name: values.pop(name) for name in names if name in values}

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import UsageError
 from model import Transformer
 from training.engine.compilation import Compilation, compile_blocks, decide_compilation
-from training.engine.deepspeed_setup import divided_as_built, set_up_deepspeed
+from training.engine.deepspeed_setup import partitioned_while_built, set_up_deepspeed
 from training.engine.launch import KEPT, Engine
 from training.engine.state import TrainingState
 from training.optimizer import build_optimizer, set_muon_layout
@@ -48,7 +48,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     """Build a model with random initial weights, and its optimizer. Every process must call it.
 
     Trained parameters are kept in fp32, frozen ones in the precision of forward and backward.
-    Raises UsageError: the engine cannot be started, or it cannot compile.
+    Raises UsageError if the engine cannot be started, or if the model cannot be compiled.
     """
     args, config, accelerator = prepared.args, prepared.config, engine.accelerator
     was_compiled = prepared.start.state.get("compiled")  # a resumed run needs the same kernels
@@ -56,7 +56,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     engine.fit_to(config.dim, prepared.n_trained)
     set_up_deepspeed(engine)
     seed_everything(args.seed)  # the same initial weights on every process
-    with divided_as_built(engine):
+    with partitioned_while_built(engine):
         model = Transformer(config)
         args.adapt(model)  # adds the adapters of LoRA, if any
     for parameter in model.parameters():
@@ -71,7 +71,7 @@ def build_model(prepared: Prepared, engine: Engine) -> BuiltModel:
     optimizer = build_optimizer(model, args, engine)
     try:
         model, optimizer = accelerator.prepare(model, optimizer)
-    except (ValueError, AssertionError) as error:  # from DeepSpeed, about its configuration
+    except (ValueError, AssertionError) as error:  # DeepSpeed rejects its configuration
         raise UsageError(f"the engine cannot be started: {error}") from error
     if engine.processes > 1:
         KEPT.append(model)  # see engine/launch.py

@@ -40,9 +40,9 @@ class Checkpointer:
         best = files.best([path for path in paths if step_of(path) <= prepared.start.step])
         lowest = files.val_loss(best) if best else math.inf
         # All processes need the same value, but other machines may see the files late.
-        self.lowest = on_main_process(engine, lambda: lowest)  # lowest validation loss
+        self.lowest_val_loss = on_main_process(engine, lambda: lowest)
         self._writer = threading.Thread()  # writes the latest save
-        self.beside: list[Checkpointer] = []  # of models that are trained beside this one
+        self.beside: list[Checkpointer] = []  # checkpointers of all models that train together
         self._saved = True  # False: the latest save is in progress or has failed
 
     def save(self, step: int, val_loss: float | None) -> None:
@@ -50,7 +50,7 @@ class Checkpointer:
         A disk error is logged and does not stop training: the previous checkpoint remains."""
         self.wait()
         started = time.perf_counter()
-        self.lowest = min(self.lowest, math.inf if val_loss is None else val_loss)
+        self.lowest_val_loss = min(self.lowest_val_loss, math.inf if val_loss is None else val_loss)
         tensors = {files.WEIGHTS: self.state.weights(), files.OPTIMIZER: self.state.moments()}
         mine = random_state(self.engine.accelerator.device) | self.log.meter.state()
         ranks = gather_object([mine]) if self.engine.processes > 1 else [mine]
@@ -79,7 +79,7 @@ class Checkpointer:
         self._saved = True
         path = self.folder.checkpoint(state["step"])
         self.log.say(f"saved {path}: {size:.1f} MB; training was stalled for {stalled:.2f} s")
-        # Models resume together, so all must have saved this step before older ones are removed.
+        # Models resume together, so all must have saved this step before old ones are removed.
         if all(other._saved for other in self.beside):
             prune(self.folder, self.keep_last)
 
@@ -97,7 +97,7 @@ def prune(run: RunFolder, keep_last: int) -> None:
 
 def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: LossMeter) -> None:
     """Load a checkpoint into the model, the optimizer, the log's `meter` and the random generators.
-    Every process must call it. Raises UsageError: the files cannot be read."""
+    Every process must call it. Raises UsageError if the files cannot be read."""
     rank, device = engine.accelerator.process_index, engine.accelerator.device
 
     def attempt() -> None:
@@ -112,7 +112,7 @@ def load_checkpoint(path: Path, engine: Engine, state: TrainingState, meter: Los
             if len(ranks) == engine.processes:
                 restore_random(ranks[rank], device)
             elif engine.is_main:
-                print("another number of processes: dropout masks, if any, differ", flush=True)
+                print("the number of processes has changed: any dropout masks differ", flush=True)
         except (SafetensorError, OSError, LookupError) as error:
             raise UsageError(f"checkpoint {path} cannot be used: {error}") from error
 

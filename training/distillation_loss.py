@@ -1,8 +1,8 @@
 """The loss of distillation: cross-entropy with the text and divergence from the teacher.
 
-Both models' logits are divided by a temperature T before the softmax. The factor T² compensates for
-gradients that shrink as 1/T² (Hinton et al., 2015, https://arxiv.org/abs/1503.02531). Backward
-computes each chunk of logits again, so that no fp32 copy of all logits is in memory.
+For the divergence, both models' logits are divided by a temperature T before the softmax. The
+factor T² compensates for gradients that shrink as 1/T² (Hinton et al., arxiv.org/abs/1503.02531).
+Backward recomputes each chunk of logits, so no fp32 copy of all logits is in memory.
 """
 
 from functools import partial
@@ -19,22 +19,22 @@ CHUNK_LOGITS = 1 << 25  # 128 MB in fp32; with all temporary tensors about six t
 
 def distillation_loss(
     logits: Tensor,
-    theirs: Tensor,
+    teacher_logits: Tensor,
     targets: Tensor,
     args,
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, hard, soft, agreement), fp32 means over the targets that count (0 if none).
-    Only loss = alpha * hard + (1 - alpha) * soft has a gradient. `hard` is the cross-entropy,
-    `soft` is T² times the divergence, `agreement` the share of targets with equal argmax.
+    """Return (loss, hard, soft, agreement), fp32 means over the targets that are not IGNORE_INDEX
+    (0 if none). loss = alpha * hard + (1 - alpha) * soft; the others have no gradient. `hard` is
+    the cross-entropy, `soft` T² times the divergence, `agreement` the share of equal argmaxes.
 
     Args:
-        logits: (B, T, vocab_size or more), the student's, in any precision.
-        theirs: (B, T, vocab_size), the teacher's.
-        targets: (B, T) int64; IGNORE_INDEX leaves a position out.
-        args: has alpha, temperature and kl; "forward" is KL(teacher || student).
-        vocab_size: of the data; the student's outputs beyond it count in the hard loss only.
+        logits: the student's, (B, seq_len, vocab_size or more), in any precision.
+        teacher_logits: (B, seq_len, vocab_size).
+        targets: (B, seq_len) int64; IGNORE_INDEX leaves a position out.
+        args: has alpha, temperature and kl. "forward" is KL(teacher || student), else the reverse.
+        vocab_size: that of the data; student logits beyond this size count only in the hard loss.
         compiled: whether to compile the computation, which halves its time.
     """
     size = max(1, CHUNK_LOGITS // logits.shape[-1])
@@ -42,9 +42,9 @@ def distillation_loss(
     compute = partial(compute, args.temperature, args.kl, vocab_size)
     recompute = "blocks" if targets.numel() > size else "off"
     total = torch.zeros(3, device=logits.device)
-    chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, theirs))
-    for ours, wanted, expected in zip(*chunks, strict=True):
-        total = total + recomputed(partial(compute, theirs=expected), recompute, ours, wanted)
+    chunks = (x.flatten(0, 1).split(size) for x in (logits, targets, teacher_logits))
+    for student, target, teacher in zip(*chunks, strict=True):
+        total = total + recomputed(partial(compute, theirs=teacher), recompute, student, target)
     hard, soft, agreement = total / (targets != IGNORE_INDEX).sum().clamp(min=1)
     loss = args.alpha * hard + (1 - args.alpha) * soft
     return loss, hard.detach(), soft.detach(), agreement.detach()

@@ -16,7 +16,7 @@ from training.interruption import STOP_NOTE, how_to_resume
 
 
 def launch() -> int:
-    """Launch, wait and return the exit code: that of the first process that failed, or 0."""
+    """Launch and wait; return the exit code of the first process that failed, or 0."""
     for name in logging.root.manager.loggerDict:
         if name.startswith(torch.distributed.__name__):
             logging.getLogger(name).setLevel(logging.CRITICAL)

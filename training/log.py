@@ -31,8 +31,8 @@ class LossMeter:
         self.names = ("loss", *parts, "weight")
         self._saved_names = [f"log.{name}" for name in (*self.names, "skipped_steps")]
         # Weighted sums of the values, and last the sum of the weights.
-        self._step = torch.zeros(len(self.names), device=accelerator.device)  # of the current step
-        self._sums = torch.zeros_like(self._step)  # of the steps since the last `take`
+        self._step = torch.zeros(len(self.names), device=accelerator.device)  # in this step
+        self._sums = torch.zeros_like(self._step)  # in the steps since the last `take`
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self.bad_in_row = torch.zeros_like(self.skipped_steps)  # skipped since the last good step
         self.worst_in_row = torch.zeros_like(self.skipped_steps)  # the largest `bad_in_row` so far
@@ -97,12 +97,12 @@ class StepClock:
 @dataclass(kw_only=True)
 class TrainingLog:
     """Report at step 1, every `log_interval` steps and at the last step. The throughput leaves out
-    pauses and the first step after a start, which compiles."""
+    pauses and the first step after a start, which may compile."""
 
     accelerator: Accelerator  # only its main process writes
     folder: RunFolder
     args: TrainingArguments
-    tokens_per_step: float  # on all processes together, on average, without padding
+    tokens_per_step: float  # mean over steps, on all processes together, without padding
     flops_per_token: float  # forward and backward
     total_steps: int  # of the whole run
     first_step: int  # 1, or the first step after a resume

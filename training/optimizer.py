@@ -1,9 +1,9 @@
 """The optimizers, AdamW and Muon, and the learning rate.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the average gradient of a
-matrix by an approximation of the nearest orthogonal matrix, as `torch.optim.Muon` does. Under ZeRO
-a process steps a flat partition of the parameters. A matrix at the edge of a partition is split and
-must be gathered first.
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the running average of a
+matrix's gradients (its momentum) by an approximation of the nearest orthogonal matrix. Under ZeRO
+each process updates flat partitions of the parameters. If a matrix lies on several processes, its
+gradient is gathered before it is orthogonalised.
 """
 
 import math
@@ -33,27 +33,27 @@ BATCH_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def count_steps(args: TrainingArguments, n_samples: int, processes: int) -> int:
-    """Return the number of optimizer steps of the run, by --max_steps or else by --epochs."""
+    """Return the number of optimizer steps: --max_steps, or the steps of --epochs if not given."""
     return args.max_steps or math.ceil(args.epochs * n_samples / args.global_batch(processes))
 
 
 class LearningRate:
-    """Learning rate as a function of the step, counted from 1. A resume has nothing to restore.
+    """Learning rate as a function of the step, counted from 1. It has no state to restore.
 
-    The rate rises linearly to its peak at step `warmup_steps`. Then each schedule but "constant"
-    lowers it to min_ratio * peak at the last step:
+    The rate rises linearly to its peak at step `warmup_steps`. Then each schedule except "constant"
+    lowers the rate to min_ratio * peak at the last step:
     - cosine: along half a cosine wave (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983);
     - linear: along a straight line;
     - wsd: along a straight line in the last decay_fraction of all steps, after a constant phase
       (Hu et al., https://arxiv.org/abs/2404.06395).
 
-    Raises UsageError: the warm-up is longer than the run.
+    Raises UsageError if the warm-up is longer than the run.
     """
 
     def __init__(self, args: TrainingArguments, total_steps: int):
         self.schedule, self.total_steps = args.lr_schedule or "cosine", total_steps
         self.peak, self.min_ratio = args.learning_rate, args.min_lr_ratio
-        self.decay_steps = round(args.decay_fraction * total_steps)  # of wsd
+        self.decay_steps = round(args.decay_fraction * total_steps)  # length of wsd's decay
         self.warmup_steps = args.warmup_steps
         if self.warmup_steps is None:
             self.warmup_steps = min(MAX_DEFAULT_WARMUP, total_steps // 20)
@@ -86,7 +86,7 @@ def parameter_groups(
     model: nn.Module, weight_decay: float, without: Sequence[nn.Parameter] = ()
 ) -> list[dict]:
     """Return the groups of the trained parameters that are not in `without`: matrices, which have
-    weight decay, and the scales of norms, which have none, because they should stay near 1."""
+    weight decay, and the scales of norms, which have none, because scales should stay near 1."""
     left_out = {id(p) for p in without}
     parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in left_out]
     matrices = [p for p in parameters if len(shape_of(p)) > 1]
@@ -96,12 +96,12 @@ def parameter_groups(
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained matrices of the blocks; an adapter's A and B are two matrices."""
+    """Return the blocks' trained matrices. A and B of a LoRA adapter are separate matrices."""
     return [p for p in model.layers.parameters() if p.requires_grad and p.dim() == 2]
 
 
 def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
-    """Return the optimizer for `accelerator.prepare`; call `set_muon_layout` afterwards. If
+    """Return the optimizer to pass to `accelerator.prepare`; then call `set_muon_layout`. If
     DeepSpeed's file has an "optimizer", return a placeholder that holds the parameter groups."""
     adam = {"betas": (args.beta1, args.beta2), "eps": ADAM_EPS}
     matrices = muon_matrices(model) if args.optimizer == "muon" else []
@@ -124,7 +124,7 @@ def build_optimizer(model: nn.Module, args: TrainingArguments, engine: Engine):
 
 
 def set_muon_layout(model: nn.Module, engine: Engine) -> None:
-    """Under DeepSpeed, give Muon the place of each matrix in the flat tensors that Muon steps."""
+    """Under DeepSpeed, give Muon the place of each matrix in the flat tensors that Muon updates."""
     if engine.deepspeed and isinstance(muon := model.optimizer.optimizer, Muon):
         for partition in partitions(model.optimizer, engine.accelerator.process_index):
             muon.layout[partition.fp32] = partition
@@ -143,13 +143,13 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class Update(NamedTuple):
-    matrix: Tensor  # (rows, cols), the average gradient of the whole matrix
-    weights: Tensor  # flat view of the weights that this process steps
+    matrix: Tensor  # (rows, cols), the momentum of the whole matrix
+    weights: Tensor  # flat view of the weights that this process updates
     inside: slice  # the position of these weights in the flattened matrix
 
 
 class Muon(torch.optim.AdamW):
-    """Step groups with "algorithm": "muon" by Muon and all others by torch.optim.AdamW(fused=True).
+    """Muon updates groups with "algorithm": "muon", torch.optim.AdamW(fused=True) all others.
     A Muon group holds matrices and a "momentum"; `dtype` is the precision of orthogonalising."""
 
     def __init__(self, groups: list[dict], lr: float, dtype: torch.dtype):
@@ -159,30 +159,30 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step all groups. Set Muon's gradients to None, so that AdamW skips these matrices.
+        """Update all parameters. Set Muon's gradients to None, so that AdamW skips these matrices.
         Under ZeRO every process must call it.
         As in AdamW, a nonzero tensor `found_inf` skips the step; reading it waits for the GPU."""
         if getattr(self, "found_inf", False):
             return
         for group in self.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None]
-            if stepped and group["algorithm"] == "muon":
-                self._step_muon(group, stepped)
-                for p in stepped:
+            updated = [p for p in group["params"] if p.grad is not None]
+            if updated and group["algorithm"] == "muon":
+                self._step_muon(group, updated)
+                for p in updated:
                     p.grad = None
         super().step()
 
-    def _step_muon(self, group: dict, stepped: list[Tensor]) -> None:
-        """Step the tensors of a group; their gradients are overwritten."""
-        momenta = [state_of(self, group, p)["momentum_buffer"] for p in stepped]
-        gradients = [p.grad for p in stepped]
+    def _step_muon(self, group: dict, updated: list[Tensor]) -> None:
+        """Update the tensors of a group; their gradients are overwritten."""
+        momenta = [state_of(self, group, p)["momentum_buffer"] for p in updated]
+        gradients = [p.grad for p in updated]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         torch._foreach_lerp_(gradients, momenta, group["momentum"])  # Nesterov's momentum
         if group["weight_decay"]:
-            torch._foreach_mul_(stepped, 1 - group["lr"] * group["weight_decay"])
-        for batch in _batches([update for p in stepped for update in self._updates(p)]):
+            torch._foreach_mul_(updated, 1 - group["lr"] * group["weight_decay"])
+        for batch in _batches([update for p in updated for update in self._updates(p)]):
             rows, cols = batch[0].matrix.shape
-            # As adjust_lr_fn="original" in torch.optim.Muon: a tall matrix takes larger steps.
+            # As adjust_lr_fn="original" in torch.optim.Muon: a tall matrix gets larger updates.
             scale = max(1, rows / cols) ** 0.5
             x = torch.stack([update.matrix.to(self.dtype) for update in batch])
             for update, matrix in zip(batch, orthogonalize(x), strict=True):
@@ -190,7 +190,7 @@ class Muon(torch.optim.AdamW):
                 update.weights.add_(direction, alpha=-group["lr"] * scale)
 
     def _updates(self, p: Tensor) -> Iterator[Update]:
-        """Yield the updates of a matrix, or under ZeRO of all matrices in a flat tensor."""
+        """Yield the Update of the matrix p; if p is a flat tensor of ZeRO, of each matrix in p."""
         weights = p.view(-1)
         if p not in self.layout:
             yield Update(p.grad, weights, slice(None))
@@ -198,13 +198,13 @@ class Muon(torch.optim.AdamW):
         parts = self.layout[p].parts
         gathered = iter(self._gather([part for part in parts if part.split], p.grad))
         for part in parts:
-            update = next(gathered) if part.split else p.grad[part.in_partition]
-            if part.numel:  # this process steps some of its weights
-                matrix = update.view_as(part.parameter)
+            gradient = next(gathered) if part.split else p.grad[part.in_partition]
+            if part.numel:  # this process updates some of the parameter's weights
+                matrix = gradient.view_as(part.parameter)
                 yield Update(matrix, weights[part.in_partition], part.in_parameter)
 
     def _gather(self, parts: list[Part], gradient: Tensor) -> Sequence[Tensor]:
-        """Return whole, flat copies of the matrices that ZeRO splits (at most processes - 1)."""
+        """Return the whole, flat gradients of split matrices (at most processes - 1 matrices)."""
         if not parts:
             return []
         sizes = [part.parameter.numel() for part in parts]
@@ -212,7 +212,7 @@ class Muon(torch.optim.AdamW):
         matrices = whole.split(sizes)
         for part, matrix in zip(parts, matrices, strict=True):
             matrix[part.in_parameter] = gradient[part.in_partition]
-        torch.distributed.all_reduce(whole)  # exact: only one process has a value that is not 0
+        torch.distributed.all_reduce(whole)  # exact: each element is nonzero on at most one process
         return matrices
 
 

@@ -20,7 +20,7 @@ from common.errors import UsageError, one_line_errors
 from data.shards import read_description
 from model import ConfigError
 from training.arguments import PROGRAMS, TrainingArguments, as_arguments, build_parser
-from training.engine.compilation import pays
+from training.engine.compilation import should_compile
 from training.engine.device import GIB, available_memory, require_usable_gpu
 from training.engine.estimate import kind_of, largest_batch
 from training.engine.launch import check_precision, deepspeed_plugin, set_launch_variables
@@ -30,7 +30,7 @@ from training.resume import saved_arguments
 
 # Passes over the text on a CPU. More passes teach less and less: https://arxiv.org/abs/2305.16264
 PASSES = 4
-TOKENS_PER_STEP = 4096  # of run_accelerate.sh on a CPU
+TOKENS_PER_STEP = 4096  # global batch of run_accelerate.sh on a CPU
 MIN_STEPS, MAX_STEPS = 100, 600  # steps on a CPU
 STEPS_WITH_TEACHER = 180  # steps on a CPU with a teacher, which makes a step slower
 # Muon reaches a validation loss 0.6 lower than AdamW. The rate falls in a straight line to 0.
@@ -65,7 +65,7 @@ def check_launch(
     os.environ["WORLD_SIZE"] = processes
 
     def deepspeed(args: TrainingArguments) -> dict | None:
-        """Return DeepSpeed's configuration. Raises UsageError: it contradicts the flags."""
+        """Return DeepSpeed's configuration. Raises UsageError if it contradicts the flags."""
         return deepspeed_plugin(args).deepspeed_config if has_deepspeed else None
 
     added, sequences = {}, 0
@@ -87,7 +87,7 @@ def check_launch(
 
 def read_launch(config_file: str, args: TrainingArguments) -> bool:
     """Read Accelerate's file, set the environment as its launcher would, and return whether
-    DeepSpeed is used. Raises UsageError: the file is invalid, or for several machines."""
+    DeepSpeed is used. Raises UsageError if the file is invalid, or is for several machines."""
     try:
         config = load_config_from_file(config_file)
         section = getattr(config, "deepspeed_config", None) or {}
@@ -119,7 +119,7 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())[:processes]]
     room = min(available_memory(gpu, processes) for gpu in gpus)
     kind = kind_of(deepspeed, prepared.config.dim)
-    compiled = pays(prepared.args.compile, prepared.run_flops, gpus[0])
+    compiled = should_compile(prepared.args.compile, prepared.run_flops, gpus[0])
     most = max(1, largest_batch(kind, prepared.workload(processes, gpus[0], compiled), room))
     size = max(n for n in range(1, sequences + 1) if sequences % n == 0 and n <= most)
     print(
@@ -132,7 +132,7 @@ def fitting_micro_batch(prepared: Prepared, deepspeed: dict | None, processes: i
 def cpu_flags(typed: dict, takes_muon: bool) -> dict:
     """Return the flags of steps and optimizer for a run of a few minutes, except typed flags. The
     steps make PASSES over the text, or one pass if the data has several segmentations of the
-    text (data/encoding.py). Raises DataError: not a folder of prepared text."""
+    text (data/encoding.py). Raises DataError if --data is no prepared text."""
     steps = STEPS_WITH_TEACHER
     if "teacher" not in typed:
         description = read_description(typed["data"])

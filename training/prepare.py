@@ -46,7 +46,7 @@ PREPARE_DATA = Path(__file__).parent.parent / "scripts" / "prepare_data.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    args: TrainingArguments  # with the paths that were found; accumulation fits the processes
+    args: TrainingArguments  # with the paths found; accumulation fits the number of processes
     start: StartingPoint
     source: WeightsFolder | None  # of --init_from; None: random initial weights
     teacher: TeacherWeights | None
@@ -78,25 +78,25 @@ class Prepared:
             return Transformer(self.config).flops_per_token(self.config.max_seq_len) * tokens
 
     def workload(self, processes: int, device: torch.device, compiled: bool) -> Workload:
-        """Return what a process computes in a step, for the estimate of its memory."""
+        """Return the work of a process in a step, for the estimate of its memory."""
         return Workload(
             args=self.args,
             shapes=self.shapes,
             processes=processes,
             device=device,
             compiled=compiled,
-            teacher=self.teacher and self.teacher.beside,
+            teacher=self.teacher and self.teacher.in_memory,
         )
 
 
 def prepare(
     args: TrainingArguments, model_settings: dict, engine: Engine | None, processes: int = 1
 ) -> Prepared:
-    """Find and check everything that a run needs. Every process must call it. In the check before a
-    launch `engine` is None and `processes` is given. Raises UsageError, ConfigError, DataError."""
+    """Find and check everything that a run needs. Every process must call it. Before a launch
+    `engine` is None and `processes` is given. Raises UsageError or ConfigError if a check fails."""
     processes = engine.processes if engine else processes
 
-    def decide() -> tuple:  # on the main process, for all
+    def decide() -> tuple:  # runs on the main process, for all processes
         start = find_starting_point(args)
         own = with_own_weights(args, start)
         out = Path(args.out_dir)
@@ -106,7 +106,7 @@ def prepare(
             return start, source, *find_teacher(own, source, settings, engine)
         return start, source, None, settings, prepared_data(args, source, None)
 
-    def open_data() -> tuple:  # on every process
+    def open_data() -> tuple:  # runs on every process
         seq_len = settings.get("max_seq_len", LMConfig.max_seq_len)
         train_set = filled.dataset(filled.data, "train", seq_len)
         try:
@@ -148,8 +148,8 @@ def prepare(
 
 
 def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
-    """Return the model settings of the weights, if any, and the typed ones. Raises UsageError: a
-    typed setting contradicts the weights. Raises ConfigError: the shape is invalid."""
+    """Return the model settings of the weights, if any, and the typed settings. Raises UsageError
+    if a typed setting contradicts the weights, ConfigError if the shape is invalid."""
     theirs = source.config().shape() if source else {}
     for name, value in typed.items():
         if source and name not in MAY_DIFFER and value != theirs[name]:
@@ -162,14 +162,14 @@ def source_settings(source: WeightsFolder | None, typed: dict) -> dict:
 def find_teacher(
     args: TrainingArguments, source: WeightsFolder | None, settings: dict, engine: Engine | None
 ) -> tuple[TeacherWeights, dict, str]:
-    """Return the teacher, the student's model settings and its data. 'auto' is the newest run that
-    can teach and prints why newer ones cannot. Raises UsageError, ConfigError: none can."""
+    """Return the teacher, the student's model settings and its data. 'auto' takes the newest run
+    that can teach, and prints why newer runs cannot. Raises UsageError, ConfigError if none can."""
     names = names_of(args.teacher, Path(args.out_dir), PRETRAINING)
     for name in names:
         try:
             teacher = TeacherWeights.find(replace(args, teacher=name))
             length = teacher.shapes.config.max_seq_len
-            if teacher.source.is_foreign:  # its limit, perhaps more than anyone trains with
+            if teacher.source.is_foreign:  # its context may be too long to train with
                 length = min(length, LMConfig.max_seq_len)
             own = {"max_seq_len": length} | settings
             data = prepared_data(args, source, teacher)
@@ -186,7 +186,7 @@ def prepared_data(
     args: TrainingArguments, source: WeightsFolder | None, teacher: TeacherWeights | None
 ) -> str:
     """Return the folder of prepared data; prepare conversations, or a missing built-in corpus.
-    Raises UsageError: the preparation failed, or the data of the teacher is missing."""
+    Raises UsageError if the preparation fails, or if the data of the teacher is missing."""
     if isinstance(args, SFTArguments) and args.data is None:
         tokenizer = source.tokenizer
         folder = str(conversations_out(args.conversations, tokenizer))
@@ -199,7 +199,7 @@ def prepared_data(
         folder, flags = args.data, ["--data", "builtin"]
     else:
         return args.data
-    flags += ["--out", folder, "--reuse"]  # also data that was prepared by hand
+    flags += ["--out", folder, "--reuse"]  # --reuse takes the user's data too
     print(f"python -m scripts.prepare_data {shlex.join(flags)}", flush=True)
     command = [sys.executable, str(PREPARE_DATA), *flags]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
@@ -208,7 +208,7 @@ def prepared_data(
 
 
 def shapes_of(config: LMConfig, args: TrainingArguments) -> Transformer:
-    """Return the model on the meta device. Raises ConfigError: the adapters do not fit it."""
+    """Return the model on the meta device. Raises ConfigError if adapters do not fit."""
     with torch.device("meta"):
         shapes = Transformer(config)
         args.adapt(shapes)

@@ -62,7 +62,7 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
     decoder = Decoder(model, getattr(torch, prepared.args.dtype))
-    tokenizer = open_tokenizer(log.folder.path)  # --data may have a new one by now
+    tokenizer = open_tokenizer(log.folder.path)  # not --data's, which may be new
     with torch.compiler.set_stance("force_eager"):  # new shapes would compile again
         prompt, text = prompt_and_continuation(decoder, tokenizer, prepared)
     row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)

@@ -39,8 +39,8 @@ class StartingPoint:
 
 
 def find_starting_point(args: TrainingArguments) -> StartingPoint:
-    """Find the run folder and, for --resume, its newest undamaged checkpoint. Raises UsageError:
-    the path of --resume has no undamaged checkpoint, or the folder holds another run."""
+    """Find the run folder and, for --resume, its newest undamaged checkpoint. Raises UsageError if
+    the path of --resume has no undamaged checkpoint, or if the folder holds another run."""
     out = Path(args.out_dir)
     run = RunFolder(out / (args.run_name or time.strftime("%Y%m%d-%H%M%S")))
     checkpoints: list[Path] = []
@@ -70,13 +70,13 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
             return StartingPoint(run, path, read_state(path))
         print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before")
     if problem:
-        reason = f"no sound checkpoint, {path} is damaged: {problem}"
+        reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
         raise UsageError(f"--resume {args.resume}: {reason}")
     return StartingPoint(run)
 
 
 def claim(start: StartingPoint) -> None:
-    """Create and lock the run folder. Raises UsageError: it is in use or cannot be created."""
+    """Create and lock the run folder. Raises UsageError if it is in use or cannot be created."""
     try:
         start.folder.path.mkdir(parents=True, exist_ok=True)
         lock(start.folder.lock)
@@ -117,8 +117,8 @@ def resumed_arguments(
     identity: dict,
     processes: int,
 ) -> tuple[TrainingArguments, dict]:
-    """Return `args` and `identity`, with --accumulation_steps adapted to the number of processes so
-    that the global batch stays. Raises UsageError, with the differences, if this is another run."""
+    """Return `args` and `identity`, with --accumulation_steps adapted to the number of processes to
+    keep the global batch. Raises UsageError, with the differences, if this is another run."""
     saved = LMConfig.from_dict(start.state["model"]).shape() | start.state["identity"]
     saved["lora"] = start.state.get("lora")
     steps, rest = divmod(saved["global_batch"], args.batch_size * processes)

@@ -39,9 +39,9 @@ class MicroBatch(NamedTuple):
 def step_batches(
     train_set: TokenStream, args: TrainingArguments, engine: Engine, start_step: int
 ) -> Iterator[Iterable[MicroBatch]]:
-    """Yield the micro-batches of each step after start_step. Every target of a
-    global batch (batch_size × accumulation_steps × processes) has the same weight in the gradient.
-    Every process must iterate."""
+    """Yield the micro-batches of each step after start_step. Every target of a global batch
+    (batch_size × accumulation_steps × processes) has the same weight in the gradient. Every process
+    must iterate."""
     global_batch = args.global_batch(engine.processes)
     device = engine.accelerator.device
     sampler = MicroBatchSampler
@@ -115,7 +115,7 @@ class Run:
         self.checkpointer = Checkpointer(prepared, engine, self.built, self.log)
 
     def steps(self) -> Iterator[int]:
-        """Yield the optimizer steps to take, counted from 1, until the last or a stop request."""
+        """Yield the steps to take, counted from 1, until the last step or a stop request."""
         self.model.train()
         for step in range(self.first_step, self.total_steps + 1):
             yield step
@@ -123,7 +123,7 @@ class Run:
                 return
 
     def begin(self, step: int) -> None:
-        """Set the learning rate before the backward pass: DeepSpeed steps the optimizer there."""
+        """Set the learning rate before the backward pass, in which DeepSpeed updates weights."""
         set_learning_rate(self.optimizer, self.learning_rate(step))
         self.profiler.begin_step(step)
 
@@ -136,7 +136,7 @@ class Run:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Context of a forward and backward pass. The last one of a step exchanges gradients."""
+        """Context of a forward and backward pass. DDP exchanges gradients in a step's last pass."""
         self.profiler.phase("forward")
         with self.accelerator.accumulate(self.model):
             yield
@@ -213,7 +213,7 @@ class Run:
 
     def is_time_to_save(self, step: int, val_loss: float | None) -> bool:
         """Return whether val_loss is the lowest so far, --save_interval is due, or the run ends."""
-        is_best = val_loss is not None and val_loss < self.checkpointer.lowest
+        is_best = val_loss is not None and val_loss < self.checkpointer.lowest_val_loss
         return is_best or self._is_time(step, self.args.save_interval)
 
     def _is_time(self, step: int, interval: int) -> bool:

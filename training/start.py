@@ -44,7 +44,7 @@ def run_program(
 ) -> None:
     """Set up a run and train it, unless it is finished. With `argv` None, take the flags of the
     command line and end the process; otherwise, as in a notebook, the process lives on. `make`
-    returns what `train` takes, or None if the run is finished (default: `set_up`)."""
+    (default: `set_up`) returns the argument of `train`, or None if the run is finished."""
     process = nullcontext() if argv is None else notebook_process([kind.program, *argv])
     try:
         with one_line_errors(kind.program, UsageError, ConfigError), process:
@@ -63,9 +63,9 @@ def notebook_process(command: list[str]) -> Iterator[None]:
     """Context in which sys.argv is `command`. Afterwards the process can begin another run."""
 
     def forget_models() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)  # or it refuses another precision
+        AcceleratorState._reset_state(reset_partial_state=True)  # allows another precision
         GradientState._reset_state()
-        if "torch._dynamo" in sys.modules:  # or it stops compiling after eight models
+        if "torch._dynamo" in sys.modules:  # allows more than eight compiled models
             torch.compiler.reset()
 
     typed, sys.argv = sys.argv, command
@@ -87,7 +87,7 @@ def notebook_process(command: list[str]) -> Iterator[None]:
 
 def set_up(args: TrainingArguments, model_settings: dict) -> Run | None:
     """Return a run that is ready for its first step; None if it is finished. Raises UsageError,
-    ConfigError or DataError if it cannot be trained."""
+    ConfigError or DataError if the run cannot be trained."""
     return next(iter(set_up_together([(args, model_settings)])), None)
 
 
@@ -127,7 +127,7 @@ def set_up_together(
 
 
 def select_engine(engine: Engine) -> None:
-    """Make this engine's DeepSpeed configuration the one that Accelerate uses."""
+    """Make Accelerate use the DeepSpeed configuration of this engine."""
     if engine.plugin is not None:
         engine.accelerator.state.select_deepspeed_plugin(engine.plugin)
 
@@ -169,8 +169,8 @@ def start_block(run: Run) -> str:
     origin = f"{prepared.source.path}, with a new optimizer" if prepared.source else "scratch"
     if prepared.source and not prepared.source.tokenizer.is_file():
         origin += "; it has no tokenizer, but the same vocabulary size"
-    if prepared.source and prepared.source.path.name != "base":  # without the adapter
-        runs = map(RunFolder, prepared.source.path.parents[:2])  # of weights, or of a checkpoint
+    if prepared.source and prepared.source.path.name != "base":  # base/ holds no adapter
+        runs = map(RunFolder, prepared.source.path.parents[:2])  # of weights, of a checkpoint
         settings = [read_settings(run.settings).get("arguments", {}) for run in runs]
         if any(flags.get("lora_dim") for flags in settings):
             origin += "; its adapter is merged into these weights and not trained further"
@@ -191,7 +191,7 @@ def start_block(run: Run) -> str:
         precision += ", gradients added up in 16 bits too"
     teacher = None
     if found := prepared.teacher:
-        divided = found.beside.kind.name if found.zero else "whole on each process"
+        divided = found.in_memory.kind.name if found.zero else "whole on each process"
         teacher = (
             f"{found.source.path}: {_parameters(found.shapes)}, {args.dtype}, {divided}, "
             f"{run.teacher.held / 1e6:,.1f} MB of weights per process"

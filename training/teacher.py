@@ -16,7 +16,7 @@ from model import Transformer
 from storage.weights import WeightsFolder
 from training.arguments import TrainingArguments
 from training.engine.deepspeed_config import read_config
-from training.engine.estimate import DDP, Beside, kind_of
+from training.engine.estimate import DDP, TeacherInMemory, kind_of
 from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 from training.engine.zero_inference import ZeroInference
@@ -47,8 +47,8 @@ class TeacherWeights:
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
-        """Return the teacher that --teacher names. Raises UsageError or ConfigError: no weights
-        there, or --teacher_config is not for ZeRO-3."""
+        """Return the teacher of --teacher. Raises UsageError or ConfigError if it has no weights,
+        or if --teacher_config is not for ZeRO-3."""
         source = WeightsFolder.find(args.teacher, foreign=True)
         zero = None
         if path := args.teacher_config:
@@ -62,9 +62,9 @@ class TeacherWeights:
             return cls(source, Transformer(source.config()), zero)
 
     @property
-    def beside(self) -> Beside:
+    def in_memory(self) -> TeacherInMemory:
         """The teacher's part in the memory estimate."""
-        return Beside(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
+        return TeacherInMemory(self.shapes, kind_of(self.zero.config) if self.zero else DDP)
 
     def require_fit(self, data: TokenStream, engine: Engine | None) -> None:
         """Raise UsageError or DataError if the teacher cannot read the student's batches, or cannot
@@ -81,8 +81,8 @@ class TeacherWeights:
 
 class Teacher:
     """A teacher on its device, with weights in `dtype`. Outputs beyond `vocab_size`, the vocabulary
-    of the data, are cut off. Every process must create it (this draws random numbers) and call it.
-    Raises UsageError or ConfigError: its weights cannot be read."""
+    of the data, are cut off. Every process must create a Teacher, which draws random numbers, and
+    call it. Raises UsageError or ConfigError if its weights cannot be read."""
 
     def __init__(self, found: TeacherWeights, engine: Engine, dtype: str, vocab_size: int):
         self.found, self.vocab_size = found, vocab_size

@@ -23,7 +23,7 @@ def validation_loader(
         Subset(dataset, chosen),
         batch_size,
         collate_fn=getattr(dataset, "collate", None),
-        generator=torch.Generator(),  # or the loader draws from the generator of dropout
+        generator=torch.Generator(),  # otherwise the loader draws from that of dropout
     )
     return accelerator.prepare_data_loader(loader)
 

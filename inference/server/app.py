@@ -57,7 +57,7 @@ class ApiError(HTTPException):
 
 FAILED = {  # finish_reason: status, message
     "closed": (503, "the server is shutting down"),
-    "error": (500, "the server could not write this; its terminal shows the reason"),
+    "error": (500, "generation failed; the server's terminal shows the reason"),
 }
 
 
@@ -98,8 +98,8 @@ def make_app(served: Served) -> FastAPI:
 async def read(
     form: type[GenerationRequest], request: Request, max_bytes: int
 ) -> GenerationRequest:
-    """Parse the body of a request. Raises ApiError: it is too large, or does not fit `form`."""
-    # Browsers let any web page send other content types without a CORS check.
+    """Parse the body of a request. Raises ApiError if it is too large, or does not fit `form`."""
+    # Without a CORS preflight, browsers let any web page send text/plain and forms, not JSON.
     if not request.headers.get("content-type", "").startswith("application/json"):
         raise ApiError(400, "the Content-Type has to be application/json")
     body = b""
@@ -117,17 +117,17 @@ async def read(
 
 
 async def answer(served: Served, form: type[GenerationRequest], request: Request) -> Response:
-    """Answer a request. Raises ApiError: the request is refused."""
-    asked = await read(form, request, served.max_bytes)
-    if asked.model not in (None, served.name):
-        message = f"there is no model {asked.model!r} here, only {served.name!r}"
+    """Answer a request. Raises ApiError if the request is refused."""
+    fields = await read(form, request, served.max_bytes)
+    if fields.model not in (None, served.name):
+        message = f"there is no model {fields.model!r} here, only {served.name!r}"
         raise ApiError(404, message, "model", "model_not_found")
     try:
-        sampling = asked.sampling(served.sampling)
-        async with served.encoders:  # encoding takes much memory
+        sampling = fields.sampling(served.sampling)
+        async with served.encoders:  # at most two at a time: encoding takes much memory
             if await request.is_disconnected():
                 raise ClientDisconnect
-            prompt, next_ids = await run_in_threadpool(asked.encode, served.tokenizer)
+            prompt, next_ids = await run_in_threadpool(fields.encode, served.tokenizer)
     except ValueError as error:  # its message begins with the name of the field
         raise ApiError(400, str(error), str(error).split()[0].removesuffix(":")) from error
     room = served.context - len(prompt)
@@ -138,18 +138,18 @@ async def answer(served: Served, form: type[GenerationRequest], request: Request
     loop = asyncio.get_running_loop()
     text = StreamedText(
         prompt=prompt,
-        max_new_tokens=min(asked.max_completion_tokens or asked.max_tokens or room, room),
+        max_new_tokens=min(fields.max_completion_tokens or fields.max_tokens or room, room),
         sampling=sampling,
         next_ids=next_ids,
         tokenizer=served.tokenizer,
         deliver=lambda *piece: loop.call_soon_threadsafe(reply.inbox.put_nowait, piece),
-        stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop),
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
     )
     served.worker.submit(text)
-    if not asked.stream:
+    if not fields.stream:
         return await reply.whole(text, request)
     return StreamingResponse(
-        reply.events(text, asked.stream_options.include_usage),
+        reply.events(text, fields.stream_options.include_usage),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
         background=BackgroundTask(text.cancel),  # for a client that disconnects
@@ -166,7 +166,7 @@ class Reply:
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
 
     async def whole(self, text: StreamedText, request: Request) -> Response:
-        """Return the text when it has ended. Cancel the text if the client disconnects."""
+        """Wait for the whole text, then return it. Cancel the text if the client disconnects."""
         finish_reason = None
         while not finish_reason:
             _, finish_reason = await self.inbox.get()  # one piece per token
@@ -217,7 +217,7 @@ def usage(text: StreamedText) -> dict:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises UsageError: the address cannot be used."""
+    """Return a listening socket. Raises UsageError if the address cannot be used."""
     try:
         return socket.create_server((host, port))
     except (OSError, OverflowError) as error:
@@ -225,7 +225,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Connection(H11Protocol):
-    """A connection that counts for limit_concurrency from its beginning."""
+    """A connection that is checked against limit_concurrency when it opens."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -247,23 +247,23 @@ class Server(uvicorn.Server):
 
     def __init__(self, served: Served):
         config = uvicorn.Config(make_app(served), http=Connection, log_level="warning", ws="none")
-        config.limit_concurrency = min(128, os.sysconf("SC_OPEN_MAX") // 2)  # one file each
-        config.backlog = config.limit_concurrency // 4  # asyncio accepts so many at a time
+        config.limit_concurrency = min(128, os.sysconf("SC_OPEN_MAX") // 2)  # each needs a file
+        config.backlog = config.limit_concurrency // 4  # asyncio accepts `backlog` at a time
         config.timeout_graceful_shutdown = 5  # seconds
         super().__init__(config)
-        self.patience = 20.0  # seconds for headers, a body, or to read
+        self.patience = 20.0  # seconds for a client to send a request or to read more of an answer
         self._worker = served.worker
-        self._since: dict[tuple, float] = {}  # begin of each wait
+        self._since: dict[tuple, float] = {}  # when each wait for a client began
 
     async def on_tick(self, counter: int) -> bool:
-        """Every 0.1 s: close late connections. At the end (True): all."""
+        """uvicorn calls this every 0.1 s: close late connections; at shutdown (True) close all."""
         ends = await super().on_tick(counter)
         if ends:
             self._worker.close()
-            await asyncio.sleep(0.1)  # begun answers end
+            await asyncio.sleep(0.1)  # lets answers that have begun send their final error
         now, before, self._since = time.monotonic(), self._since, {}
         for each in list(self.server_state.connections):
-            cycle = each.cycle  # one per request
+            cycle = each.cycle  # uvicorn makes one cycle per request
             awaited = (each, cycle, each.transport.get_write_buffer_size())
             if not cycle or cycle.more_body or cycle.response_complete or each.flow.write_paused:
                 self._since[awaited] = before.get(awaited, now)

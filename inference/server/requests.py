@@ -23,7 +23,7 @@ WITHOUT_EFFECT = (  # noqa: SIM905
 
 
 class Form(BaseModel):
-    """A JSON object. Null counts as missing. So does 0, false, "" or [] in an unknown field."""
+    """A JSON object. Null counts as missing. In an unknown field 0, false, "", [] and {} do too."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -64,7 +64,7 @@ class GenerationRequest(Form):
 
     def sampling(self, default: Sampling) -> Sampling:
         """Return the sampling settings of this request; the seed is random if not given. Raises
-        ValueError: a value is out of its limits."""
+        ValueError if a value is out of its limits."""
         names = {field.name for field in fields(Sampling)}
         given = self.model_dump(include=names, exclude_none=True)
         given.setdefault("seed", random.getrandbits(62))
@@ -75,8 +75,8 @@ class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the ids of the prompt, and [], because every token may follow. Raises ValueError:
-        the messages are not a conversation that ends with a question."""
+        """Return the ids of the prompt, and [], because every token may follow. Raises ValueError
+        if the messages are not a conversation that ends with a question."""
         turns = [Turn(message.role, text_of(message.content)) for message in self.messages]
         check_turns(turns, "messages")
         if turns[-1].role != USER:
@@ -88,6 +88,6 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Annotated[list[str], Field(min_length=1, max_length=1)]
 
     def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-        """Return the ids of the prompt, and the ids that may come next ([]: all). Raises
-        ValueError: the prompt is empty, or not valid text."""
+        """Return the ids of the prompt, and the ids that may come next ([]: all). Raises ValueError
+        if the prompt is empty, or not valid text."""
         return tokenizer.encode_prompt(require_text("".join(self.prompt)))

@@ -1,4 +1,4 @@
-"""notebooks/pretrain.ipynb from its first cell to its last."""
+"""Run notebooks/pretrain.ipynb from the first cell to the last."""
 
 import json
 from pathlib import Path
@@ -30,10 +30,10 @@ def test_the_notebook_is_valid_and_has_no_outputs():
     assert tagged == [code[0]]
 
 
-@pytest.mark.variant  # other tests run the commands in its cells
+@pytest.mark.variant  # other tests run the commands of the cells
 def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
-    """With a small text and few steps. A cell after the cell of the parameters changes them, as
-    papermill does."""
+    """The notebook runs on a small text for few steps. The test inserts a cell after the parameters
+    cell that overwrites the parameters, as papermill does."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     root = copy_repository(tmp_path / "clone")
@@ -53,7 +53,7 @@ def test_the_whole_notebook_trains_draws_and_exports(tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"] - 2
     drawn = [cell.id for cell in executed.cells if "image/png" in str(cell.get("outputs"))]
     assert drawn == ["rotary", "curve"]
-    # The exported folder loads and writes what the notebook said.
+    # The exported model, loaded again, generates the same text as in the notebook.
     folder = root / results["exported"]
     model, tokenizer = (c.from_pretrained(folder) for c in (AutoModelForCausalLM, AutoTokenizer))
     inputs = tokenizer("sum 7: ", return_tensors="pt")

@@ -13,12 +13,12 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_main_process
 
 CACHE = Path("out/compiled")  # later runs load compiled code from here
-# Compiling shortens a run of at least this many model FLOPs per process: on a CPU as measured
-# (docs/performance.md), on a GPU by a guess, 150 s at 200 TFLOP/s.
+# Compiling shortens a run of at least this many model FLOPs per process. The CPU's value is
+# measured (docs/performance.md), the GPU's is a guess: 150 s at 200 TFLOP/s.
 WORTH_FLOPS = {"cpu": 2e13, "cuda": 3e16}
 
 
-def pays(wanted: str, run_flops: float, device: torch.device) -> bool:
+def should_compile(wanted: str, run_flops: float, device: torch.device) -> bool:
     """Return whether a new run with --compile `wanted` compiles, if compiling works here."""
     return wanted == "on" or (wanted == "auto" and run_flops >= WORTH_FLOPS[device.type])
 
@@ -39,18 +39,18 @@ def decide_compilation(
     """Decide whether to compile, the same on every process. Every process must call this.
 
     `wanted` is --compile. `recorded` says if a resumed run was compiled (None: new run). "auto"
-    does the same again, because compiled kernels round differently. `run_flops` counts model FLOPs.
-    Raises UsageError: --compile on, but compiling fails here.
+    keeps this choice, because compiled kernels round differently. `run_flops` counts model FLOPs.
+    Raises UsageError if --compile is on, but compiling fails here.
     """
     device = engine.accelerator.device
     if wanted == "off":
         return Compilation(False, "--compile off")
     why = None
-    if engine.divides_model:  # gathered weights look new each time, and code is compiled again
+    if engine.divides_model:  # torch.compile takes gathered weights for new and compiles again
         why = "under ZeRO-3 it costs more than it gains"
     elif recorded is False:
         why = "as before the run was stopped"
-    elif recorded is None and not pays(wanted, run_flops, device):
+    elif recorded is None and not should_compile(wanted, run_flops, device):
         why = "the run is too short to gain back the time to compile"
     if wanted == "auto" and why:
         return Compilation(False, f"{why}; --compile on forces it")

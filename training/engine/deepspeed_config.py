@@ -13,14 +13,14 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# Values of "auto" in "zero_optimization" that no flag decides: the values of ds_config.json.
+# Replace "auto" in "zero_optimization" where no flag decides; ds_config.json has the same values.
 AUTO_DEFAULTS = {
     "overlap_comm": True,
     "allgather_bucket_size": 50_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
 }
-# Values of "auto" in "zero_optimization" that the model's width decides, in elements. The Hugging
-# Face Trainer uses the same formulas (transformers/integrations/deepspeed.py).
+# Replace "auto" in "zero_optimization" by a number of elements that depends on the width. The
+# Hugging Face Trainer uses the same formulas (transformers/integrations/deepspeed.py).
 BY_WIDTH = {
     "reduce_bucket_size": lambda dim: dim * dim,
     "stage3_prefetch_bucket_size": lambda dim: int(0.9 * dim * dim),
@@ -62,15 +62,15 @@ ONLY_STAGE_3 = (
 )
 # DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → the values of --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
-IGNORED = ("warmup_type", "last_batch_iteration")
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")  # as flags
+IGNORED = ("warmup_type", "last_batch_iteration")  # accepted, but without effect
 ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # the warm-up here is linear and begins at 0
 
 
 def read_config(path: str) -> dict:
     """Return the contents of a DeepSpeed file.
     The path "none" means the flags of `accelerate launch` instead of a file.
-    Raises UsageError: the file cannot be read, or is not a DeepSpeed configuration."""
+    Raises UsageError if the file cannot be read, or is not a DeepSpeed configuration."""
     if path == "none":
         from accelerate.utils import DeepSpeedPlugin  # importing it takes seconds
 
@@ -94,7 +94,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
     "scheduler" is left out, see `take_schedule`. An "auto" for `fill_by_width` remains.
     `source` names the configuration in messages.
-    Raises UsageError: some values contradict, have no effect or cannot be filled (all listed).
+    Raises UsageError, with a list, if values are contradictory, without effect or not fillable.
     """
     config = json.loads(json.dumps(config))  # a copy
     zero = config["zero_optimization"]
@@ -120,7 +120,7 @@ def resolve(config: dict, args: TrainingArguments, world_size: int, source: str)
 
 
 def refuse_keys(config: dict) -> list[str]:
-    """Remove keys of REFUSED that are switched off; return a message for every other bad key."""
+    """Remove keys of REFUSED that are switched off; return a message for every key to remove."""
     problems = []
     aio = config.get("aio") or {}
     if "thread_count" in aio:  # the old name, which DeepSpeed's guides still use
@@ -153,7 +153,7 @@ def _is_off(value) -> bool:
 
 
 def _check_stage(config: dict) -> Iterator[str]:
-    """Yield a message for every key that DeepSpeed ignores at this stage without a warning."""
+    """Yield a message for every value that does not work at this stage of ZeRO."""
     zero = config["zero_optimization"]
     stage = zero.get("stage")
     if stage not in (1, 2, 3):
@@ -171,7 +171,7 @@ def _check_stage(config: dict) -> Iterator[str]:
         if needs_3 and not _is_off(value):
             yield f'remove "zero_optimization.{key}": it does nothing at stage {stage}, only at 3'
     if offload_device(config, "optimizer") == "nvme":
-        yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or take stage 3'
+        yield f'"offload_optimizer" at stage {stage} takes no "nvme": write "cpu", or use stage 3'
 
 
 def _fill_by_flags(config: dict, args: TrainingArguments, world_size: int) -> list[str]:
@@ -277,7 +277,7 @@ def nvme_folders(config: dict) -> set[str | None]:
 
 
 def refusals_of_deepspeed(config: dict) -> Iterator[str]:
-    """Yield a message of one line if DeepSpeed rejects the configuration."""
+    """Yield a one-line message if DeepSpeed rejects the configuration."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
     # DeepSpeed would compare the global batch with a number of processes that it cannot know yet.
@@ -291,7 +291,7 @@ def refusals_of_deepspeed(config: dict) -> Iterator[str]:
 def _use_muon(config: dict) -> Iterator[str]:
     """Make DeepSpeed use Muon; yield a message for each setting that Muon cannot work with."""
     if config["zero_optimization"].get("stage") == 3:
-        yield '--optimizer muon steps whole matrices: take "stage": 2, or --optimizer adamw'
+        yield '--optimizer muon updates whole matrices: use "stage": 2, or --optimizer adamw'
     if offload_device(config, "optimizer"):
         yield '--optimizer muon cannot be offloaded: remove "offload_optimizer"'
     config.pop("optimizer", None)

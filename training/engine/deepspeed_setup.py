@@ -1,4 +1,4 @@
-"""Prepare DeepSpeed before training: NVMe folders, compiled operations, a divided model."""
+"""Prepare DeepSpeed before training: NVMe folders, compiled operations, a partitioned model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -10,10 +10,10 @@ from training.engine.launch import Engine
 from training.engine.main_process import on_every_process
 
 
-def divided_as_built(engine: Engine) -> AbstractContextManager:
-    """Return a context in which to build a model; under ZeRO-3, each new layer is divided at once.
-    DeepSpeed's own context draws initial weights in 16 bits and on the GPU, which gives other
-    random numbers than the other engines."""
+def partitioned_while_built(engine: Engine) -> AbstractContextManager:
+    """Return a context for building a model. Under ZeRO-3 it partitions each layer when it is
+    created. DeepSpeed's own context draws initial weights in 16 bits and on the GPU, so the random
+    numbers differ from those of the other engines."""
     if not engine.divides_model:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import Init  # importing it takes seconds
@@ -29,13 +29,13 @@ def divided_as_built(engine: Engine) -> AbstractContextManager:
 
 def set_up_deepspeed(engine: Engine) -> None:
     """Lock folders on NVMe and compile operations. Every process must call this.
-    Raises UsageError: a folder cannot be used, or an operation cannot be compiled."""
+    Raises UsageError if a folder cannot be used, or if an operation cannot be compiled."""
 
     def attempt() -> None:
         if engine.accelerator.is_local_main_process:
             for folder in nvme_folders(engine.deepspeed):
                 claim(Path(folder))
-            for name in own_operations(engine.deepspeed):
+            for name in needed_operations(engine.deepspeed):
                 load_operation(name)
 
     if engine.deepspeed is not None:
@@ -43,21 +43,21 @@ def set_up_deepspeed(engine: Engine) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Lock a folder on NVMe for this run; DeepSpeed's files have the same names in every run."""
+    """Lock an NVMe folder for this run: DeepSpeed's files have the same names in every run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder / "lock", otherwise='"nvme_path"')
     except OSError as error:
-        raise UsageError(f"{folder}, for NVMe, cannot be used: {error.strerror}") from error
+        raise UsageError(f"the NVMe folder {folder} cannot be used: {error.strerror}") from error
 
 
-def own_operations(config: dict) -> list[str]:
-    """Return the names of the builders of DeepSpeed's operations that a configuration needs."""
+def needed_operations(config: dict) -> list[str]:
+    """Return the builder names of the DeepSpeed operations that a configuration needs."""
     names = []
     offload = offload_device(config, "optimizer")
     if "optimizer" in config:
         own_adam = not config["optimizer"]["params"].get("torch_adam")
-    else:  # Accelerate replaces the script's AdamW by DeepSpeed's if it is offloaded
+    else:  # Accelerate replaces an offloaded AdamW of the script by DeepSpeed's
         own_adam = offload and config.get("zero_force_ds_cpu_optimizer", True)
     if own_adam:
         names.append("CPUAdamBuilder" if offload else "FusedAdamBuilder")
@@ -68,7 +68,7 @@ def own_operations(config: dict) -> list[str]:
 
 def load_operation(name: str) -> None:
     """Load one of DeepSpeed's operations; print a line if it must be compiled.
-    Raises UsageError: it cannot be compiled."""
+    Raises UsageError if it cannot be compiled."""
     from deepspeed.ops import op_builder  # importing it takes seconds
     from torch.utils import cpp_extension  # importing it changes sys.path
 
@@ -77,7 +77,7 @@ def load_operation(name: str) -> None:
     if not (folder / f"{builder.name}.so").exists():
         print(
             f"DeepSpeed compiles {builder.name} in {folder}, once; this takes minutes. If it "
-            "never ends, an earlier compilation was killed: delete the file lock there",
+            f"does not end, an earlier compilation was killed: delete {folder}/lock",
             flush=True,
         )
     try:
@@ -85,6 +85,6 @@ def load_operation(name: str) -> None:
     except Exception as error:  # a compiler that is missing or broken can raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"DeepSpeed's {builder.name} cannot be compiled: {reason}; Adam needs ninja and a "
-            'compiler, or "torch_adam": true under "optimizer", "params"; NVMe needs libaio-dev'
+            f"DeepSpeed's {builder.name} cannot be compiled: {reason}; for Adam, install ninja and "
+            'a compiler, or set "torch_adam": true in "params"; for NVMe, install libaio-dev'
         ) from error

@@ -46,7 +46,7 @@ PEAKS = {
     "RTX 3090": (71, 71, 35.6, 35.6),
     "MI300X": (1307, 1307, 653.7, 163.4),
 }
-# Words after which a name of PEAKS means another device: a laptop chip, a variant, a MIG slice.
+# Words beside a name of PEAKS that mean another device: a laptop chip, a variant, a MIG slice.
 RELATIVES = {"Laptop", "D", "Ti", "SUPER", "MIG"}
 # The keys are the values of torch.nn.attention.SDPBackend.
 KERNELS = {1: "flash attention", 2: "memory-efficient attention", 3: "cuDNN attention"}
@@ -149,7 +149,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can use, with those in use now; None without /proc.
+    """Return the bytes that this process can use, with the bytes in use now; None without /proc.
     The processes of a machine share its RAM, or the RAM of their container.
     `processes` is the number of these processes if no launcher has set it."""
     if device.type == "cuda":
@@ -157,12 +157,12 @@ def available_memory(device: torch.device, processes: int) -> int | None:
     meminfo, groups = Path("/proc/meminfo"), Path("/proc/self/cgroup")
     if not (meminfo.exists() and groups.exists()):
         return None
-    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # from kB
+    free = int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024  # kB to bytes
     own = Path("/sys/fs/cgroup", groups.read_text().partition("0::/")[2].strip())
     for limit in (folder / "memory.max" for folder in (own, *own.parents)):
         if limit.exists() and limit.read_text().strip() != "max":
             stat = limit.with_name("memory.stat").read_text().split()
-            used = int(stat[stat.index("anon") + 1])  # without caches
+            used = int(stat[stat.index("anon") + 1])  # memory in use, without caches
             free = min(free, int(limit.read_text()) - used)
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes on this machine
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])  # in pages
@@ -181,10 +181,10 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    A launcher sets it to 1 too: then the environment in which the launcher was started decides."""
-    asked = os.environ.get("OMP_NUM_THREADS")
-    if asked == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
-        asked = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
-    if asked is None:
+    A launcher also sets this variable, to 1: then the launcher's own environment decides."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
+        threads = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
+    if threads is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))

@@ -23,9 +23,9 @@ from training.engine.device import GIB
 
 GPU, CPU, NVME = "gpu", "cpu", "nvme"  # places of tensors
 OVERHEAD = GIB  # Python, PyTorch and its workspaces
-MARGIN = 4 / 3  # for activations and buffers on a GPU
-CPU_KEEPS = 1.5  # for activations on a CPU: some freed blocks fit no later tensor
-CPU_COPIES, CPU_COPIES_3 = 7, 9  # of weights, on a CPU: at stages 1 and 2, at stage 3
+MARGIN = 4 / 3  # factor for activations and buffers on a GPU
+CPU_KEEPS = 1.5  # factor for activations on a CPU: some freed blocks fit no later tensor
+CPU_COPIES, CPU_COPIES_3 = 7, 9  # copies of the weights on a CPU: at stages 1 and 2; at stage 3
 NVME_BUFFERS = 5 * 50_000_000  # elements in RAM, as in configs/zero_infinity.json
 LARGEST_BATCH = 4096  # sequences in the largest micro-batch that is tried
 # NAME of configs/NAME.yaml → its DeepSpeed file, in the order in which to try the engines.
@@ -38,9 +38,9 @@ class Kind:
     """The settings of an engine that decide memory and traffic. Sizes are in elements."""
 
     config: str = ""  # configs/NAME.yaml, or "" if there is none
-    stage: int | None = None  # of ZeRO; None for DDP, and for a single process
-    optimizer_on: str = GPU  # or CPU or NVME
-    parameters_on: str = GPU  # elsewhere only at stage 3
+    stage: int | None = None  # ZeRO's stage; None for DDP and for a single process
+    optimizer_on: str = GPU  # GPU, CPU or NVME
+    parameters_on: str = GPU  # GPU; at stage 3 also CPU or NVME
     fp32_sums: bool = True  # whether gradients are summed in fp32
     reduce_bucket: int = 500_000_000  # gradients that are exchanged at once
     reuse_distance: int = 10**9  # ZeRO-3 keeps weights that are used again within this distance
@@ -94,7 +94,7 @@ def engines(dim: int) -> tuple[Kind, ...]:
     return DDP, *(replace(kind_of(config, dim), config=name) for name, config in found)
 
 
-class Beside(NamedTuple):
+class TeacherInMemory(NamedTuple):
     """A teacher, which is in memory beside its student."""
 
     shapes: Transformer  # on the meta device
@@ -110,7 +110,7 @@ class Workload:
     processes: int
     device: torch.device  # where the process trains; this machine need not have such a device
     compiled: bool
-    teacher: Beside | None = None
+    teacher: TeacherInMemory | None = None
 
     @property
     def config(self) -> LMConfig:
@@ -137,14 +137,14 @@ class Workload:
 
 
 class Estimate(NamedTuple):
-    """Bytes of one process. The first three are on the GPU, or in RAM if it trains on a CPU."""
+    """Bytes of one process. The first three are on the GPU, or in RAM if the process uses none."""
 
     held: int  # weights, gradients and optimizer state
     teacher: int
     working: int  # the peak of activations, logits and buffers
     ram: int  # offloaded to RAM
     nvme: int  # offloaded to NVMe
-    sent: int  # to other processes, in one optimizer step
+    sent: int  # sent to other processes in one optimizer step
 
     @property
     def peak(self) -> int:
@@ -158,7 +158,7 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     n, t, h = work.total, work.trained, work.itemsize
     share = 1 / work.processes
     moments = 8 * t
-    if work.args.optimizer == "muon":  # one moment for each matrix of a block, AdamW has two
+    if work.args.optimizer == "muon":  # a matrix of a block has one moment, with AdamW two
         layers = work.shapes.layers.parameters()
         moments -= 4 * sum(p.numel() for p in layers if p.requires_grad and p.dim() == 2)
     weights, gradients, optimizer = 4 * t + h * (n - t), 4 * t, moments
@@ -176,11 +176,11 @@ def estimate(kind: Kind, work: Workload) -> Estimate:
     held = places[GPU]
     working = _activations(kind, work) + _buffers(kind, work)
     if work.teacher:
-        shapes, divided = work.teacher
-        if divided.stage == 3:
-            working += h * _gathered(divided, shapes)
-        place = GPU if work.on_cpu else divided.parameters_on
-        places[place] += h * shapes.num_parameters() * (share if divided.stage == 3 else 1)
+        shapes, teacher_kind = work.teacher
+        if teacher_kind.stage == 3:
+            working += h * _gathered(teacher_kind, shapes)
+        place = GPU if work.on_cpu else teacher_kind.parameters_on
+        places[place] += h * shapes.num_parameters() * (share if teacher_kind.stage == 3 else 1)
     return Estimate(
         held=int(held),
         teacher=int(places[GPU] - held),
@@ -248,7 +248,7 @@ def _activations(kind: Kind, work: Workload) -> float:
         logits = tokens * config.vocab_size * (3 * h + 4) + 6 * 2**27
     squares = 20 * config.n_heads * config.max_seq_len if keeps_scores else 0  # five T × T, in fp32
     at_work = tokens * (3 * h * config.hidden_dim + 16 * config.dim + squares)  # in one block
-    if work.on_cpu:  # the freed memory of the logits is too large for gradients of a block
+    if work.on_cpu:  # gradients of a block do not reuse the freed memory of the logits
         return (tokens * kept + casts + logits + at_work) * CPU_KEEPS
     return tokens * kept + casts + max(logits, at_work)
 
@@ -256,9 +256,9 @@ def _activations(kind: Kind, work: Workload) -> float:
 def _sent(kind: Kind, work: Workload) -> float:
     """Return the bytes that a process sends to the others in an optimizer step.
 
-    In a ring of P processes each sends (P - 1) / P of what is gathered or scattered, and twice
-    as much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3 in
-    each micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
+    In a ring of P processes each sends (P - 1) / P of the gathered or scattered bytes, and twice as
+    much for an all-reduce. DDP and ZeRO-1 exchange gradients once per step, ZeRO-2 and 3 in each
+    micro-batch. ZeRO-1 and 2 gather weights once per step, ZeRO-3 in forward and backward.
     """
     n, t, h = work.total, work.trained, work.itemsize
     ring = (work.processes - 1) / work.processes
@@ -280,7 +280,7 @@ def fits(kind: Kind, work: Workload, room: int) -> bool:
 
 
 def largest_batch(kind: Kind, work: Workload, room: int) -> int:
-    """Return the largest --batch_size with which the process fits, or 0 if no size fits."""
+    """Return the largest --batch_size with which a process needs at most `room` bytes, or 0."""
 
     def is_too_large(size: int) -> bool:
         return not fits(kind, replace(work, args=replace(work.args, batch_size=size)), room)

@@ -25,7 +25,7 @@ def less_memory(args: TrainingArguments, use_flash_attn: bool) -> str:
 @contextmanager
 def one_line_failures(args: TrainingArguments, model_settings: dict) -> Iterator[None]:
     """Turn two kinds of failure in this context into one line.
-    Raises UsageError: memory ran out, or another process ended or does not answer."""
+    Raises UsageError if memory ran out, or if another process ended or does not answer."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Start the engine that the launcher asked for; refuse settings that Accelerate would ignore."""
+"""Start the engine that the launcher chose; refuse settings that Accelerate would ignore."""
 
 import logging
 import os
@@ -40,7 +40,7 @@ class Engine:
     name: str  # for the start block, e.g. "DeepSpeed ZeRO-2"
     deepspeed: dict | None  # the configuration that DeepSpeed gets; None without DeepSpeed
     plugin: str | None = None  # the key of this configuration in Accelerate's state
-    cpu_group: ProcessGroup | None = None  # exchanges without waiting for a GPU; None: one process
+    cpu_group: ProcessGroup | None = None  # for exchanges without a GPU; None: one process
 
     @property
     def kind(self) -> Kind:
@@ -88,7 +88,7 @@ class Engine:
 
 def build_engines(models: Sequence[TrainingArguments]) -> list[Engine]:
     """Return one engine for each model. All have the same precision and accumulation.
-    Raises UsageError: launcher, DeepSpeed file, flags and machine contradict each other."""
+    Raises UsageError if launcher, DeepSpeed file, flags and machine contradict each other."""
     set_launch_variables(*models)
     set_gloo_interface()
     require_usable_gpu()
@@ -155,7 +155,7 @@ def set_launch_variables(*models: TrainingArguments) -> None:
     """Set the environment variables that `accelerate launch` would set.
 
     With several models, a model without --deepspeed uses the launcher's DeepSpeed file.
-    Raises UsageError: --deepspeed contradicts the launcher, or a model has no file.
+    Raises UsageError if --deepspeed contradicts the launcher, or if a model has no file.
     """
     if "LOCAL_SIZE" in os.environ:  # the name that DeepSpeed's launcher uses
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
@@ -208,7 +208,7 @@ def _check_launch(args: TrainingArguments, deepspeed: bool) -> None:
 
 def _check_flag(name: str, value, source: str) -> None:
     """Raise UsageError if a launcher's flag differs from the value in use.
-    `name` is that of the launcher's variable without "ACCELERATE_"."""
+    `name` is the launcher's variable without "ACCELERATE_"."""
     launched = os.environ.get(f"ACCELERATE_{name}", "auto")
     same = launched in ("auto", "none", "no", str(value))
     if not same and not (launched.replace(".", "").isdigit() and float(launched) == value):
@@ -218,7 +218,7 @@ def _check_flag(name: str, value, source: str) -> None:
 
 def deepspeed_plugin(args: TrainingArguments) -> DeepSpeedPlugin:
     """Return Accelerate's plugin for the DeepSpeed file in use, filled by the flags.
-    Raises UsageError: file, flags and launcher contradict each other."""
+    Raises UsageError if file, flags and launcher contradict each other."""
     file = file_of(args)
     source = "accelerate launch" if file == "none" else file
     try:

@@ -26,7 +26,7 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 
 
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
-    """Call `attempt` on every process and return its answer there.
+    """Call `attempt` on every process; return each process's own answer.
     Every process must call this. Raises the UsageError or ConfigError that `attempt` raised on at
     least one process. The message names the ranks, unless all failed."""
     if engine is None or engine.cpu_group is None:

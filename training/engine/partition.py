@@ -13,8 +13,8 @@ class Part(NamedTuple):
     """The elements of one parameter that this process holds, possibly none."""
 
     parameter: nn.Parameter
-    in_parameter: slice  # of the flattened parameter
-    in_partition: slice  # of this process's partition: the same elements
+    in_parameter: slice  # place of these elements in the flattened parameter
+    in_partition: slice  # place of these elements in this process's partition
     numel: int
     split: bool  # whether the parameter lies on more than one process
 
@@ -42,8 +42,8 @@ def gathered(*parameters: nn.Parameter, writes: bool = False) -> AbstractContext
 
 def partitions(zero, rank: int, writes: bool = False) -> Iterator[Partition]:
     """Yield the partitions of a DeepSpeed optimizer that this process updates. A partition on NVMe
-    is in memory until the next one is requested. `writes`: the caller changes the partitions. Under
-    ZeRO-3 the model changes too, under ZeRO-1 and 2 it does not."""
+    is in memory until the next partition is requested. Set `writes` to change partitions. Under
+    ZeRO-3 this changes the model too, under ZeRO-1 and 2 it does not."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         yield from _of_zero_3(zero, rank, writes)
     else:
@@ -82,7 +82,7 @@ def _of_zero_3(zero, rank: int, writes: bool) -> Iterator[Partition]:
     """Yield one partition for each sub-group: "sub_group_size" elements of a group.
     Every process has an equal share of each parameter; the last shares may contain padding."""
     if writes:
-        zero._partition_all_parameters()  # some may be gathered now
+        zero._partition_all_parameters()  # some parameters may be gathered now
     for index, group in enumerate(zero.fp16_groups):
         on_nvme = zero._swappable_optimizer_subgroup(index)
         if on_nvme:

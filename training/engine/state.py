@@ -13,23 +13,23 @@ from training.engine.launch import Engine, plain_module
 from training.engine.partition import gathered, partitions, shape_of
 
 
-def state_of(optimizer: torch.optim.Optimizer, group: dict, stepped: Tensor) -> dict[str, Tensor]:
+def state_of(optimizer: torch.optim.Optimizer, group: dict, tensor: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's state of a tensor; zeros before the first step.
     The keys are exp_avg and exp_avg_sq for AdamW, and momentum_buffer for Muon."""
-    state = optimizer.state[stepped]
+    state = optimizer.state[tensor]
     by_muon = group.get("algorithm") == "muon"
     keys = ("momentum_buffer",) if by_muon else ("exp_avg", "exp_avg_sq")
     if keys[0] not in state:
         if not by_muon:
             is_deepspeeds = type(optimizer).__module__.startswith("deepspeed.")
-            state["step"] = 0 if is_deepspeeds else torch.zeros((), device=stepped.device)
+            state["step"] = 0 if is_deepspeeds else torch.zeros((), device=tensor.device)
         for key in keys:
-            state[key] = torch.zeros_like(stepped)
+            state[key] = torch.zeros_like(tensor)
     return {key: state[key] for key in keys}
 
 
 def catch_up(optimizer, step: int) -> None:
-    """Bring the bias correction of DeepSpeed's CPU AdamW to a step, to the bit.
+    """Bring the bias correction of DeepSpeed's CPU AdamW to this step, bit for bit.
     DeepSpeed multiplies the betas at each step and has no setter: take empty steps instead."""
     group = optimizer.param_groups[0]
     betas, eps, correct = group["betas"], group["eps"], group["bias_correction"]
@@ -88,8 +88,8 @@ class TrainingState:
         return {"optimizer_step": int(next(steps, 0)), "loss_scale": scale}
 
     def load(self, weights: dict, moments: dict, scalars: dict, source: str) -> None:
-        """Restore what `weights`, `moments` and `scalars` returned, and frozen weights.
-        Raises ConfigError: names or shapes do not fit the model."""
+        """Restore the values of `weights`, `moments` and `scalars`, and frozen weights.
+        Raises ConfigError if names or shapes do not fit the model."""
         self.load_weights(weights, source)
         for key, parameter, inside, part in self._shards(moments=True, writes=True):
             if moments[key].shape != shape_of(parameter):
@@ -109,7 +109,7 @@ class TrainingState:
 
     def load_weights(self, weights: dict, source: str) -> None:
         """Restore fp32 weights; the weights of adapters may be missing.
-        Raises ConfigError: names or shapes do not fit the model."""
+        Raises ConfigError if names or shapes do not fit the model."""
         if self.divides_model:  # the model's own parameters have no shape
             with torch.device("meta"):
                 shapes = Transformer(self.model.config)
@@ -145,15 +145,15 @@ class TrainingState:
 
     def _shards(self, moments: bool, writes: bool = False) -> Iterator[tuple]:
         """Yield (name, parameter, slice, view) of the weights or moments of this process.
-        The slice of the flat parameter is what this process holds; the view is the optimizer's
-        memory of it. The order is the same on all processes."""
+        The slice gives the elements of the flat parameter that this process holds; the view is the
+        optimizer's memory of these elements. The order is the same on all processes."""
         names = {id(p): name for name, p in self.model.named_parameters()}
 
-        def flat(group: dict, stepped: Tensor) -> dict[str, Tensor]:
+        def flat(group: dict, tensor: Tensor) -> dict[str, Tensor]:
             if not moments:
-                return {"": stepped.data.view(-1)}
-            kept = state_of(self.optimizer, group, stepped).items()
-            return {f".{key}": tensor.view(-1) for key, tensor in kept}
+                return {"": tensor.data.view(-1)}
+            kept = state_of(self.optimizer, group, tensor).items()
+            return {f".{key}": x.view(-1) for key, x in kept}
 
         groups = self.optimizer.param_groups
         if not self.zero:

@@ -1,6 +1,6 @@
 """Run a trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
-Every process holds a share of each parameter, on its device or where "offload_param" says. The
+Each process stores a part of every parameter, on its device or where "offload_param" says. The
 weights of a layer are gathered while it computes (https://arxiv.org/abs/2207.00032).
 """
 
@@ -24,9 +24,9 @@ class ZeroInference:
 
     @classmethod
     def of_launch(cls, device: str | None, dtype: str | None) -> "ZeroInference | None":
-        """Return ZeRO-3 if the launcher asked for it, and None for every other engine.
+        """Return ZeRO-3 if the launcher's DeepSpeed file has stage 3, else None.
         `dtype` None means bfloat16 on a GPU and float32 on a CPU.
-        Raises UsageError: the DeepSpeed file or --device cannot be used."""
+        Raises UsageError if the DeepSpeed file or --device cannot be used."""
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
             return None
         path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
@@ -35,15 +35,15 @@ class ZeroInference:
             return None
         own = "cuda" if torch.cuda.is_available() else "cpu"
         if device not in (None, "auto", own):
-            raise UsageError(f"--device {device}: ZeRO-3 takes {own} here, leave it out")
+            raise UsageError(f"--device {device}: ZeRO-3 runs on {own} here; leave out --device")
         return cls.of_config(config, path, dtype or ("bfloat16" if own == "cuda" else "float32"))
 
     @classmethod
     def of_config(cls, config: dict, source: str, dtype: str = "float32") -> "ZeroInference":
         """Return ZeRO-3 with the settings of `config` that do not concern training.
-        Raises UsageError: training refuses the file too, or the file puts parameters on NVMe."""
+        Raises UsageError if training also refuses the file, or if it puts parameters on NVMe."""
         if deepspeed_config.offload_device(config, "param") == "nvme":
-            raise UsageError(f"{source}: only training keeps parameters on NVMe")
+            raise UsageError(f"{source}: parameters on NVMe are supported only in training")
         zero = {key: v for key, v in config["zero_optimization"].items() if v != "auto"}
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
         if dtype != "float32":
@@ -62,12 +62,12 @@ class ZeroInference:
         from training.engine.launch import KEPT, skip_compiled_communication
 
         skip_compiled_communication()
-        weights = folder.sound_tensors()
+        weights = folder.checked_tensors()
         with deepspeed.zero.Init(config_dict_or_path=self.config):
             model = Transformer(folder.config())
         for name, parameter in model.named_parameters():
             with gathered(parameter, writes=True):
                 parameter.data.copy_(weights[name])
         engine, *_ = deepspeed.initialize(model=model, config=self.config)
-        KEPT.append(engine)  # with its process group
+        KEPT.append(engine)  # keeps its process group alive, see KEPT
         return engine.module.eval()
