@@ -91,7 +91,7 @@ def load_portable(folder: Path) -> Transformer:
 
 def build_model(config: LMConfig, weights: Mapping[str, Tensor], source: str) -> Transformer:
     """Build a model on the CPU, in fp32. Raises WeightsError if the weights do not fit."""
-    require_fit(without_memory(config), weights, source)  # a damaged config may fit no memory
+    require_fit(without_memory(config), weights, source)  # a damaged config may exceed memory
     model = Transformer(config)
     load_weights(model, weights, source)
     return model.eval()

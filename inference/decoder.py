@@ -112,8 +112,8 @@ class Decoder:
     """Compute the logits of the next token, for prompts and then token by token.
 
     Args:
-        model: the decoder copies its weights if `divided` is False; make a new decoder if they
-        change. dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
+        model: the decoder copies the weights, unless `divided`. Make a new decoder if they change.
+        dtype: dtype of weights and cache; None keeps the model's. Logits are always fp32.
         divided: True if ZeRO-3 divides the model; all processes must then make the same calls."""
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None = None, divided: bool = False):

@@ -241,7 +241,7 @@ class Malicious:
     [
         (lambda s: s, "", "pass --n_heads"),
         (lambda s: s, "--n_heads 7", "7 heads do not divide a width of 48"),
-        (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "norm.weight contains"),
+        (lambda s: s | {"norm.weight": torch.ones(48).int()}, "--n_heads 6", "weight contains"),
         (lambda s: {"fc.weight": torch.ones(2, 2)}, "--n_heads 6", "tok_embeddings.weight is mis"),
         (lambda s: {"step": 2}, "--n_heads 6", "not a state dict: step is not a tensor"),
         (lambda s: s | {"layers.0.x.bias": torch.ones(4)}, "--n_heads 6", "x.bias is not in this"),

@@ -132,7 +132,7 @@ def renamed(tensors: dict, old: str, new: str) -> dict:
     [
         (lambda t: t | {Q_A: t[Q_A][:, 1:]}, r"wq.lora_a has shape \(4, 31\), the model needs"),
         (lambda t: {n: t[n] for n in t if n != Q_A}, "layers.0.attention.wq.lora_a is missing"),
-        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* is .*, the model has"),
+        (lambda t: renamed(t, "layers.0", "layers.7"), "layers.7.* has shape .*, the model needs"),
         (
             lambda t: renamed(t, "lora_A.weight", "lora_magnitude_vector"),
             "is not a weight of Llama",

@@ -62,7 +62,7 @@ K, NORM = "layers.1.attention.wk.weight", "norm.weight"
         (lambda w: w | {"layers.2.x": torch.ones(2)}, r"layers\.2\.x is not in this model"),
         (lambda w: w | {NORM: torch.ones(17)}, r"norm.weight has shape \(17,\), the model needs"),
         (lambda w: w | {NORM: torch.ones(16) / 0}, "norm.weight contains NaN or infinity"),
-        (lambda w: w | {NORM: torch.ones(16).to(torch.int8)}, "no floating point numbers"),
+        (lambda w: w | {NORM: torch.ones(16).to(torch.int8)}, "or is not floating point"),
     ],
 )
 def test_weights_that_do_not_fit_are_named(saved, change, message):

@@ -41,7 +41,7 @@ def test_the_configuration_keeps_only_settings_for_inference(launched):
     ("device", "zero", "line"),
     [
         ("cuda:1", {}, "--device cuda:1: ZeRO-3 runs on cpu here; leave out --device"),
-        (None, {"offload_param": {"device": "nvme"}}, "only training keeps"),
+        (None, {"offload_param": {"device": "nvme"}}, "are supported only in training"),
         # Training refuses these too.
         (None, {"offload_parm": {"device": "cpu"}}, "DeepSpeed rejects .*offload_parm"),
         (None, {"zero_quantized_weights": True}, 'remove "zero_optimization.zero_quant'),

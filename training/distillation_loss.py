@@ -25,9 +25,9 @@ def distillation_loss(
     vocab_size: int | None = None,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (loss, hard, soft, agreement), fp32 means over the targets that are not IGNORE_INDEX
-    (0 if none). loss = alpha * hard + (1 - alpha) * soft; the others have no gradient. `hard` is
-    the cross-entropy, `soft` T² times the divergence, `agreement` the share of equal argmaxes.
+    """Return (loss, hard, soft, agreement), fp32 means over targets other than IGNORE_INDEX (or 0).
+    `loss` = alpha * hard + (1 - alpha) * soft; only it has a gradient. `hard` is the cross-entropy,
+    `soft` T² times the divergence, `agreement` the share of targets where both argmaxes agree.
 
     Args:
         logits: the student's, (B, seq_len, vocab_size or more), in any precision.

@@ -47,8 +47,8 @@ class TeacherWeights:
 
     @classmethod
     def find(cls, args: TrainingArguments) -> "TeacherWeights":
-        """Return the teacher of --teacher. Raises UsageError or ConfigError if it has no weights,
-        or if --teacher_config is not for ZeRO-3."""
+        """Return the teacher that --teacher names. Raises UsageError or ConfigError if it has no
+        weights, or if --teacher_config is not for ZeRO-3."""
         source = WeightsFolder.find(args.teacher, foreign=True)
         zero = None
         if path := args.teacher_config:

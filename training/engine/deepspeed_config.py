@@ -13,13 +13,13 @@ from pathlib import Path
 from common.errors import UsageError, reason
 from training.arguments import TrainingArguments
 
-# Replace "auto" in "zero_optimization" where no flag decides; ds_config.json has the same values.
+# Values for "auto" in "zero_optimization" where no flag decides; ds_config.json has the same.
 AUTO_DEFAULTS = {
     "overlap_comm": True,
     "allgather_bucket_size": 50_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
 }
-# Replace "auto" in "zero_optimization" by a number of elements that depends on the width. The
+# Formulas for "auto" in "zero_optimization": numbers of elements by the model's width. The
 # Hugging Face Trainer uses the same formulas (transformers/integrations/deepspeed.py).
 BY_WIDTH = {
     "reduce_bucket_size": lambda dim: dim * dim,
@@ -62,8 +62,8 @@ ONLY_STAGE_3 = (
 )
 # DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py) → the values of --lr_schedule.
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")  # as flags
-IGNORED = ("warmup_type", "last_batch_iteration")  # accepted, but without effect
+FOLLOWED = ("warmup_num_steps", "warmup_max_lr", "total_num_steps", "cos_min_ratio")
+IGNORED = ("warmup_type", "last_batch_iteration")  # accepted without effect; FOLLOWED become flags
 ONLY_ZERO = ("warmup_min_lr", "warmup_min_ratio")  # the warm-up here is linear and begins at 0
 
 

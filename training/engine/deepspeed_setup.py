@@ -11,7 +11,7 @@ from training.engine.main_process import on_every_process
 
 
 def partitioned_while_built(engine: Engine) -> AbstractContextManager:
-    """Return a context for building a model. Under ZeRO-3 it partitions each layer when it is
+    """Return a context for building a model. Under ZeRO-3 each layer is partitioned when it is
     created. DeepSpeed's own context draws initial weights in 16 bits and on the GPU, so the random
     numbers differ from those of the other engines."""
     if not engine.divides_model:

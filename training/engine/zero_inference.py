@@ -1,7 +1,7 @@
 """Run a trained model that is larger than a GPU: ZeRO-3 without gradients and optimizer.
 
-Each process stores a part of every parameter, on its device or where "offload_param" says. The
-weights of a layer are gathered while it computes (https://arxiv.org/abs/2207.00032).
+Each process stores a part of every parameter, on its device or on the device that "offload_param"
+names. The weights of a layer are gathered while it computes (https://arxiv.org/abs/2207.00032).
 """
 
 import os
