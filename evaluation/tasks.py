@@ -27,7 +27,7 @@ METRICS = {  # name → (number format, explanation)
     "loss": (".4f", "nats per token"),
     "perplexity": (".2f", ""),
     "bits_per_byte": (".4f", ""),
-    "accuracy": (".2%", "of next tokens were the most likely token"),
+    "accuracy": (".2%", "of next tokens had the highest probability of all tokens"),
     "acc": (".2%", "by log-likelihood of the choice"),
     "acc_norm": (".2%", "by log-likelihood per byte of the choice"),
     "chance": (".2%", "with random answers"),
@@ -165,5 +165,5 @@ def report(result: dict) -> str:
         if metric["low"] not in (None, metric["value"]):
             text += f"  ({metric['low']:{form}} to {metric['high']:{form}})"
         rows[name] = f"{text}  {explanation}".rstrip()
-    rows["interval"] = f"95%, by the spread among {units}; none for fewer than {LEAST_UNITS}"
+    rows["interval"] = f"95%, from the differences among {units} (at least {LEAST_UNITS} needed)"
     return "\n".join(f"{name:>13}: {text}" for name, text in rows.items())

@@ -107,7 +107,7 @@ def test_without_data_the_validation_split_of_the_run_is_scored(
         stream = [token for tokens, _ in dataset for token in tokens.tolist()]
         documents = {stream[: i + 1].count(1) for i in range(0, len(stream), SEQ_LEN)}
         assert result["units"] == len(documents) < len(dataset)
-    assert f"95%, by the spread among {result['units']:,} documents; none for" in out
+    assert f"95%, from the differences among {result['units']:,} documents (at least" in out
     loss = result["metrics"]["loss"]
     assert loss["low"] < loss["value"] < loss["high"]
     assert f" loss: {loss['value']:.4f}  ({loss['low']:.4f} to {loss['high']:.4f})" in out

@@ -100,7 +100,7 @@ def write_results(prepared: Prepared, weights: dict[str, Tensor], log: TrainingL
     best = best and f"best validation loss {best}: {run.path}{BEST}\n"
     log.say(
         f"\n{best}"
-        f"\nsample, the model going on from {prompt!r}:\n{prompt}{continuation}\n\n"
+        f"\nsample, the model's continuation of {prompt!r}:\n{prompt}{continuation}\n\n"
         f"loss curve: {run.loss_picture}\n"
         f"report:     {try_to_write_report([run.path], run.report)}\n"
         f"weights:    {run.weights}\n{adapter if lora else ''}\n"

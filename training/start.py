@@ -174,11 +174,11 @@ def start_block(run: Run) -> str:
         settings = [read_settings(run.settings).get("arguments", {}) for run in runs]
         if any(flags.get("lora_dim") for flags in settings):
             origin += "; its adapter is merged into these weights and not trained further"
-    read = f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
+    rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
-        read = data.summary
+        rows, read = "conversations", data.summary
     if run.val_loader:
-        read += f"; validation on {len(run.val_loader.dataset):,}"
+        read += f"; validation on {len(run.val_loader.dataset):,} {rows}"
     hint = ""
     if engine.name.startswith("DDP") and "RESUME_WITH" not in os.environ:  # no run_accelerate.sh
         hint = ", not DeepSpeed (for ZeRO-2: --deepspeed ds_config.json, with any launcher)"
