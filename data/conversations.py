@@ -9,10 +9,11 @@ Each conversation is one JSON object. Its keys tell the form:
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-An answer with "weight": 0 does not count in the loss, nor does one in a list under "prompt".
-A content may be a list of parts {"type": "text", "text": "…"}. A prompt that begins with
-"\\n\\nHuman:" holds several turns, as in Anthropic's hh-rlhf. "rejected" is not read. The built-in
-conversations are made from the docstrings of Python's standard library.
+A "system" beside these keys is the system message. An answer with "weight": 0 does not count in the
+loss, nor does one in a list under "prompt". A content may be a list of parts {"type": "text",
+"text": "…"}. A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's
+hh-rlhf. "rejected" is not read. The built-in conversations are made from the docstrings of
+Python's standard library.
 """
 
 import ast
@@ -38,6 +39,7 @@ TOOLS = ("tool", "function", "function_call", "observation")
 LISTS = ("conversations", "messages")
 ANSWERS = ("chosen", "response", "completion")
 KEYS = (*LISTS, "prompt", *ANSWERS, "rejected", "instruction", "input", "output")
+KEYS += (SYSTEM, "history")
 # The built-in conversations use signatures and summaries of these lengths, in characters.
 LONGEST_SIGNATURE = 120
 SUMMARY_LENGTHS = range(20, 301)
@@ -72,7 +74,11 @@ def conversation_records(files: list[str]) -> Iterator[Record]:
 def parse_conversation(value: dict, where: str) -> list[Turn]:
     """Return the turns of a conversation. Raises DataError, which begins with `where`, if the form
     is unknown, if `check_turns` refuses it, or if no answer counts in the loss."""
+    if value.get("history"):
+        raise DataError(f'{where}: "history" is not supported: put all turns into "messages"')
     turns = _turns(value, where)
+    if value.get(SYSTEM):
+        turns = [Turn(SYSTEM, value[SYSTEM]), *turns]
     check_turns(turns, where)
     if not any(turn.counts for turn in turns):
         raise DataError(f"{where}: no answer of the assistant counts in the loss")
@@ -140,7 +146,8 @@ def _listed_turns(turns: object, where: str) -> list[Turn]:
 
 
 def _turn(said: dict, where: str) -> Turn:
-    keys = ("from", "value") if "from" in said else ("role", "content")
+    # A table of both forms has null in the columns of the other form.
+    keys = ("role", "content") if said.get("from") is None else ("from", "value")
     role, content = (said[key] for key in keys)
     if role in TOOLS or said.get("tool_calls") or said.get("function_call"):
         raise DataError(f"{where}: calls of tools are not supported")

@@ -26,7 +26,7 @@ from data.tokenizer_training import train_tokenizer
 from data.validation_split import ValidationSplit
 
 SHARD_TOKENS = 100_000_000
-SKIP_HINT = "--skip_bad_lines skips and counts such documents"
+SKIP_HINT = "scripts.prepare_data --skip_bad_lines skips and counts such documents"
 # A tokenizer trained on three times as much text saves only 1% of the tokens.
 TOKENIZER_SAMPLE_BYTES = 4_000_000
 # Share of the built-in conversations for validation. It is large because their text is short.

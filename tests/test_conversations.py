@@ -34,6 +34,14 @@ FORMS = {
         {"messages": [{"from": turn.role, "value": turn.content} for turn in TURNS], "tools": None},
         TURNS,
     ),
+    "two forms in one table": (
+        {"messages": [turn | {"from": None, "value": None} for turn in DICTS], "history": []},
+        TURNS,
+    ),
+    "a system message beside the list": (
+        {"system": TURNS[0].content, "conversations": FROM_VALUE[1:]},
+        TURNS,
+    ),
     "parts of a content": (
         {"messages": [DICTS[0], {"role": "user", "content": PARTS}, DICTS[2] | {"name": "bot"}]},
         TURNS,
@@ -70,6 +78,8 @@ def messages(*roles: str) -> dict:
 
 
 WRONG = {
+    "history": ({"instruction": "1?", "output": "2", "history": [["a", "b"]]}, '"history" is not'),
+    "two system messages": ({"system": "be brief", "messages": DICTS}, "turn 2 has the role"),
     "none of the forms": ({"text": "a"}, '"prompt" and "completion", "chosen" or "response"'),
     "no list": ({"messages": "hello"}, "expected a list of {"),
     "other keys": (

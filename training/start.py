@@ -19,7 +19,7 @@ from common.numbers import counted, memory
 from data.shards import CONVERSATIONS
 from model import ConfigError, Transformer
 from storage.checkpoint import write_base
-from storage.folder import RunFolder, read_settings, release_locks
+from storage.folder import RunFolder, release_locks
 from training.arguments import TrainingArguments, parse_arguments
 from training.build import build_model, random_state
 from training.engine.device import attention_kernel, available_memory, device_name, matrix_precision
@@ -171,8 +171,7 @@ def start_block(run: Run) -> str:
         origin += "; it has no tokenizer, but the same vocabulary size"
     if prepared.source and prepared.source.path.name != "base":  # base/ holds no adapter
         runs = map(RunFolder, prepared.source.path.parents[:2])  # of weights, of a checkpoint
-        settings = [read_settings(run.settings).get("arguments", {}) for run in runs]
-        if any(flags.get("lora_dim") for flags in settings):
+        if any(run.base.exists() for run in runs):
             origin += "; its adapter is merged into these weights and not trained further"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:
@@ -212,7 +211,7 @@ def start_block(run: Run) -> str:
         "parameters": _parameters(prepared.shapes),
         "adapters": lora
         and f"LoRA of dim {lora.dim} and alpha {lora.alpha:g} in {lora.module_name!r}; "
-        f"{prepared.n_trained / 1e6:.2f} million parameters are trained",
+        f"{prepared.n_trained:,} parameters are trained",
         "optimizer": optimizer,
         "data": f"{args.data}: {read}",
         "global batch": f"{batch:,} sequences = {batch * data.tokens_per_sample:,.0f} tokens per "
@@ -222,7 +221,7 @@ def start_block(run: Run) -> str:
         f"learning rate {args.learning_rate:g} after {rate.warmup_steps:,} warm-up steps, "
         f"{rate.schedule}",
         "memory": f"about {memory(expected.peak)} per process expected{offloaded}, besides "
-        "about 1 GiB for Python and PyTorch",
+        "up to 1 GiB for Python and PyTorch",
         "teacher": teacher,
         "schedule": prepared.schedule_note,
     }

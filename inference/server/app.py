@@ -237,7 +237,9 @@ class Connection(H11Protocol):
         """Close the connection, with this error if no answer has begun."""
         if not (self.cycle and self.cycle.response_started):
             error = json.dumps(ApiError(status, message).detail)
-            head = f"HTTP/1.1 {status} \r\nContent-Type: application/json\r\n\r\n"
+            head = (
+                f"HTTP/1.1 {status} \r\nConnection: close\r\nContent-Type: application/json\r\n\r\n"
+            )
             self.transport.write((head + error).encode())
         self.transport.abort()
 

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -184,7 +185,9 @@ def use_all_cores() -> None:
     A launcher also sets this variable, to 1: then the launcher's own environment decides."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
-        threads = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
+        threads = None
+        with suppress(psutil.Error, AttributeError):  # no parent, or another user's
+            threads = psutil.Process().parent().environ().get("OMP_NUM_THREADS")
     if threads is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, available_cores() // processes))
