@@ -119,7 +119,7 @@ def split_at_random(ids: list[int], tokenizer: Tokenizer, rng: np.random.Generat
 
 def _conversation(tokenizer: Tokenizer, turns: list[Turn]) -> Document:
     ids, counts = encode_conversation(tokenizer, turns)
-    # Where answers start and end. `append` ends an answer at the end of the ids.
+    # Where answers start and end. `append=False` ends an answer that lasts to the last id.
     answers = np.flatnonzero(np.diff(counts, append=False)).reshape(-1, 2) + 1
     tokens = np.array(ids[: answers[-1, 1]], token_dtype(tokenizer.vocab_size))
     n_bytes = sum(len(turn.content.encode()) for turn in turns if turn.counts)
@@ -153,7 +153,7 @@ def encoders(workers: int, n_bytes: int) -> Iterator[Callable[..., Iterator[Enco
             yield window.popleft().result()
 
     try:
-        # A new process inherits this handler until its initializer runs.
+        # Ignore Ctrl-C meanwhile: a new process inherits SIG_IGN before its initializer runs.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(workers):  # each call starts a process
             pool.submit(os.getpid)

@@ -17,7 +17,7 @@ def test_a_shuffle_holds_every_number_once(n):
 
 
 def test_orders_never_change():
-    """A run that goes on with another order would read other samples."""
+    """If the code changed the order, a resumed run would read samples twice and miss others."""
     assert shuffled(np.arange(9), 9, seed=3, epoch=1).tolist() == [0, 8, 4, 6, 7, 3, 5, 1, 2]
     far = shuffled(np.arange(2), 10**12, seed=2**40, epoch=7)
     assert far.tolist() == [62335652399, 392173342924]

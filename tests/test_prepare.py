@@ -186,7 +186,7 @@ def test_a_student_takes_length_and_data_of_the_newest_run_that_can_teach(runs, 
     found = student(runs)
     assert found.teacher.source.path == runs / "older" / "weights"
     assert (found.args.data, found.config.max_seq_len) == (str(packed), 16)
-    passed = f"--teacher auto passes over {runs / 'newer'}: the training data of "
+    passed = f"--teacher auto skips {runs / 'newer'}: the training data of "
     assert passed in capsys.readouterr().out
     found = student(runs, "--data", str(packed))
     assert found.config.max_seq_len == 24

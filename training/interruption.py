@@ -91,7 +91,7 @@ def exit_rank() -> None:
     error = sys.exc_info()[1]
     if "RANK" not in os.environ or not isinstance(error, SystemExit | None):
         return
-    for thread in threading.enumerate():  # other threads end only at the shutdown
+    for thread in threading.enumerate():  # other threads end only at Python's shutdown
         if thread.name == CHECKPOINT_WRITER:
             thread.join()
     for output in (sys.stdout, sys.stderr):

@@ -179,7 +179,7 @@ def find_teacher(
         except (UsageError, ConfigError) as problem:
             if name == names[-1]:
                 raise
-            print(f"--teacher {args.teacher} passes over {name}: {problem}", flush=True)
+            print(f"--teacher {args.teacher} skips {name}: {problem}", flush=True)
 
 
 def prepared_data(

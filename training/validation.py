@@ -15,7 +15,7 @@ from model import IGNORE_INDEX
 def validation_loader(
     dataset: TokenStream, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """Return a loader of this process's share of max_samples sequences (0: all), spread evenly."""
+    """Return this process's loader of max_samples sequences (0: all), evenly spaced in the set."""
     chosen = spread(len(dataset), max_samples)
     if dataset.lengths is not None:  # a batch of similar lengths needs little padding
         chosen.sort(key=lambda i: dataset.lengths[i])
@@ -23,7 +23,7 @@ def validation_loader(
         Subset(dataset, chosen),
         batch_size,
         collate_fn=getattr(dataset, "collate", None),
-        generator=torch.Generator(),  # otherwise the loader draws from that of dropout
+        generator=torch.Generator(),  # otherwise the loader uses the generator of dropout
     )
     return accelerator.prepare_data_loader(loader)
 
@@ -37,7 +37,7 @@ def spread(n: int, most: int) -> list[int]:
 def validate(
     model: nn.Module, loader: DataLoader, accelerator: Accelerator, bytes_per_token: float
 ) -> dict:
-    """Return "loss", the mean over all targets that count on all processes, in nats; "perplexity";
+    """Return "loss", the mean in nats over the counted targets of all processes; "perplexity";
     "bits_per_byte", comparable between tokenizers; "samples", the number of sequences."""
     model.eval()
     total_loss, n_targets, samples = 0.0, 0, 0
