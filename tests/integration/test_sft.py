@@ -181,8 +181,8 @@ def check_parts(run: Trained, base: Trained, only_lora: bool) -> None:
     assert ("tok_embeddings.weight" in names) != only_lora
     changed = {name for name in begun if not torch.equal(left[name], begun[name])}
     assert changed == {f"{name.rpartition('.')[0]}.weight" for name in names}
-    trained = sum(tensor.numel() for tensor in run.tensors().values()) / 1e6
-    said = f"LoRA of dim 4 and alpha {4 * scaling:g} in 'layers'; {trained:.2f} million parameters"
+    trained = sum(tensor.numel() for tensor in run.tensors().values())
+    said = f"LoRA of dim 4 and alpha {4 * scaling:g} in 'layers'; {trained:,} parameters"
     assert said in run.out
 
 
