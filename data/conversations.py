@@ -1,6 +1,6 @@
-"""Read conversations in the forms of other projects.
+"""Read conversations in the formats of other projects.
 
-Each conversation is one JSON object. Its keys tell the form:
+Each conversation is one JSON object. Its keys determine the format:
 
     {"messages": [{"role": "user", "content": "…"}, …]}         OpenAI (also "weight": 0)
     {"conversations": [{"role": "user", "content": "…"}, …]}    MiniMind
@@ -9,8 +9,8 @@ Each conversation is one JSON object. Its keys tell the form:
     {"prompt": "…", "chosen": "…"}, {"prompt", "response"}      DeepSpeed-Chat (Dahoas/rm-static)
     {"instruction": "…", "input": "…", "output": "…"}           Alpaca; input may be missing
 
-A "system" beside these keys is the system message. An answer with "weight": 0 does not count in the
-loss, nor does one in a list under "prompt". A content may be a list of parts {"type": "text",
+In every format, "system" may hold the system message. Answers with "weight": 0, and answers in a
+list under "prompt", do not count in the loss. A content may be a list of parts {"type": "text",
 "text": "…"}. A prompt that begins with "\\n\\nHuman:" holds several turns, as in Anthropic's
 hh-rlhf. "rejected" is not read. The built-in conversations are made from the docstrings of
 Python's standard library.
@@ -115,7 +115,7 @@ def _shown(value: object) -> str:
 
 
 def _turns(value: dict, where: str) -> list[Turn]:
-    # A table has null in the columns that a row does not use.
+    # A Parquet row has null in the columns that it does not use.
     given = {key: value[key] for key in KEYS if value.get(key) is not None}
     for key in LISTS:
         if key in given:
@@ -146,7 +146,7 @@ def _listed_turns(turns: object, where: str) -> list[Turn]:
 
 
 def _turn(said: dict, where: str) -> Turn:
-    # A table of both forms has null in the columns of the other form.
+    # In a Parquet file with both formats, the keys of the unused format are null.
     keys = ("role", "content") if said.get("from") is None else ("from", "value")
     role, content = (said[key] for key in keys)
     if role in TOOLS or said.get("tool_calls") or said.get("function_call"):
@@ -158,7 +158,7 @@ def _turns_of_prompt(prompt: str, answer: str) -> list[Turn]:
     if not prompt.startswith("\n\nHuman:"):
         return [Turn(USER, prompt), Turn(ASSISTANT, answer)]
     _, *parts = re.split(r"\n\n(Human|Assistant):", prompt)  # "Human", its text, "Assistant", ...
-    # In rm-static a prompt ends with the "Assistant:" of the answer.
+    # In rm-static a prompt ends with "Assistant:"; the answer is in another field.
     if parts[-2] == "Assistant" and not parts[-1].strip():
         parts = parts[:-2]
     roles = {"Human": USER, "Assistant": ASSISTANT}

@@ -26,7 +26,7 @@ BLOCK_ROWS = 1024  # rows in memory at a time; sorting them by length saves padd
 
 
 class Row(NamedTuple):
-    """A window of a document, a conversation, or a question with a choice."""
+    """A sequence to score: a window of a document, a conversation, or a question and a choice."""
 
     unit: Hashable  # the document, conversation or question; its rows follow each other
     tokens: Tensor  # (T,) int64

@@ -85,7 +85,7 @@ class Checkpointer:
 
 
 def prune(run: RunFolder, keep_last: int) -> None:
-    """Remove all checkpoints except the newest `keep_last` and the best one; 0 keeps all."""
+    """Remove all checkpoints but the newest `keep_last` and the best; none if it is 0."""
     if keep_last == 0:
         return
     checkpoints = run.all_checkpoints()

@@ -28,7 +28,7 @@ def on_main_process(engine: Engine | None, decide: Callable[[], Answer]) -> Answ
 def on_every_process(engine: Engine | None, attempt: Callable[[], Answer]) -> Answer:
     """Call `attempt` on every process; return each process's own answer.
     Every process must call this. Raises the UsageError or ConfigError that `attempt` raised on at
-    least one process. The message names the ranks, unless all failed."""
+    least one process. The message names the ranks that failed, unless all failed."""
     if engine is None or engine.cpu_group is None:
         return attempt()
     answer, error = _tried(attempt)
