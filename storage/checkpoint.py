@@ -96,10 +96,10 @@ def _compare(folder: Path, names: set[str]) -> None:
             raise WeightsError(f"the checksum of {name} is wrong")
 
 
-def newest_undamaged(run: RunFolder) -> tuple[Path | None, dict[Path, str]]:
-    """Return the newest undamaged checkpoint or None, and the damage of each newer one."""
+def newest_undamaged(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:
+    """Return the last undamaged checkpoint or None, and the damage of each one after it."""
     problems = {}
-    for checkpoint in reversed(run.all_checkpoints()):
+    for checkpoint in reversed(checkpoints):
         problem = damage(checkpoint)
         if problem is None:
             return checkpoint, problems

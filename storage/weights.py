@@ -139,7 +139,7 @@ def find_checkpoint(path: Path) -> Path:
         if problem := checkpoint.damage(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
-    newest, problems = checkpoint.newest_undamaged(RunFolder(path))
+    newest, problems = checkpoint.newest_undamaged(RunFolder(path).all_checkpoints())
     if newest:
         return newest
     if problems:

@@ -240,13 +240,13 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def kill_all(process: subprocess.Popen | WarmProcess) -> None:
+def kill_all(process: subprocess.Popen | WarmProcess, number: int = signal.SIGKILL) -> None:
     """Kill a process and all that it has started, and wait until they are gone."""
     tree = psutil.Process(process.pid)
     members = [*tree.children(recursive=True), tree]
     for member in members:
         with suppress(psutil.NoSuchProcess):
-            member.kill()
+            member.send_signal(number)
     process.wait(SAFETY_NET_SECONDS)
     wait_for(lambda: all(map(has_ended, members)))
 

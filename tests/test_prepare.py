@@ -208,7 +208,7 @@ def test_conversations_prepared_by_hand_are_used_as_they_are(weights, tmp_path, 
         prepare(*parse_arguments(words, SFTArguments), None)
     said = capfd.readouterr()
     assert "line 41: not JSON" in said.err
-    (command,) = [x for x in said.out.splitlines() if x.startswith("python -m scripts.prepare")]
-    typed = [*shlex.split(command)[3:], "--skip_bad_lines"]
+    (command,) = [x for x in said.err.splitlines() if x.startswith("try: python -m")]
+    typed = [*shlex.split(command)[4:], "--skip_bad_lines"]
     subprocess.run([sys.executable, str(PREPARE_DATA), *typed], check=True)
     assert len(prepare(*parse_arguments(words, SFTArguments), None).train_set) > 20

@@ -162,12 +162,14 @@ def test_a_run_from_one_with_an_adapter_says_what_becomes_of_the_adapter(flags, 
     adapted = tmp_path / "a" / "settings.json"
     adapted.write_text('{"arguments": {"lora_dim": 4}}', encoding="utf-8")
     shutil.copytree(tmp_path / "a" / "weights", tmp_path / "a" / "base")
+    main(flags("base"))  # a run of this name is no base of other runs
     said = {}
-    for name, weights in (("b", "a"), ("c", "a/checkpoints/step-00000002"), ("d", "a/base")):
+    sources = ("a", "a/checkpoints/step-00000002", "a/base", "b")
+    for name, weights in zip("bcde", sources, strict=True):
         capsys.readouterr()
         main(flags(name, "--init_from", str(tmp_path / weights)))
         said[name] = "its adapter is merged into these weights" in capsys.readouterr().out
-    assert said == {"b": True, "c": True, "d": False}
+    assert said == {"b": True, "c": True, "d": False, "e": False}
 
 
 def test_compiled_code_of_one_call_is_dropped_before_the_next():

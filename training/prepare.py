@@ -200,9 +200,9 @@ def prepared_data(
     else:
         return args.data
     flags += ["--out", folder, "--reuse"]  # --reuse takes the user's data too
-    print(f"python -m scripts.prepare_data {shlex.join(flags)}", flush=True)
     command = [sys.executable, str(PREPARE_DATA), *flags]
     if subprocess.run(command, stdout=2).returncode:  # to stderr: preflight's stdout is for flags
+        print(f"try: python -m scripts.prepare_data {shlex.join(flags)}", file=sys.stderr)
         raise ReportedError(f"{folder}: the data could not be prepared")
     return folder
 

@@ -15,7 +15,7 @@ from data.dataset import TokenStream
 from data.shards import CONVERSATIONS
 from data.tokenizer import TOKENIZER_FILES, copy_tokenizer
 from model import LMConfig, Transformer
-from storage.checkpoint import STATE, damage, read_state, run_of
+from storage.checkpoint import STATE, newest_undamaged, read_state, run_of
 from storage.find import program_of, run_to_resume
 from storage.folder import RunFolder, lock, read_settings, step_of
 from training.arguments import TrainingArguments
@@ -63,13 +63,12 @@ def find_starting_point(args: TrainingArguments) -> StartingPoint:
         raise UsageError(f"{run.path} holds a run of {program}: choose another --run_name")
     if run.metrics.exists() and not args.resume:
         raise UsageError(f"{run.path} holds a run: pass --resume auto, or another run_name")
-    problem = None
-    for path in reversed(checkpoints):
-        problem = damage(path)
-        if problem is None:
-            return StartingPoint(run, path, read_state(path))
-        print(f"DAMAGED CHECKPOINT {path}: {problem}; trying the one before")
-    if problem:
+    newest, problems = newest_undamaged(checkpoints)
+    for path, problem in problems.items():
+        print(f"DAMAGED CHECKPOINT {path}: {problem}")
+    if newest:
+        return StartingPoint(run, newest, read_state(newest))
+    if problems:
         reason = f"no undamaged checkpoint, {path} is damaged: {problem}"
         raise UsageError(f"--resume {args.resume}: {reason}")
     return StartingPoint(run)

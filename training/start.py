@@ -171,7 +171,7 @@ def start_block(run: Run) -> str:
         origin += "; it has no tokenizer, but the same vocabulary size"
     if prepared.source and prepared.source.path.name != "base":  # base/ holds no adapter
         runs = map(RunFolder, prepared.source.path.parents[:2])  # of weights, of a checkpoint
-        if any(run.base.exists() for run in runs):
+        if any(run.settings.exists() and run.base.exists() for run in runs):
             origin += "; its adapter is merged into these weights and not trained further"
     rows, read = "sequences", f"{data.n_tokens:,} tokens, {len(data):,} sequences of {data.seq_len}"
     if data.lengths is not None:

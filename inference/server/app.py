@@ -236,11 +236,9 @@ class Connection(H11Protocol):
     def abort(self, status: int, message: str) -> None:
         """Close the connection, with this error if no answer has begun."""
         if not (self.cycle and self.cycle.response_started):
+            head = (f"HTTP/1.1 {status} ", "Connection: close", "Content-Type: application/json")
             error = json.dumps(ApiError(status, message).detail)
-            head = (
-                f"HTTP/1.1 {status} \r\nConnection: close\r\nContent-Type: application/json\r\n\r\n"
-            )
-            self.transport.write((head + error).encode())
+            self.transport.write("\r\n".join([*head, "", error]).encode())
         self.transport.abort()
 
 

@@ -3,6 +3,7 @@
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -66,10 +67,12 @@ def start(machines, packed, tmp_path):
             command = train_command(command, 2, packed, tmp_path / "run", f"{FLAGS} {flags}")
             log = tmp_path / f"{machine.name}.log"
             log.unlink(missing_ok=True)
-            processes.append(machine.start(command, log))
+            processes.append(machine.start(command, log, PYTHONFAULTHANDLER="1"))
         return processes
 
-    return start
+    yield start
+    for machine in machines:  # pytest shows it if the test fails
+        print((tmp_path / f"{machine.name}.log").read_text())
 
 
 @pytest.mark.variant  # of the job below, and of the dead rank in test_reliability.py
@@ -92,7 +95,7 @@ def test_a_run_outlasts_a_network_cut_and_resumes_after_a_machines_death(
     finally:
         for process in (here, there):
             if process.poll() is None:
-                kill_all(process)
+                kill_all(process, signal.SIGABRT)  # each process says where it waits
     assert during <= before + 2  # one step under way, and one about to be logged
     assert code == 1  # the launcher's
     (line,) = errors((tmp_path / f"{NAMES[0]}.log").read_text())
