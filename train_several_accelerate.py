@@ -104,7 +104,7 @@ class Runs:
         self.all, self.folders = list(runs), [folder.path for folder in folders]
         self.first = self.all[0]
         for run in self.all:
-            run.checkpointer.beside = [each.checkpointer for each in self.all]
+            run.checkpointer.group = [each.checkpointer for each in self.all]
         self._random = runs
         self._left = dict.fromkeys(runs, time.perf_counter())  # when each run's last turn ended
 

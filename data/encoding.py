@@ -1,8 +1,9 @@
 """Encode records of text or conversations as tokens, in several processes.
 
-A small text is read several times, so the model memorises it. Splitting the text into other pieces
-each time makes memorising harder and shows the model how words are spelled. BPE-dropout (Provilkov
-et al., 2020, arxiv.org/abs/1910.13267) skips merges; here finished pieces are split again.
+Training reads a small text several times, so the model memorises it. If the text is split into
+different pieces each time, the model memorises less and learns how words are spelled. BPE-dropout
+(Provilkov et al., 2020, arxiv.org/abs/1910.13267) skips merges; this module splits the pieces that
+the tokenizer returns.
 """
 
 import json

@@ -117,7 +117,7 @@ def build_scorer(model: Transformer, batch_size: int, device="auto", dtype=None)
 
 
 def ratio(tops: np.ndarray, bottoms: np.ndarray, scale: Callable = float) -> dict:
-    """Return the ratio of the sums as "value", and its 95% interval from "low" to "high".
+    """Return sum(tops) / sum(bottoms) as "value", and its 95% interval from "low" to "high".
 
     "low" and "high" are None for fewer than LEAST_UNITS units. A unit is a document, conversation
     or question: the tokens inside a unit are not independent samples. With the ratio R and n units,

@@ -61,7 +61,8 @@ def penalise(logits: "Tensor", texts: list[list[int]], penalty: float) -> "Tenso
 
 
 def choose(logits: "Tensor", sampling: Sampling, numbers: "Tensor") -> "Tensor":
-    """Return one token per row, (B,): the first whose cumulative probability exceeds the number.
+    """Draw one token per row and return them, (B,). With the tokens of a row ordered from the most
+    likely on, it is the first at which the sum of probabilities exceeds the row's number.
     logits are (B, vocab_size) in fp32, after `penalise`; numbers are (B,), random in [0, 1)."""
     if sampling.temperature == 0:
         return logits.argmax(-1)

@@ -13,8 +13,8 @@ BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation l
 
 
 def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
-    """Return the runs of this training program, the newest first. `path_in` returns the path in a
-    run whose time of modification is compared."""
+    """Return the runs among `paths`, of one training program unless `program` is None, the newest
+    first. The age of a run is that of the file or folder that `path_in` returns for it."""
     times = {}
     for run in map(RunFolder, paths):
         path = path_in(run)
@@ -29,7 +29,8 @@ def program_of(run: RunFolder) -> str:
 
 
 def run_to_resume(out: Path, program: str, name: str | None) -> RunFolder | None:
-    """Return the run `out`/`name`, or without name the run that saved last; None if none saved."""
+    """Return the run `name` in the folder `out`; without a name, the run in `out` that saved a
+    checkpoint last. Return None if there is no checkpoint."""
     paths = [out / name] if name else out.glob("*")
     runs = newest_first(paths, program, lambda run: max(run.all_checkpoints(), default=None))
     return runs[0] if runs else None
@@ -58,8 +59,8 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
 
 
 def names_of(name: str, runs: Path, program: str | None) -> list[str]:
-    """Return [name]. For 'auto' or 'auto@best' return the name of each run of this program; the run
-    that logged last is first. Raises UsageError if there is no such run."""
+    """Return [name]; for 'auto' or 'auto@best', the names of all runs of this program, of which the
+    first logged last. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
         return [name]
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):

@@ -238,7 +238,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_save_works(ru
     assert steps_of(run) == [1]
     assert run.latest.read_text() == "step-00000001\n"
     beside = checkpointer_of(run)
-    beside.keep_last, beside.beside = 1, [checkpointer]
+    beside.keep_last, beside.group = 1, [checkpointer]
     beside.save(2, None)  # of a model that is trained together with the one that failed
     assert beside.wait()
     assert steps_of(run) == [1, 2]

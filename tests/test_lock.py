@@ -15,15 +15,15 @@ import os, sys
 from pathlib import Path
 from storage.folder import lock
 lock(Path(sys.argv[1]))
-os.fork()  # like a process that reads data, which outlives a killed parent by seconds
+os.fork()  # a child, like one that reads data, lives for seconds after its parent was killed
 os.write(1, b"held\\n")
-sys.stdin.read()  # until it is killed, or the tests are
+sys.stdin.read()  # ends when this process is killed, or the process of the tests
 """
 
 
 @contextmanager
 def holder_of(lock: Path):
-    """A process that runs until the block ends, with all that it has started."""
+    """Start a process that holds the lock; at the end of the block, kill it and its children."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(lock)],
         stdin=subprocess.PIPE,

@@ -124,10 +124,10 @@ def lone(packed, monkeypatch):
 
 def opened(server: LiveServer, text: bytes) -> socket.socket:
     """Return a connection of which the server has this beginning of a request."""
-    before = len(server.server.server_state.connections)
     connection = socket.create_connection(server.address, timeout=SAFETY_NET_SECONDS)
     connection.sendall(text)
-    wait_until(lambda: len(server.server.server_state.connections) > before)
+    mine, state = connection.getsockname(), server.server.server_state
+    wait_until(lambda: mine in [each.client for each in list(state.connections)])
     return connection
 
 
@@ -195,7 +195,8 @@ def test_at_the_end_all_who_wait_are_told_why(packed, capsys):
     body = b'{"prompt": "1", "temperature": 0}'
     whole = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
     opened(server, HALVES["body"]).close()  # a client that leaves is nothing to report
-    wait_until(lambda: not server.server.server_state.tasks)
+    state = server.server.server_state
+    wait_until(lambda: not state.connections and not state.tasks)
     clients = [opened(server, text) for text in [*HALVES.values(), whole]]
     wait_until(lambda: server.n_running == 1)
     server.server.should_exit = True

@@ -42,7 +42,7 @@ class Checkpointer:
         # All processes need the same value, but other machines may see the files late.
         self.lowest_val_loss = on_main_process(engine, lambda: lowest)
         self._writer = threading.Thread()  # writes the latest save
-        self.beside: list[Checkpointer] = []  # checkpointers of all models that train together
+        self.group: list[Checkpointer] = []  # checkpointers of all models that train together
         self._saved = True  # False: the latest save is in progress or has failed
 
     def save(self, step: int, val_loss: float | None) -> None:
@@ -80,7 +80,7 @@ class Checkpointer:
         path = self.folder.checkpoint(state["step"])
         self.log.say(f"saved {path}: {size:.1f} MB; training was stalled for {stalled:.2f} s")
         # Models resume together, so all must have saved this step before old ones are removed.
-        if all(other._saved for other in self.beside):
+        if all(other._saved for other in self.group):
             prune(self.folder, self.keep_last)
 
 
