@@ -240,10 +240,19 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def tree_of(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it has started. psutil's own `children` compares times of the
+    clock, and misses processes if the clock is set meanwhile."""
+    everyone = list(psutil.process_iter(["ppid"]))
+    tree = [psutil.Process(pid)]
+    for process in tree:  # grows as it is read
+        tree += [each for each in everyone if each.info["ppid"] == process.pid]
+    return tree
+
+
 def kill_all(process: subprocess.Popen | WarmProcess, number: int = signal.SIGKILL) -> None:
     """Kill a process and all that it has started, and wait until they are gone."""
-    tree = psutil.Process(process.pid)
-    members = [*tree.children(recursive=True), tree]
+    members = tree_of(process.pid)
     for member in members:
         with suppress(psutil.NoSuchProcess):
             member.send_signal(number)

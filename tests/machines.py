@@ -9,9 +9,8 @@ import subprocess
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-from conftest import REPOSITORY, clean_environment
+from conftest import REPOSITORY, clean_environment, tree_of
 from warm_ranks import Helper, WarmProcess
 
 NAMES, ADDRESSES = ("nodea", "nodeb"), ("10.77.0.1", "10.77.0.2")
@@ -36,7 +35,7 @@ class Machine:
         if self._holder.stdout.readline() != "up\n":
             reason = self._holder.stderr.read().strip()
             pytest.skip(f"only root can make network namespaces here ({reason})")
-        (first,) = psutil.Process(self._holder.pid).children()
+        _, first = tree_of(self._holder.pid)
         self.number = first.pid  # pid, outside, of the machine's first process
         self._helper: Helper | None = None
 

@@ -21,6 +21,7 @@ from conftest import (
     run_warm,
     start_warm,
     train_command,
+    tree_of,
     wait_for,
 )
 from warm_ranks import WarmProcess
@@ -65,7 +66,8 @@ class Trainer:
 
 def ranks(launcher: WarmProcess) -> list[psutil.Process]:
     """Return the training processes in their order."""
-    return sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.pid)
+    ours = [each for each in tree_of(launcher.pid) if each.ppid() == launcher.pid]
+    return sorted(ours, key=lambda child: child.pid)
 
 
 # Functions before whose n-th call a run can stand still, and values of n from about three saves.

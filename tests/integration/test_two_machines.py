@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import (
     LAUNCH,
@@ -21,6 +20,7 @@ from conftest import (
     kill_all,
     train,
     train_command,
+    tree_of,
     wait_for,
     write_corpus,
 )
@@ -147,7 +147,7 @@ def test_a_slurm_job_prepares_data_once_and_saves_when_one_machine_gets_a_signal
         wait_for(lambda: len(rows_of(clone / "out" / "runs" / "job-4242")) >= 5, process)
         (script,) = (
             child
-            for child in psutil.Process(process.pid).children(recursive=True)
+            for child in tree_of(process.pid)
             if child.cmdline()[:2] == ["bash", "run_accelerate.sh"]
             and child.environ()["SLURM_NODEID"] == "1"
             and child.parent().name() != "bash"
