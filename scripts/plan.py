@@ -1,4 +1,4 @@
-r"""Estimate memory, network traffic and hours of a training with each engine.
+r"""Estimate memory, network traffic and hours of training with each engine.
 
     python -m scripts.plan --dim 1024 --n_layers 32 --max_seq_len 1024 --batch_size 24 \
         --accumulation_steps 32 --num_processes 4 --gpu_memory 48 --device "RTX 6000 Ada"
@@ -57,7 +57,7 @@ def describe(options: dict) -> str:
     seq_len, total = shapes.config.max_seq_len, shapes.num_parameters()
     step = args.global_batch(processes) * seq_len  # tokens
     tokens = plan.tokens or (args.max_steps or 0) * step or TOKENS_PER_PARAMETER * total
-    flops = tokens * shapes.flops_per_token(seq_len)  # FLOPs of the whole training
+    flops = tokens * shapes.flops_per_token(seq_len)  # FLOPs of the whole run
     compiled = should_compile(args.compile, flops / processes, device)
     work = Workload(args=args, shapes=shapes, processes=processes, device=device, compiled=compiled)
     hours = f"{flops / (peak * plan.mfu * processes) / 3600:.3g}" if peak else "?"

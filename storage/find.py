@@ -13,8 +13,8 @@ BEST = "@best"  # RUN@best is the checkpoint of RUN with the lowest validation l
 
 
 def newest_first(paths: Iterable[Path], program: str | None, path_in: Callable) -> list[RunFolder]:
-    """Return the runs among `paths`, of one training program unless `program` is None, the newest
-    first. The age of a run is that of the file or folder that `path_in` returns for it."""
+    """Return the runs of `program` (None: of all programs) among `paths`, the newest first.
+    The age of a run is that of the file or folder that `path_in` returns for it."""
     times = {}
     for run in map(RunFolder, paths):
         path = path_in(run)
@@ -50,7 +50,7 @@ def data_of(name: str) -> str:
 
 
 def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
-    """Return the folder with this name; 'auto' is the run of this program that logged last.
+    """Return the folder at the path `name`; 'auto' is the program's run that logged last.
     Raises UsageError if there is no such folder."""
     folder = Path(names_of(name, runs, program)[0])
     if not folder.is_dir():
@@ -59,8 +59,8 @@ def find_run(name: str, runs: Path = RUNS, program: str | None = None) -> Path:
 
 
 def names_of(name: str, runs: Path, program: str | None) -> list[str]:
-    """Return [name]; for 'auto' or 'auto@best', the names of all runs of this program, of which the
-    first logged last. Raises UsageError if there is no such run."""
+    """Return [name]; for 'auto' or 'auto@best', the names of the runs of this program, beginning
+    with the one that logged last. Raises UsageError if there is no such run."""
     if name.removesuffix(BEST) != "auto":
         return [name]
     if found := newest_first(runs.glob("*"), program, lambda run: run.metrics):

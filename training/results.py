@@ -36,7 +36,7 @@ SHOWN = 80  # characters of a sample that the log shows
 def prompt_and_continuation(
     model: Decoder | Transformer, tokenizer: Tokenizer, prepared: Prepared
 ) -> tuple[str, str]:
-    """Return the prompt, by default from the validation data, and the text that the model adds."""
+    """Return the prompt, by default from validation or training data, and the model's text."""
     args, data = prepared.args, prepared.val_set or prepared.train_set
     next_ids = []  # tokens with which the model's text may begin
     if args.sample_prompt is None:
@@ -62,8 +62,8 @@ def write_sample(step: int, model: Transformer | None, prepared: Prepared, log: 
     if not log.accelerator.is_main_process:  # other ranks wait at the next collective operation
         return
     decoder = Decoder(model, getattr(torch, prepared.args.dtype))
-    tokenizer = open_tokenizer(log.folder.path)  # not --data's, which may be new
-    with torch.compiler.set_stance("force_eager"):  # new shapes would compile again
+    tokenizer = open_tokenizer(log.folder.path)  # --data may have a new one
+    with torch.compiler.set_stance("force_eager"):  # new shapes would be compiled
         prompt, text = prompt_and_continuation(decoder, tokenizer, prepared)
     row = json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False)
     try:

@@ -15,7 +15,7 @@ from model import IGNORE_INDEX
 def validation_loader(
     dataset: TokenStream, batch_size: int, max_samples: int, accelerator: Accelerator
 ) -> DataLoader:
-    """Return this process's loader of max_samples sequences (0: all), evenly spaced in the set."""
+    """Return this process's loader of up to max_samples sequences (0: all), evenly spaced."""
     chosen = spread(len(dataset), max_samples)
     if dataset.lengths is not None:  # a batch of similar lengths needs little padding
         chosen.sort(key=lambda i: dataset.lengths[i])
