@@ -107,7 +107,7 @@ class StreamedText(Continuation):
         self.deliver(piece, self.finish_reason)
 
     def fail(self, reason: str) -> None:
-        """End the text: "error", or "closed" when the server ends."""
+        """End an unfinished text as `reason`: "error", or "closed" when the server ends."""
         if not self.finish_reason:
             self.finish_reason = reason
             self.deliver("", reason)
@@ -217,7 +217,8 @@ def generate(
     stop_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
     """Return the new token ids of each prompt. Prompt i draws with seed + i. `next_ids` is empty or
-    has one list per prompt. The other arguments are described in `Continuation`."""
+    has one list per prompt. With `max_new_tokens` 0 the lists are empty. `Sampling` and
+    `Continuation` describe the other arguments."""
     sampling = sampling or Sampling()
     texts = [
         Continuation(

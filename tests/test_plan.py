@@ -59,7 +59,7 @@ def test_hours_are_unknown_for_an_unknown_device_and_tokens_may_be_given(capsys)
     lines = page(capsys, "--dim 64 --n_layers 2 --tokens 1e6 --gpu_memory 8 --device Abacus")
     assert "0.001 billion tokens" in lines[0]
     assert lines[4].endswith("?")
-    assert "Hours: no peak of Abacus is known: pass --device, such as H100" in lines[-1]
+    assert "Hours are unknown for Abacus: pass a --device such as H100" in lines[-1]
 
 
 def test_a_little_memory_is_in_mb(capsys):
