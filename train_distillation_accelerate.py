@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_config.yaml train_distillation_accelerate.py [flags]
 
-Two things differ from pretraining: the teacher (--teacher, by default the newest pretraining run)
-reads each micro-batch too, and the loss compares the logits of both models.
+The training loop differs from that of pretraining in two ways: the teacher (--teacher, by default
+the newest pretraining run) reads each micro-batch too, and the loss also compares the logits.
 """
 
 from training.arguments import DistillationArguments
@@ -13,7 +13,7 @@ from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train with the flags in argv, for example in a notebook. None reads the command line."""
+    """Train with the flags in argv, for example in a notebook; None means the command line."""
     run_program(DistillationArguments, train, argv)
 
 

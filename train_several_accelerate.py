@@ -66,7 +66,7 @@ class SeveralArguments(TrainingArguments):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train with the flags in argv, for example in a notebook. None reads the command line."""
+    """Train with the flags in argv, for example in a notebook; None means the command line."""
     run_program(SeveralArguments, train, argv, set_up)
 
 

@@ -12,7 +12,7 @@ from training.start import run_program
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train with the flags in argv, for example in a notebook. None reads the command line."""
+    """Train with the flags in argv, for example in a notebook; None means the command line."""
     run_program(SFTArguments, train, argv)
 
 

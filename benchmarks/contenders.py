@@ -261,5 +261,5 @@ def take_steps(task, number: int) -> dict:
     if task.device.type == "cuda" and number:
         seconds = [(time.perf_counter() - clock[0]) / number] * number
     if number:
-        task.loss()  # checks the last gradient
+        task.loss()  # our step checks its last gradient here
     return {"seconds": seconds, "peak_bytes": peak_memory_bytes(task.device)}

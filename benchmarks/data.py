@@ -18,7 +18,7 @@ from benchmarks.cli import heading, new_parser, numbers, say, table
 from common.errors import UsageError, one_line_errors
 from common.numbers import available_cores
 from data.corpus import BUILTIN, find_files
-from data.dataset import PackedDataset, micro_batches
+from data.dataset import PackedDataset, endless_batches
 from data.errors import DataError
 from data.order import MicroBatchSampler
 from data.shards import read_description
@@ -118,7 +118,7 @@ def loader_speed(folder: Path, seq_len: int, num_workers: int, seconds: float) -
     """Return the tokens/s of the training script's own loader, without training. The clock
     starts after the first batch, when the workers are running."""
     train_set = PackedDataset(folder, "train", seq_len)
-    batches = micro_batches(train_set, MicroBatchSampler(len(train_set), BATCH_SIZE), num_workers)
+    batches = endless_batches(train_set, MicroBatchSampler(len(train_set), BATCH_SIZE), num_workers)
     next(batches)
     count, start = 0, time.perf_counter()
     while count == 0 or time.perf_counter() - start < seconds:

@@ -1,4 +1,5 @@
-"""Run TRL's `SFTTrainer` for `benchmarks.sft`, in another Python that loads only this file.
+"""Run TRL's `SFTTrainer` for `benchmarks.sft`, in another Python, which has TRL installed.
+This file imports no other module of the repository.
 
     PYTHON -m benchmarks.sft_trl MODEL CONVERSATIONS.jsonl OUT BATCH_SIZE EPOCHS WAY
 
@@ -12,7 +13,8 @@ import sys
 WAYS = {
     "in random order": {},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
-    # TRL's documentation asks for FlashAttention; for other kernels transformers makes masks.
+    # TRL recommends FlashAttention for this. With other attention kernels, transformers builds
+    # a mask that keeps the conversations apart.
     "padding-free": {"padding_free": True, "max_length": None},
 }
 
@@ -24,7 +26,7 @@ def main(model: str, conversations: str, out: str, batch_size: str, epochs: str,
 
     class SayStep(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **others):
-            if "loss" in logs:  # the last log line is for the whole run
+            if "loss" in logs:  # the last log line sums up the run and has no "loss"
                 step = f"step {state.global_step}/{state.max_steps}"
                 print(f"{step} loss {logs['loss']:.4f}", flush=True)
 

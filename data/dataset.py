@@ -14,7 +14,7 @@ from data.errors import DataError, NothingFitsError
 from data.order import MicroBatchSampler
 from data.shards import ANSWER_DTYPE, CONVERSATIONS, TEXT, read_description
 from data.tokenizer import tokenizer_in
-from model.transformer import IGNORE_INDEX
+from model import IGNORE_INDEX
 
 
 class TokenStream(Dataset):
@@ -173,7 +173,7 @@ class ConversationSet(TokenStream):
         return all_tokens, all_targets
 
 
-def micro_batches(
+def endless_batches(
     dataset: TokenStream, sampler: MicroBatchSampler, num_workers: int, pin_memory: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (tokens, targets) forever, both (batch_size, max_seq_len), or padded by `collate`.

@@ -70,16 +70,16 @@ class MicroBatchSampler:
         def of_epoch(epoch: int, within: np.ndarray) -> np.ndarray:
             return shuffled(within, self.n_samples, self.seed, epoch)
 
-        return _in_rounds(positions, self.n_samples, of_epoch)
+        return _in_periods(positions, self.n_samples, of_epoch)
 
 
-def _in_rounds(positions: np.ndarray, size: int, of_round: Callable) -> np.ndarray:
-    """Cut positions into rounds of `size`. Call of_round(round, positions within it) for each."""
-    rounds, within = np.divmod(positions, size)
+def _in_periods(positions: np.ndarray, size: int, of_period: Callable) -> np.ndarray:
+    """Cut positions into periods of `size`. For each, call of_period(period, positions in it)."""
+    periods, within = np.divmod(positions, size)
     out = np.empty_like(positions)
-    for number in np.unique(rounds):
-        chosen = rounds == number
-        out[chosen] = of_round(int(number), within[chosen])
+    for number in np.unique(periods):
+        chosen = periods == number
+        out[chosen] = of_period(int(number), within[chosen])
     return out
 
 
@@ -112,4 +112,4 @@ class LengthSampler(MicroBatchSampler):
             order = shuffled(np.arange(batches), batches, self.seed, window)
             return by_length.reshape(self._shape)[order].ravel()[within]
 
-        return _in_rounds(positions, batches * size, of_window)
+        return _in_periods(positions, batches * size, of_window)

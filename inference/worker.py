@@ -21,7 +21,8 @@ class Worker:
         self._thread.start()
 
     def submit(self, text: StreamedText) -> None:
-        """Queue a text. The worker's thread calls its `deliver`."""
+        """Queue a text. The worker's thread calls `text.deliver`. The thread that calls `close`, or
+        `submit` after it, delivers "closed"."""
         with self._changed:
             self._waiting = [t for t in self._waiting if not t.finish_reason] + [text]
             self._changed.notify()

@@ -40,10 +40,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 def fast_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Compute attention by the fastest path. On a CPU with dropout it is `plain_attention`."""
-    if q.device.type == "cpu" and not dropout:
-        return row_block_attention(q, k, v)
-    attend = plain_attention if q.device.type == "cpu" else fused_attention
-    return attend(q, k, v, dropout)
+    if q.device.type != "cpu":
+        return fused_attention(q, k, v, dropout)
+    return plain_attention(q, k, v, dropout) if dropout else row_block_attention(q, k, v)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:

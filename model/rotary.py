@@ -17,8 +17,9 @@ from model.config import RopeScaling
 def precompute_pos_cis(
     dim: int, end: int, theta: float = 1e6, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Return the table of rotations cis(t) = cos(t) + i·sin(t), complex64 (end, dim/2). dim
-    is head_dim, end the number of positions, theta the base of the frequencies."""
+    """Return the table of rotations cis(angle) = cos(angle) + i·sin(angle), complex64 (end, dim/2).
+    An angle is position × frequency. dim is head_dim, end the number of positions, theta the base
+    of the frequencies."""
     if dim <= 0 or dim % 2:
         raise ValueError(f"dim must be even and positive, not {dim}")
     # Cast afterwards: under deepspeed.zero.Init, torch.arange(…, dtype=float32) returns bf16.

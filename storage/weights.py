@@ -25,7 +25,8 @@ from storage.folder import RunFolder
 class Trained:
     """A trained model with its tokenizer."""
 
-    model: Transformer  # in evaluation mode; on the CPU and in fp32 unless `load` differs
+    # In evaluation mode. On the CPU and in fp32, unless load_trained got another `load`.
+    model: Transformer
     tokenizer: Tokenizer  # the tokenizer that it was trained with
     folder: Path  # the folder that the weights were read from
     chats: bool = False  # trained on conversations, in the template of data/chat_template
@@ -37,7 +38,7 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """Name of the run, NAME@step-N for a checkpoint, else name of the folder."""
+        """NAME@step-N for a checkpoint, NAME for the weights/ of a run, else the folder's name."""
         folder = self.folder.resolve()
         if folder.parent.name == "checkpoints":
             return f"{folder.parent.parent.name}@{folder.name}"
@@ -59,20 +60,21 @@ class WeightsFolder:
         Args:
             name: a run, RUN@best, a checkpoint, a folder of weights, or 'auto'.
             foreign: accept a Hugging Face folder.
-        Raises UsageError if there are no undamaged weights."""
+        Raises UsageError if there are no weights, if all checkpoints (or the named one) are
+        damaged, or if the folder is Hugging Face's and `foreign` is False."""
         at_best = name.endswith(BEST) and not Path(name).exists()
         path = find_run(name.removesuffix(BEST) if at_best else name)
         if at_best:
             path = checkpoint.best(RunFolder(path).all_checkpoints())
             if path is None:
-                raise UsageError(f"{name}: no checkpoint of this run was saved at a validation")
+                raise UsageError(f"{name}: no checkpoint of this run has a validation loss")
         if (path / "weights").is_dir():
             path = path / "weights"
         config = path / portable.CONFIG_FILE
         if config.exists() or (path / portable.WEIGHTS_FILE).exists():
             is_foreign = config.exists() and "model_type" in portable.read_json(config)
             if is_foreign and not foreign:
-                raise UsageError(f"{path}: first run python -m scripts.import_weights {path} OUT")
+                raise UsageError(f"{path}: import it: python -m scripts.import_weights {path} OUT")
             return cls(path, tokenizer_in(path), is_foreign)
         path = find_checkpoint(path)
         run = checkpoint.run_of(path)

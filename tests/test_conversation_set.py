@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_dataset import make_folder
 
-from data.dataset import ConversationSet, PackedDataset, micro_batches
+from data.dataset import ConversationSet, PackedDataset, endless_batches
 from data.errors import DataError, NothingFitsError
 from data.order import LengthSampler
 from data.shards import ShardWriter, token_dtype
@@ -120,7 +120,7 @@ def test_the_identity_depends_on_tokens_and_answers(tmp_path):
 def test_training_rows_are_padded_at_the_end_to_a_common_multiple(tmp_path, workers):
     dataset = ConversationSet(make_set(tmp_path / "c", many()), "train", 1000)
     sampler = LengthSampler(len(dataset), 4, lengths=dataset.lengths, global_batch=4)
-    batches = islice(micro_batches(dataset, sampler, num_workers=workers), 5)
+    batches = islice(endless_batches(dataset, sampler, num_workers=workers), 5)
     for numbers, (tokens, targets) in zip(sampler, batches, strict=False):
         rows = [dataset[i] for i in numbers]
         longest = max(len(row) for row, _ in rows)

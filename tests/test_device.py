@@ -96,7 +96,7 @@ def test_a_gpu_on_which_nothing_can_be_computed_is_named(monkeypatch):
 def test_attention_on_a_cpu_is_plain_or_blocks_of_rows():
     for changes, said in (
         ({"use_flash_attn": False}, "plain: all T × T scores (--use_flash_attn"),
-        ({"dropout": 0.1}, "plain: all T × T scores (blocks of rows have no dropout)"),
+        ({"dropout": 0.1}, "plain: all T × T scores (the fast path on a CPU has no dropout)"),
         ({}, "blocks of rows"),
     ):
         kernel = attention_kernel(LMConfig(**CONFIG | changes), torch.float32, CPU)

@@ -28,7 +28,8 @@ def long() -> Transformer:
 
 
 def step_by_step(model: Transformer, prompt: list[int], n: int) -> list[int]:
-    """The likeliest next token, n times; a sequence over the context keeps its later half."""
+    """Return n tokens, each the likeliest next one. When a sequence is longer than the context,
+    only its last context // 2 tokens are kept."""
     tokens, start, context = list(prompt), 0, model.config.max_seq_len
     for _ in range(n):
         if len(tokens) - start > context:
@@ -39,7 +40,8 @@ def step_by_step(model: Transformer, prompt: list[int], n: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 25])  # beyond the context of 12 from 8 on
+# PROMPT has 5 tokens. With n = 7 the text fills the context of 12; with n = 8 it is longer.
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 25])
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 4])
 def test_greedy_is_the_likeliest_token_each_time(model, prompt, n):
     assert generate(model, [prompt], n, GREEDY) == [step_by_step(model, prompt, n)]

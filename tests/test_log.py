@@ -134,7 +134,7 @@ def feed(clock):
     def feed(log, step: int, loss: float = 1.0, grad_norm: float = 0.5, seconds=1.0) -> None:
         clock.now += seconds
         log.meter.add(1.0, loss=torch.tensor(loss))
-        log.step(step, 1e-3, grad_norm=grad_norm, epoch=step / 100)
+        log.end_step(step, 1e-3, grad_norm=grad_norm, epoch=step / 100)
 
     return feed
 

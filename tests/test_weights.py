@@ -84,7 +84,7 @@ def test_an_opened_model_has_the_name_of_its_run_and_its_folder(run, weights, tm
 
 
 def test_run_at_best_opens_the_checkpoint_of_the_lowest_validation_loss(run, monkeypatch):
-    with pytest.raises(UsageError, match="no checkpoint of this run was saved at a validation"):
+    with pytest.raises(UsageError, match="no checkpoint of this run has a validation loss"):
         load_trained(f"{run}@best")
     for step, loss in ((10, 2.5), (20, 2.6), (30, None)):
         save(run, step, val_loss=loss)
@@ -120,7 +120,7 @@ def config_with(weights: Path, **values) -> None:
         ),
         (lambda w: (w / "tokenizer.model").unlink(), DataError, "no such tokenizer file"),
         (lambda w: config_with(w, dim=32), ConfigError, r"has shape \(.*\), the model needs \("),
-        (lambda w: config_with(w, model_type="llama"), UsageError, "first run .*import_weights"),
+        (lambda w: config_with(w, model_type="llama"), UsageError, "import it: .*import_weights"),
     ],
 )
 def test_damaged_weights_are_refused_even_if_a_checkpoint_is_sound(run, weights, harm, error, says):

@@ -81,7 +81,9 @@ class TrainingArguments:
     )
     min_lr_ratio: float = setting(0.1, "final learning rate as a share of the peak", SHARE)
     decay_fraction: float = setting(0.2, "final share of steps, in which 'wsd' decays", SHARE)
-    weight_decay: float = setting(0.1, "weight decay of matrices, × learning rate", AT_LEAST_0)
+    weight_decay: float = setting(
+        0.1, "weight decay: a step shrinks matrices by learning rate × this", AT_LEAST_0
+    )
     beta1: float = setting(0.9, "decay of AdamW's mean of the gradient", BELOW_1)
     beta2: float = setting(0.95, "decay of AdamW's mean of the squared gradient", BELOW_1)
     muon_momentum: float = setting(0.95, "decay of Muon's mean of the gradient", BELOW_1)
@@ -113,7 +115,10 @@ class TrainingArguments:
     eval_interval: int = setting(500, "steps between validations; 0: at the end only", AT_LEAST_0)
     eval_samples: int = setting(1024, "sequences to validate on, spread evenly; 0: all", AT_LEAST_0)
     save_interval: int = setting(
-        1000, "steps between checkpoints, besides the best and the last; 0: only these", AT_LEAST_0
+        1000,
+        "steps between checkpoints, besides the best, the last and those of save_minutes; 0: only "
+        "these",
+        AT_LEAST_0,
     )
     save_minutes: float = setting(30.0, "most minutes between checkpoints; 0: no limit", AT_LEAST_0)
     profile: bool = setting(False, "time and trace one step in every profile_interval steps")

@@ -140,7 +140,7 @@ class TrainingLog:
         project = "tensorboard" if self.args.trackers == ["tensorboard"] else "pretrain"
         self.accelerator.init_trackers(project, None, options)
 
-    def step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
+    def end_step(self, step: int, rate: float, grad_norm: float | Tensor, epoch: float) -> None:
         """Count an optimizer step that has ended; report if it is time."""
         self.clock.steps += 1
         self.meter.end_step(grad_norm)

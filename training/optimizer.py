@@ -3,7 +3,7 @@
 Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) replaces the running average of a
 matrix's gradients (its momentum) by an approximation of the nearest orthogonal matrix. Under ZeRO
 each process updates flat partitions of the parameters. If a matrix lies on several processes, its
-gradient is gathered before it is orthogonalised.
+momentum is gathered before it is orthogonalised.
 """
 
 import math
@@ -173,7 +173,7 @@ class Muon(torch.optim.AdamW):
         super().step()
 
     def _step_muon(self, group: dict, updated: list[Tensor]) -> None:
-        """Update the tensors of a group; their gradients are overwritten."""
+        """Update the tensors of a group. The momentum overwrites their gradients."""
         momenta = [state_of(self, group, p)["momentum_buffer"] for p in updated]
         gradients = [p.grad for p in updated]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
@@ -198,20 +198,20 @@ class Muon(torch.optim.AdamW):
         parts = self.layout[p].parts
         gathered = iter(self._gather([part for part in parts if part.split], p.grad))
         for part in parts:
-            gradient = next(gathered) if part.split else p.grad[part.in_partition]
+            momentum = next(gathered) if part.split else p.grad[part.in_partition]
             if part.numel:  # this process updates some of the parameter's weights
-                matrix = gradient.view_as(part.parameter)
+                matrix = momentum.view_as(part.parameter)
                 yield Update(matrix, weights[part.in_partition], part.in_parameter)
 
-    def _gather(self, parts: list[Part], gradient: Tensor) -> Sequence[Tensor]:
-        """Return the whole, flat gradients of split matrices (at most processes - 1 matrices)."""
+    def _gather(self, parts: list[Part], momentum: Tensor) -> Sequence[Tensor]:
+        """Return the whole, flat momenta of split matrices (at most processes - 1 matrices)."""
         if not parts:
             return []
         sizes = [part.parameter.numel() for part in parts]
-        whole = gradient.new_zeros(sum(sizes), dtype=self.dtype)
+        whole = momentum.new_zeros(sum(sizes), dtype=self.dtype)
         matrices = whole.split(sizes)
         for part, matrix in zip(parts, matrices, strict=True):
-            matrix[part.in_parameter] = gradient[part.in_partition]
+            matrix[part.in_parameter] = momentum[part.in_partition]
         torch.distributed.all_reduce(whole)  # exact: each element is nonzero on at most one process
         return matrices
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from common.errors import UsageError
-from data.dataset import TokenStream, micro_batches
+from data.dataset import TokenStream, endless_batches
 from data.order import LengthSampler, MicroBatchSampler
 from model import IGNORE_INDEX
 from training.arguments import TrainingArguments
@@ -55,7 +55,7 @@ def step_batches(
         seed=args.seed,
         start=start_step * global_batch,  # in sequences
     )
-    source = micro_batches(train_set, order, args.num_workers, pin_memory=device.type == "cuda")
+    source = endless_batches(train_set, order, args.num_workers, pin_memory=device.type == "cuda")
 
     def read() -> MicroBatch:
         tokens, targets = next(source)
@@ -143,7 +143,8 @@ class Run:
 
     def backward(self, loss: Tensor, batch: MicroBatch, **parts: Tensor) -> None:
         """Run the backward pass of a micro-batch and record its loss for the log. `loss` is the
-        mean over the targets that count; `parts` are further means to log, detached."""
+        mean over the targets that count; Accelerate divides it by --accumulation_steps. `parts`
+        are further means to log, detached."""
         self.profiler.phase("backward")
         # The mean over zero targets is NaN; its gradient must be zero.
         weighted = loss * batch.weight if batch.n_targets else loss.nan_to_num() * 0
@@ -179,7 +180,7 @@ class Run:
         with self.log.clock.pause():
             profile = self.profiler.end_step(step)
         epoch = step * self.samples_per_step / len(self.prepared.train_set)
-        self.log.step(step, self.learning_rate(step), grad_norm, epoch)
+        self.log.end_step(step, self.learning_rate(step), grad_norm, epoch)
         if profile:
             self.log.profile(step, *profile)
         most = self.args.max_bad_steps
@@ -189,8 +190,8 @@ class Run:
             bad = int(self.log.meter.worst_in_row)
             if bad >= most:
                 self.checkpointer.wait()
-                steps = f"{bad} steps in a row, up to step {step}"
-                raise UsageError(f"{steps}, had a non-finite gradient: lower --learning_rate")
+                steps = f"{bad} steps in a row"
+                raise UsageError(f"{steps} had a non-finite gradient: lower --learning_rate")
         val_loss = self.validate(step) if self._is_time(step, self.args.eval_interval) else None
         if self.args.sample_interval and step % self.args.sample_interval == 0:
             self.write_sample(step)

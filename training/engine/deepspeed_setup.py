@@ -11,9 +11,9 @@ from training.engine.main_process import on_every_process
 
 
 def partitioned_while_built(engine: Engine) -> AbstractContextManager:
-    """Return a context for building a model. Under ZeRO-3 each layer is partitioned when it is
-    created. DeepSpeed's own context draws initial weights in 16 bits and on the GPU, so the random
-    numbers differ from those of the other engines."""
+    """Return a context for building a model. Under ZeRO-3 it divides each layer as soon as the
+    layer exists. The initial weights are the same as under the other engines. DeepSpeed's own
+    context would draw them in 16 bits on the GPU, with other random numbers."""
     if not engine.divides_model:
         return nullcontext()
     from deepspeed.runtime.zero.partition_parameters import Init  # importing it takes seconds
@@ -57,7 +57,7 @@ def needed_operations(config: dict) -> list[str]:
     offload = offload_device(config, "optimizer")
     if "optimizer" in config:
         own_adam = not config["optimizer"]["params"].get("torch_adam")
-    else:  # Accelerate replaces an offloaded AdamW of the script by DeepSpeed's
+    else:  # with offload, Accelerate replaces the script's AdamW by DeepSpeed's CPU version
         own_adam = offload and config.get("zero_force_ds_cpu_optimizer", True)
     if own_adam:
         names.append("CPUAdamBuilder" if offload else "FusedAdamBuilder")

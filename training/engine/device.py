@@ -74,10 +74,11 @@ def require_usable_gpu() -> None:
         if not listed.startswith("GPU"):
             return
         name = listed.splitlines()[0]
-        why = f"it is built for CUDA {torch.version.cuda}"
+        built = torch.version.cuda
+        why = f"it is built for CUDA {built}" if built else "it is built without CUDA"
     raise UsageError(
         f"PyTorch {torch.__version__} cannot use {name} ({why}): update the driver, or install "
-        "another PyTorch; CUDA_VISIBLE_DEVICES= before the command trains on the CPU"
+        "another PyTorch, or train on the CPU with CUDA_VISIBLE_DEVICES= before the command"
     )
 
 
@@ -126,7 +127,7 @@ def attention_kernel(config: LMConfig, dtype: torch.dtype, device: torch.device)
     if not config.use_flash_attn:
         return "plain: all T × T scores (--use_flash_attn for the fast paths)"
     if device.type == "cpu" and config.dropout:
-        return "plain: all T × T scores (blocks of rows have no dropout)"
+        return "plain: all T × T scores (the fast path on a CPU has no dropout)"
     if device.type == "cpu":
         return "blocks of rows"
     n_kv_heads = config.n_kv_heads if takes_grouped_heads(dtype) else config.n_heads
@@ -150,9 +151,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device, processes: int) -> int | None:
-    """Return the bytes that this process can use, with the bytes in use now; None without /proc.
-    The processes of a machine share its RAM, or the RAM of their container.
-    `processes` is the number of these processes if no launcher has set it."""
+    """Return the bytes that this process can use, including those that it uses now; None on a CPU
+    without /proc. The processes of a machine share its RAM, or the RAM of their container.
+    `processes` is their number. A launcher's LOCAL_WORLD_SIZE overrides it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     meminfo, groups = Path("/proc/meminfo"), Path("/proc/self/cgroup")
@@ -182,7 +183,7 @@ def keep_freed_memory() -> bool:
 
 def use_all_cores() -> None:
     """Divide this machine's cores among its processes, unless the user has set OMP_NUM_THREADS.
-    A launcher also sets this variable, to 1: then the launcher's own environment decides."""
+    Launchers set it to 1. Under a launcher, a 1 counts only if the launcher itself has it too."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and {"TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}:
         threads = None
